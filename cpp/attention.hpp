@@ -1,0 +1,154 @@
+// Attention of one micro-batch over what the heads keep, split over ggml's threads: units of work
+// are claimed one by one, and the thread that finishes a head's last unit merges its partial
+// results and commits its staged entries. The split depends on lengths alone, never on the number
+// of threads, so that every number of threads gives the same result bit by bit.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "head_store.hpp"
+#include "kernels.hpp"
+
+namespace entropykv {
+
+// All kernels that this machine runs, the slowest first.
+std::vector<const KernelTable*> available_kernels();
+
+// Constants of one layer's attention.
+struct AttentionParams {
+    float scale = 1.0f;
+    float softcap = 0.0f;          // 0: none
+    int window = 0;                // sliding window in tokens; 0: none
+    const float* sinks = nullptr;  // one logit per query head, or null
+};
+
+// f32 rows of one micro-batch, [n_tokens][n_head][dim] at byte strides.
+struct RowsView {
+    const std::byte* data;
+    std::size_t token_stride;
+    std::size_t head_stride;
+    const float* row(int token, int head) const {
+        return reinterpret_cast<const float*>(
+            data + static_cast<std::size_t>(token) * token_stride +
+            static_cast<std::size_t>(head) * head_stride);
+    }
+};
+
+class Attention {
+public:
+    Attention(HeadStore& store, const KernelTable& kernels, int n_threads);
+
+    // The last `tokens` queries of a micro-batch are those that score (observation window).
+    void set_observation_window(int tokens) { observation_window_ = tokens; }
+    void set_entropy_tracking(bool on) { track_entropy_ = on; }
+
+    // Before every llama_decode: reserves pages and scratch for n_tokens at base_position. Nothing
+    // after it allocates.
+    void begin(int n_tokens, std::int32_t base_position);
+
+    // In the graph, in this order, with a barrier between them. thread < n_threads().
+    void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;
+    void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
+    void attend(int layer, const AttentionParams& params, const RowsView& query, float* output,
+                int thread) noexcept;  // output [n_tokens][n_head][v_dim]
+
+    int n_threads() const { return static_cast<int>(workers_.size()); }
+    int n_tokens() const { return n_tokens_; }
+
+    // Since the last reset: sum of the entropies (bits) of the attention rows of every query head
+    // of a layer, and how many rows there were. An attention sink counts as one more entry.
+    const std::vector<double>& entropy_sums(int layer) const;
+    std::int64_t entropy_rows(int layer) const;
+    void reset_entropy();
+
+private:
+    struct Split {        // how the micro-batch of one layer becomes units
+        int group;        // query heads of a KV head
+        int rows;         // n_tokens * group, token-major
+        int tile_rows;    // of a full tile
+        int tiles;
+        bool by_rows;     // the prompt kernel
+        bool by_entries;  // a unit is a range of entries, merged at the end
+    };
+    struct Call {
+        int layer;
+        Split split;
+        const AttentionParams* params;
+        const RowsView* query;
+        float* output;
+        int thread;
+    };
+    struct Tile {  // rows [first, first + count) of a KV head
+        int head;
+        int number;
+        int first;
+        int count;
+    };
+    struct Worker {                 // scratch of one thread
+        std::vector<float> query;   // a tile
+        std::vector<float> output;  // a tile
+        std::vector<float> kernel;
+        std::vector<float> softmax;  // max, sum, weighted, positions of a tile's rows
+    };
+    struct LayerEntropy {
+        std::vector<double> sums;
+        std::int64_t rows = 0;
+    };
+
+    Split split_of(int layer) const;
+    static int chunk_entries(const Split& split, int total);
+    static int chunks_of(const Split& split, int total);
+    int total_entries(int layer, int head) const { return store_.count(layer, head) + n_tokens_; }
+    int first_observed_row(const Split& split) const;
+    static Tile tile_at(const Split& split, int head, int number);
+    void prepare(int layer) noexcept;
+
+    void run_unit(const Call& call, int unit) noexcept;
+    void run_rows(const Call& call, const Tile& tile, int chunk) noexcept;
+    void run_decode(const Call& call, const Tile& tile, int chunk) noexcept;
+    void finish_head(const Call& call, int head) noexcept;
+    SoftmaxState merge(const Call& call, const Tile& tile) noexcept;
+    void write_output(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    void observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    void observe_decode(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    const float* sum_mass(const Call& call, int head) noexcept;
+
+    PromptTask prompt_task(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    template <typename Visit>
+    void over_ranges(const Call& call, const Tile& tile, int first, int last, Visit visit) noexcept;
+    void load_queries(const Call& call, const Tile& tile) noexcept;
+    void start_softmax(const Call& call, const Tile& tile, int chunk,
+                       const SoftmaxState& state) const noexcept;
+    SoftmaxState worker_state(const Call& call) noexcept;
+    SoftmaxState partial_state(const Call& call, const Tile& tile, int chunk) noexcept;
+    float* mass_of(const Call& call, const Tile& tile) noexcept;
+    float* logits_of(const Call& call, int head) noexcept;
+
+    HeadStore& store_;
+    const KernelTable& kernels_;
+    int observation_window_ = 64;
+    bool track_entropy_ = false;
+    std::vector<LayerEntropy> entropy_;
+    std::vector<Worker> workers_;
+
+    // The micro-batch.
+    int n_tokens_ = 0;
+    std::int32_t base_position_ = 0;
+
+    // The layer that is being attended to: sized by begin(), filled by prepare().
+    std::vector<int> first_unit_;     // of each head, and the total
+    std::vector<int> first_partial_;  // slot of each head
+    std::unique_ptr<std::atomic<int>[]> unfinished_units_;
+    std::atomic<int> next_unit_{0};
+    std::size_t longest_ = 0;  // entries of the longest head, staged ones included
+    std::vector<float> partials_;
+    std::vector<float> logits_;       // decode: [head][row][longest_]
+    std::vector<float> mass_;         // [head][observed tile][longest_]
+    std::vector<float> row_entropy_;  // [head][row]
+};
+
+}  // namespace entropykv

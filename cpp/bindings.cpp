@@ -1,0 +1,293 @@
+// The Python face of the extension: the only file that includes pybind11.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+
+#include "attention.hpp"
+#include "budget.hpp"
+#include "flat_store.hpp"
+#include "graph_hook.hpp"
+#include "head_store.hpp"
+
+namespace py = pybind11;
+using namespace entropykv;  // NOLINT: this file only registers
+
+namespace {
+
+template <typename T>
+py::array_t<T> to_array(const std::vector<T>& values) {
+    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+template <typename T>
+using InputArray = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+const KernelTable& kernels_named(const std::optional<std::string>& name) {
+    const auto tables = available_kernels();
+    if (!name) return *tables.back();
+    for (const KernelTable* table : tables)
+        if (*name == table->name) return *table;
+    throw std::invalid_argument("this machine has no kernels named " + *name);
+}
+
+KvType kv_type_named(const std::string& name) {
+    if (name == "f16") return KvType::f16;
+    if (name == "q8_0") return KvType::q8_0;
+    throw std::invalid_argument("kv_type must be f16 or q8_0, not " + name);
+}
+
+// A HeadStore with the attention over it.
+class Headwise {
+public:
+    Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings,
+             int observation_window, int n_threads, const std::optional<std::string>& kernels)
+        : store(layers, settings), attention(store, kernels_named(kernels), n_threads) {
+        attention.set_observation_window(observation_window);
+    }
+
+    // Attends to one micro-batch without a model: stages K and V, attends, commits.
+    py::array_t<float> attend(int layer, const InputArray<float>& q, const InputArray<float>& k,
+                              const InputArray<float>& v, AttentionParams params,
+                              const std::optional<InputArray<float>>& sinks, int position) {
+        const LayerShape& shape = store.shape(layer);
+        const auto n_tokens = static_cast<int>(q.shape(0));
+        const auto check = [&](const InputArray<float>& rows, int heads, int dim) {
+            if (rows.ndim() != 3 || rows.shape(0) != n_tokens || rows.shape(1) != heads ||
+                rows.shape(2) != dim)
+                throw std::invalid_argument("q, k and v must be [n_tokens][heads][dim]");
+        };
+        check(q, shape.n_head, shape.k_dim);
+        check(k, shape.n_head_kv, shape.k_dim);
+        check(v, shape.n_head_kv, shape.v_dim);
+        if (sinks) params.sinks = sinks->data();
+        py::array_t<float> output({n_tokens, shape.n_head, shape.v_dim});
+        const auto rows = [](const InputArray<float>& a) {
+            return RowsView{reinterpret_cast<const std::byte*>(a.data()),
+                            static_cast<std::size_t>(a.strides(0)),
+                            static_cast<std::size_t>(a.strides(1))};
+        };
+        attention.begin(n_tokens, position);
+        attention.stage_k(layer, rows(k), 0, 1);
+        attention.stage_v(layer, rows(v), 0, 1);
+        attention.attend(layer, params, rows(q), output.mutable_data(), 0);
+        return output;
+    }
+
+    HeadStore store;
+    Attention attention;
+};
+
+void bind_decisions(py::module_& m) {
+    m.def("available_kernels", [] {
+        std::vector<std::string> names;
+        for (const KernelTable* table : available_kernels()) names.emplace_back(table->name);
+        return names;
+    });
+    m.def(
+        "select_survivors",
+        [](const InputArray<float>& scores, const InputArray<std::int32_t>& positions, int keep,
+           int n_sinks, int recent_window, std::int32_t newest) {
+            if (scores.size() != positions.size())
+                throw std::invalid_argument("scores and positions must have one length");
+            const auto n = static_cast<int>(scores.size());
+            std::vector<std::uint8_t> kept(static_cast<std::size_t>(n));
+            std::vector<float> scratch(static_cast<std::size_t>(n));
+            select_survivors(scores.data(), positions.data(), n, keep, {n_sinks, recent_window},
+                             newest, kept.data(), scratch.data());
+            return to_array(kept);
+        },
+        py::arg("scores"), py::arg("positions"), py::arg("keep"), py::arg("n_sinks"),
+        py::arg("recent_window"), py::arg("newest"));
+    m.def("recency_score", &recency_score, py::arg("position"), py::arg("newest"),
+          py::arg("variation"));
+    m.def("entropy_weights", &entropy_weights, py::arg("entropies"), py::arg("mean"),
+          py::arg("low"), py::arg("high"));
+    m.def(
+        "share_budget",
+        [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
+           std::vector<double> weights) {
+            return share_budget({mean_entries, max_entries, floor_entries,
+                                 std::move(entries_per_page), std::move(weights)});
+        },
+        py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
+        py::arg("entries_per_page"), py::arg("weights"));
+    m.def("pages_for", &pages_for, py::arg("entries"), py::arg("entries_per_page"));
+    m.def(
+        "page_geometry",
+        [](const std::vector<LayerShape>& layers, const std::string& kv_type) {
+            const std::vector<PageLayout> layouts = page_layouts(layers, kv_type_named(kv_type));
+            std::vector<int> entries;
+            for (const PageLayout& layout : layouts) entries.push_back(layout.entries);
+            return py::make_tuple(pool_page_bytes(layers, kv_type_named(kv_type)), entries);
+        },
+        py::arg("layers"), py::arg("kv_type"));
+    m.def(
+        "plan_flat_eviction",
+        [](const std::vector<std::int32_t>& positions, int keep, ScoreKind score, float variation,
+           int n_sinks, int recent_window) {
+            const FlatPlan plan =
+                plan_flat_eviction(positions, keep, score, variation, {n_sinks, recent_window});
+            return py::make_tuple(to_array(plan.kept), plan.removed);
+        },
+        py::arg("positions"), py::arg("keep"), py::arg("score"), py::arg("variation"),
+        py::arg("n_sinks"), py::arg("recent_window"));
+}
+
+void bind_graph(py::module_& m) {
+    py::class_<LayerShape>(m, "LayerShape")
+        .def(py::init<int, int, int, int>(), py::arg("n_head"), py::arg("n_head_kv"),
+             py::arg("k_dim"), py::arg("v_dim"))
+        .def_readonly("n_head", &LayerShape::n_head)
+        .def_readonly("n_head_kv", &LayerShape::n_head_kv)
+        .def_readonly("k_dim", &LayerShape::k_dim)
+        .def_readonly("v_dim", &LayerShape::v_dim);
+    py::class_<AttentionNode>(m, "AttentionNode")
+        .def_readonly("cache_layer", &AttentionNode::cache_layer)
+        .def_readonly("shape", &AttentionNode::shape)
+        .def_readonly("scale", &AttentionNode::scale)
+        .def_readonly("softcap", &AttentionNode::softcap)
+        .def_readonly("has_sinks", &AttentionNode::has_sinks);
+    py::class_<GraphHook>(m, "GraphHook")
+        .def(py::init<>())
+        .def_property_readonly(
+            "callback", [](const GraphHook&) { return reinterpret_cast<std::uintptr_t>(&GraphHook::on_node); })
+        .def_property_readonly(
+            "user_data", [](GraphHook& self) { return reinterpret_cast<std::uintptr_t>(&self); })
+        .def_property_readonly("nodes", &GraphHook::nodes)
+        .def_property_readonly("refusal", &GraphHook::refusal)
+        .def("serve", [](GraphHook& self, Headwise& store) { self.serve(store.attention); },
+             py::arg("store"), py::keep_alive<1, 2>())
+        .def("begin_step", &GraphHook::begin_step)
+        .def("check_step", &GraphHook::check_step);
+}
+
+void bind_headwise(py::module_& m) {
+    py::class_<Headwise>(m, "HeadwiseStore")
+        .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
+                         ScoreKind score, int n_sinks, int recent_window, float variation,
+                         float mass_decay, int observation_window, int max_tokens, int max_entries,
+                         int n_threads, const std::optional<std::string>& kernels) {
+                 const StoreSettings settings{kv_type_named(kv_type), score,
+                                              {n_sinks, recent_window}, variation,
+                                              mass_decay, max_tokens, max_entries};
+                 return std::make_unique<Headwise>(layers, settings, observation_window, n_threads,
+                                                   kernels);
+             }),
+             py::arg("layers"), py::arg("kv_type"), py::arg("score"), py::arg("n_sinks"),
+             py::arg("recent_window"), py::arg("variation"), py::arg("mass_decay"),
+             py::arg("observation_window"), py::arg("max_tokens"), py::arg("max_entries"),
+             py::arg("n_threads"), py::arg("kernels") = py::none())
+        .def("set_budgets",
+             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages,
+                int n_sinks, int recent_window) {
+                 const py::gil_scoped_release release;
+                 self.store.set_budgets(budgets, pool_pages, {n_sinks, recent_window});
+             },
+             py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"),
+             py::arg("recent_window"))
+        .def("begin",
+             [](Headwise& self, int n_tokens, int position) {
+                 self.attention.begin(n_tokens, position);
+             },
+             py::arg("n_tokens"), py::arg("position"))
+        .def("attend",
+             [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
+                const InputArray<float>& v, float scale, float softcap, int window,
+                const std::optional<InputArray<float>>& sinks, int position) {
+                 return self.attend(layer, q, k, v, {scale, softcap, window, nullptr}, sinks,
+                                    position);
+             },
+             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
+             py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none(),
+             py::arg("position") = 0)
+        .def("track_entropy",
+             [](Headwise& self, bool on) {
+                 self.attention.set_entropy_tracking(on);
+                 self.attention.reset_entropy();
+             },
+             py::arg("on"))
+        .def("entropies",
+             [](const Headwise& self, int layer) {
+                 std::vector<double> means = self.attention.entropy_sums(layer);
+                 const auto rows = static_cast<double>(self.attention.entropy_rows(layer));
+                 for (double& mean : means) mean /= rows;
+                 return to_array(means);
+             },
+             py::arg("layer"))
+        .def("truncate", [](Headwise& self, int position) { self.store.truncate(position); },
+             py::arg("position"))
+        .def("positions", [](const Headwise& self, int layer,
+                             int head) { return to_array(self.store.positions(layer, head)); },
+             py::arg("layer"), py::arg("kv_head"))
+        .def("importance", [](const Headwise& self, int layer,
+                              int head) { return to_array(self.store.importance(layer, head)); },
+             py::arg("layer"), py::arg("kv_head"))
+        .def("budget", [](const Headwise& self, int layer, int head) {
+                 return self.store.budget(layer, head);
+             }, py::arg("layer"), py::arg("kv_head"))
+        .def_property_readonly("entries", [](const Headwise& s) { return s.store.entries(); })
+        .def_property_readonly("evicted", [](const Headwise& s) { return s.store.evicted(); })
+        .def_property_readonly("eviction_seconds",
+                               [](const Headwise& s) { return s.store.eviction_seconds(); })
+        .def_property_readonly("budget_bytes",
+                               [](const Headwise& s) { return s.store.budget_bytes(); })
+        .def_property_readonly("used_bytes", [](const Headwise& s) { return s.store.used_bytes(); })
+        .def_property_readonly("peak_bytes", [](const Headwise& s) { return s.store.peak_bytes(); })
+        .def_property_readonly("mapped_bytes",
+                               [](const Headwise& s) { return s.store.mapped_bytes(); })
+        .def_property_readonly("staging_bytes",
+                               [](const Headwise& s) { return s.store.staging_bytes(); });
+}
+
+void bind_flat(py::module_& m) {
+    const auto context = [](std::uintptr_t address) {
+        return reinterpret_cast<llama_context*>(address);
+    };
+    py::class_<FlatStore>(m, "FlatStore")
+        .def(py::init([context](std::uintptr_t address, int budget, ScoreKind score,
+                                float variation, int n_sinks, int recent_window) {
+                 return std::make_unique<FlatStore>(context(address), budget, score, variation,
+                                                    Protection{n_sinks, recent_window});
+             }),
+             py::arg("context"), py::arg("budget"), py::arg("score"), py::arg("variation"),
+             py::arg("n_sinks"), py::arg("recent_window"))
+        .def("make_room", &FlatStore::make_room, py::arg("n_tokens"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("settle", &FlatStore::settle, py::arg("position"), py::arg("n_tokens"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("set_budget",
+             [](FlatStore& self, int budget, int n_sinks, int recent_window) {
+                 self.set_budget(budget, {n_sinks, recent_window});
+             },
+             py::arg("budget"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def("truncate", &FlatStore::truncate, py::arg("position"))
+        .def("move_to",
+             [context](FlatStore& self, std::uintptr_t address) { self.move_to(context(address)); },
+             py::arg("context"))
+        .def_property_readonly("positions",
+                               [](const FlatStore& s) { return to_array(s.positions()); })
+        .def_property_readonly("entries", [](const FlatStore& s) { return s.positions().size(); })
+        .def_property_readonly("budget", &FlatStore::budget)
+        .def_property_readonly("peak", &FlatStore::peak)
+        .def_property_readonly("evicted", &FlatStore::evicted)
+        .def_property_readonly("compactions", &FlatStore::compactions)
+        .def_property_readonly("eviction_seconds", &FlatStore::eviction_seconds);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "Stores, attention and budgets of entropykv";
+    py::enum_<ScoreKind>(m, "ScoreKind")
+        .value("streaming", ScoreKind::streaming)
+        .value("recency", ScoreKind::recency)
+        .value("mass", ScoreKind::mass);
+    bind_graph(m);
+    bind_decisions(m);
+    bind_headwise(m);
+    bind_flat(m);
+}

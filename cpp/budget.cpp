@@ -1,0 +1,106 @@
+#include "budget.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+
+namespace entropykv {
+namespace {
+
+// Shares `total` in proportion to the weights with no share above `cap`.
+std::vector<double> capped_shares(const std::vector<double>& weights, double total, double cap) {
+    std::vector<double> shares(weights.size(), 0.0);
+    std::vector<bool> capped(weights.size(), false);
+    double rest = total;
+    for (bool again = true; again;) {
+        again = false;
+        double weight_sum = 0.0;
+        for (std::size_t i = 0; i < weights.size(); ++i)
+            if (!capped[i]) weight_sum += weights[i];
+        if (weight_sum <= 0.0) break;
+        const double unit = rest / weight_sum;
+        for (std::size_t i = 0; i < weights.size(); ++i) {
+            if (capped[i]) continue;
+            shares[i] = unit * weights[i];
+            if (shares[i] > cap) {
+                shares[i] = cap;
+                capped[i] = true;
+                rest -= cap;
+                again = true;
+                break;
+            }
+        }
+    }
+    return shares;
+}
+
+}  // namespace
+
+int pages_for(int entries, int entries_per_page) {
+    return (entries + entries_per_page - 1) / entries_per_page;
+}
+
+std::vector<double> entropy_weights(const std::vector<double>& entropies, double mean, double low,
+                                    double high) {
+    std::vector<double> weights(entropies.size(), 1.0);
+    if (mean <= 0.0) return weights;
+    for (std::size_t i = 0; i < entropies.size(); ++i)
+        weights[i] = std::clamp(entropies[i] / mean, low, high);
+    return weights;
+}
+
+std::vector<int> share_budget(const BudgetRequest& request) {
+    if (request.mean_entries < request.floor_entries)
+        throw std::invalid_argument("the mean budget is below the floor");
+    const std::size_t n_heads = request.entries_per_page.size();
+    const int mean = std::min(request.mean_entries, request.max_entries);
+    std::vector<int> budgets(n_heads, mean);
+    if (request.weights.empty() || mean == request.max_entries) return budgets;
+
+    const int floor = request.floor_entries;
+    const std::vector<double> shares =
+        capped_shares(request.weights, static_cast<double>(mean - floor) * static_cast<double>(n_heads),
+                      static_cast<double>(request.max_entries - floor));
+    long entries_left = static_cast<long>(mean) * static_cast<long>(n_heads);
+    long pages_left = 0;
+    for (const int per_page : request.entries_per_page) pages_left += pages_for(mean, per_page);
+
+    // Whole pages first, rounded down; then a page more for the heads that lost most by rounding.
+    std::vector<double> wanted(n_heads);
+    for (std::size_t i = 0; i < n_heads; ++i) {
+        const int per_page = request.entries_per_page[i];
+        wanted[i] = floor + shares[i];
+        const int whole = static_cast<int>(wanted[i]) / per_page * per_page;
+        budgets[i] = std::min(std::max(whole, floor), request.max_entries);
+        entries_left -= budgets[i];
+        pages_left -= pages_for(budgets[i], per_page);
+    }
+    // Heads at a floor that fills no whole page can use more pages than their share.
+    while (pages_left < 0) {
+        const auto largest = std::max_element(budgets.begin(), budgets.end());
+        const int per_page = request.entries_per_page[static_cast<std::size_t>(largest - budgets.begin())];
+        const int fewer = std::max(floor, (*largest - 1) / per_page * per_page);
+        pages_left += pages_for(*largest, per_page) - pages_for(fewer, per_page);
+        entries_left += *largest - fewer;
+        *largest = fewer;
+    }
+    std::vector<std::size_t> order(n_heads);
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+        return wanted[a] - budgets[a] > wanted[b] - budgets[b];
+    });
+    for (const std::size_t i : order) {
+        const int per_page = request.entries_per_page[i];
+        const int next =
+            std::min((budgets[i] / per_page + 1) * per_page, request.max_entries);
+        const int more_pages = pages_for(next, per_page) - pages_for(budgets[i], per_page);
+        if (next - budgets[i] > entries_left || more_pages > pages_left) continue;
+        entries_left -= next - budgets[i];
+        pages_left -= more_pages;
+        budgets[i] = next;
+    }
+    return budgets;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,30 @@
+// Scores + a number to keep + protected entries -> which entries survive. A pure decision.
+#pragma once
+
+#include <cstdint>
+
+namespace entropykv {
+
+// What no eviction may take: the first positions (sinks) and the newest ones.
+struct Protection {
+    int n_sinks;
+    int recent_window;
+
+    bool covers(std::int32_t position, std::int32_t newest) const {
+        return position < n_sinks || position > newest - recent_window;
+    }
+};
+
+// How many entries an eviction leaves when n_new of them came last. While tokens come one by one,
+// room is made for several at once, so that one selection serves many tokens: never more room than
+// a quarter of what the budget holds beyond the protected entries.
+int entries_to_keep(int budget, int n_new, const Protection& protection);
+
+// Marks in kept[0..n) the survivors of n entries: every protected one, then those with the highest
+// scores (ties: the earlier index) until `keep` are marked. Returns how many are marked: more than
+// `keep` only where more are protected, n where keep >= n. scratch holds n floats. No allocation.
+int select_survivors(const float* scores, const std::int32_t* positions, int n, int keep,
+                     const Protection& protection, std::int32_t newest, std::uint8_t* kept,
+                     float* scratch);
+
+}  // namespace entropykv

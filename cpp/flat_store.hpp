@@ -1,0 +1,66 @@
+// Position-level eviction in llama.cpp's own cache, as the BitNet document does it: one choice for
+// all heads, llama_memory_seq_rm, and compaction by a round trip of the state. Any backend.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "eviction.hpp"
+#include "importance.hpp"
+
+struct llama_context;
+
+namespace entropykv {
+
+// Ranges [first, last) of positions to remove, ascending: a plan to print, test and apply.
+struct FlatPlan {
+    std::vector<std::int32_t> kept;
+    std::vector<std::pair<std::int32_t, std::int32_t>> removed;
+};
+
+FlatPlan plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
+                            float entropy_variation, const Protection& protection);
+
+class FlatStore {
+public:
+    FlatStore(llama_context* context, int budget, ScoreKind score, float entropy_variation,
+              const Protection& protection);
+
+    // Before reading n_tokens: compacts where holes would cost attention time.
+    void make_room(int n_tokens);
+    // After they were read at [position, position + n_tokens): evicts down to the budget.
+    void settle(std::int32_t position, int n_tokens);
+    void set_budget(int budget, const Protection& protection);
+    void truncate(std::int32_t position);
+    // The store goes on in another context (larger or smaller) that holds nothing yet.
+    void move_to(llama_context* context);
+
+    const std::vector<std::int32_t>& positions() const { return positions_; }
+    int budget() const { return budget_; }
+    int peak() const { return peak_; }
+    std::size_t evicted() const { return evicted_; }
+    std::size_t compactions() const { return compactions_; }
+    double eviction_seconds() const { return eviction_seconds_; }
+
+private:
+    void evict(int keep);
+    void compact();
+    std::vector<std::uint8_t> saved_state() const;
+    void restore_state(const std::vector<std::uint8_t>& state);
+
+    llama_context* context_;
+    int budget_;
+    ScoreKind score_;
+    float entropy_variation_;
+    Protection protection_;
+    std::vector<std::int32_t> positions_;
+    int highest_cell_ = 0;  // cells that may be in use, counted from the first
+    int peak_ = 0;
+    std::size_t evicted_ = 0;
+    std::size_t compactions_ = 0;
+    double eviction_seconds_ = 0.0;
+};
+
+}  // namespace entropykv

@@ -1,0 +1,234 @@
+#include "graph_hook.hpp"
+
+#include <ggml-backend.h>
+#include <ggml.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+namespace entropykv {
+namespace {
+
+constexpr int kOpsPerLayer = 3;  // K write, V write, attention
+constexpr int kMaxHeadDim = 1024;
+
+// ggml-impl.h's ggml_custom_op_params, which no public header has.
+struct CustomOp {
+    ggml_custom_op_t function;
+    int n_tasks;
+    void* user_data;
+};
+static_assert(sizeof(CustomOp) <= GGML_MAX_OP_PARAMS, "a custom op must fit into op_params");
+
+const ggml_tensor* root_of(const ggml_tensor* tensor) {
+    while (tensor->view_src != nullptr) tensor = tensor->view_src;
+    return tensor;
+}
+
+// N of a view of cache_<which>_l<N>; -1 for anything else.
+int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
+    if (tensor == nullptr) return -1;
+    const char* name = root_of(tensor)->name;
+    const std::size_t length = std::strlen(prefix);
+    return std::strncmp(name, prefix, length) == 0 ? std::atoi(name + length) : -1;
+}
+
+constexpr const char* kCacheK = "cache_k_l";
+constexpr const char* kCacheV = "cache_v_l";
+
+// llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
+// back to the system (it reads as zeros, should anything touch it).
+void release_cells(const ggml_tensor* cache) {
+#if defined(MADV_DONTNEED)
+    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const auto start = reinterpret_cast<std::size_t>(cache->data);
+    const std::size_t first = (start + system_page - 1) / system_page * system_page;
+    const std::size_t last = (start + ggml_nbytes(cache)) / system_page * system_page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#else
+    (void)cache;
+#endif
+}
+
+bool is_recurrent(ggml_op op) {
+    return op == GGML_OP_SSM_CONV || op == GGML_OP_SSM_SCAN || op == GGML_OP_RWKV_WKV6 ||
+           op == GGML_OP_RWKV_WKV7 || op == GGML_OP_GATED_LINEAR_ATTN;
+}
+
+}  // namespace
+
+bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
+    if (!ask) return true;
+    auto* hook = static_cast<GraphHook*>(user_data);
+    if (hook->attention_ == nullptr) return hook->look(node);
+    hook->change(node);
+    return false;
+}
+
+// ------------------------------------------------------------------------------------------------
+// probe
+
+void GraphHook::refuse(const std::string& why) {
+    if (refusal_.empty()) refusal_ = why;
+}
+
+bool GraphHook::look(const ggml_tensor* node) {
+    if (is_recurrent(node->op)) refuse("it has recurrent layers");
+    if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
+    if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
+    if (node->op == GGML_OP_SOFT_MAX && std::strncmp(node->name, "kq_soft_max", 11) == 0)
+        refuse("its attention is not one flash attention node per layer");
+    return false;
+}
+
+void GraphHook::look_at_write(const ggml_tensor* node) {
+    if (cache_layer_of(node, kCacheK) < 0 && cache_layer_of(node, kCacheV) < 0) return;
+    if (node->src[0]->type != GGML_TYPE_F32) refuse("its K or V is not computed in f32");
+}
+
+void GraphHook::look_at_attention(const ggml_tensor* node) {
+    const ggml_tensor* q = node->src[0];
+    const ggml_tensor* k = node->src[1];
+    const ggml_tensor* v = node->src[2];
+    const int cache_layer = cache_layer_of(k, kCacheK);
+    if (cache_layer < 0) return refuse("a layer attends to something that is not the KV cache");
+    if (cache_layer_of(v, kCacheV) != cache_layer)
+        return refuse("its V is not cached on its own (multi-head latent attention)");
+    float params[3];
+    std::memcpy(params, node->op_params, sizeof params);
+    if (params[1] > 0.0f) return refuse("it uses ALiBi");
+    if (k->ne[3] != 1 || q->ne[3] != 1) return refuse("it has several streams of K and V");
+    if (q->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float))
+        return refuse("its queries are not f32");
+    if (k->ne[0] > kMaxHeadDim || v->ne[0] > kMaxHeadDim)
+        return refuse("its heads are larger than " + std::to_string(kMaxHeadDim) + " values");
+    if (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))
+        return refuse("its attention is offloaded to a device");
+    for (const AttentionNode& other : nodes_)
+        if (other.cache_layer == cache_layer) return refuse("two layers share one K and V");
+    AttentionNode seen{};
+    seen.cache_layer = cache_layer;
+    seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
+                  static_cast<int>(k->ne[0]), static_cast<int>(v->ne[0])};
+    seen.scale = params[0];
+    seen.softcap = params[2];
+    seen.has_sinks = node->src[4] != nullptr;
+    if (seen.shape.n_head % seen.shape.n_head_kv != 0)
+        return refuse("its query heads are no multiple of its KV heads");
+    nodes_.push_back(seen);
+}
+
+// ------------------------------------------------------------------------------------------------
+// serve
+
+void GraphHook::serve(Attention& attention) {
+    layers_.clear();
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+        AttentionParams params;
+        params.scale = nodes_[i].scale;
+        params.softcap = nodes_[i].softcap;
+        layers_.push_back({this, static_cast<int>(i), nodes_[i].cache_layer, params});
+    }
+    attention_ = &attention;
+}
+
+GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
+    for (LayerHook& layer : layers_)
+        if (layer.cache_layer == cache_layer) return &layer;
+    return nullptr;
+}
+
+void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook& layer) {
+    const CustomOp op{function, GGML_N_TASKS_MAX, const_cast<LayerHook*>(&layer)};
+    std::memset(node->op_params, 0, sizeof node->op_params);
+    std::memcpy(node->op_params, &op, sizeof op);
+    node->op = GGML_OP_CUSTOM;
+    ++served_;
+}
+
+void GraphHook::change(ggml_tensor* node) {
+    if (node->op == GGML_OP_CUSTOM) {  // a reused graph
+        CustomOp op;
+        std::memcpy(&op, node->op_params, sizeof op);
+        if (op.function == stage_k_op || op.function == stage_v_op || op.function == attend_op)
+            ++served_;
+        return;
+    }
+    if (node->op == GGML_OP_SET_ROWS) {
+        for (const bool is_k : {true, false}) {
+            LayerHook* layer = layer_of(cache_layer_of(node, is_k ? kCacheK : kCacheV));
+            if (layer == nullptr) continue;
+            release_cells(root_of(node));
+            replace(node, is_k ? stage_k_op : stage_v_op, *layer);
+            return;
+        }
+    } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+        LayerHook* layer = layer_of(cache_layer_of(node->src[1], kCacheK));
+        if (layer == nullptr) {
+            fault_ = "a graph has an attention node that the first one did not have";
+            return;
+        }
+        replace(node, attend_op, *layer);
+    }
+}
+
+void GraphHook::begin_step() {
+    served_ = 0;
+    fault_ = nullptr;
+}
+
+void GraphHook::check_step() const {
+    if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
+    const int expected = kOpsPerLayer * static_cast<int>(layers_.size());
+    if (served_ != expected)
+        throw std::runtime_error("only " + std::to_string(served_) + " of " +
+                                 std::to_string(expected) + " attention nodes were served");
+}
+
+// ------------------------------------------------------------------------------------------------
+// ops, on ggml's threads
+
+namespace {
+
+RowsView written_rows(const ggml_tensor* node, int dim) {
+    const ggml_tensor* rows = node->src[0];  // [heads * dim, n_tokens]
+    return {static_cast<const std::byte*>(rows->data), rows->nb[1],
+            static_cast<std::size_t>(dim) * sizeof(float)};
+}
+
+}  // namespace
+
+void GraphHook::stage_k_op(ggml_tensor* node, int thread, int n_threads, void* user_data) {
+    const auto* layer = static_cast<const LayerHook*>(user_data);
+    GraphHook* hook = layer->hook;
+    if (node->src[0]->ne[1] != hook->attention_->n_tokens()) {
+        hook->fault_ = "a graph reads another number of tokens than the session gave it";
+        return;
+    }
+    const int dim = hook->nodes_[static_cast<std::size_t>(layer->layer)].shape.k_dim;
+    hook->attention_->stage_k(layer->layer, written_rows(node, dim), thread, n_threads);
+}
+
+void GraphHook::stage_v_op(ggml_tensor* node, int thread, int n_threads, void* user_data) {
+    const auto* layer = static_cast<const LayerHook*>(user_data);
+    const GraphHook* hook = layer->hook;
+    if (hook->fault_ != nullptr) return;
+    const int dim = hook->nodes_[static_cast<std::size_t>(layer->layer)].shape.v_dim;
+    hook->attention_->stage_v(layer->layer, written_rows(node, dim), thread, n_threads);
+}
+
+void GraphHook::attend_op(ggml_tensor* node, int thread, int, void* user_data) {
+    const auto* layer = static_cast<const LayerHook*>(user_data);
+    const GraphHook* hook = layer->hook;
+    if (hook->fault_ != nullptr || thread >= hook->attention_->n_threads()) return;
+    const ggml_tensor* q = node->src[0];  // [dim, n_tokens, n_head]
+    const RowsView query{static_cast<const std::byte*>(q->data), q->nb[1], q->nb[2]};
+    AttentionParams params = layer->params;
+    if (node->src[4] != nullptr) params.sinks = static_cast<const float*>(node->src[4]->data);
+    hook->attention_->attend(layer->layer, params, query, static_cast<float*>(node->data), thread);
+}
+
+}  // namespace entropykv

@@ -1,0 +1,77 @@
+// The seam to llama.cpp: replaces the K and V writes and the attention node of every layer in the
+// graphs of one llama_context, through its evaluation callback. First the context decodes one token
+// with the hook only looking (probe): what it saw is the model's geometry, or why the headwise
+// store cannot serve it. Then serve() hands it the attention, and from then on every graph is
+// changed before it is computed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "attention.hpp"
+
+struct ggml_tensor;
+
+namespace entropykv {
+
+struct AttentionNode {
+    int cache_layer;  // N of cache_k_l<N>
+    LayerShape shape;
+    float scale;
+    float softcap;
+    bool has_sinks;
+};
+
+class GraphHook {
+public:
+    GraphHook() = default;
+    GraphHook(const GraphHook&) = delete;
+    GraphHook& operator=(const GraphHook&) = delete;
+
+    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    static bool on_node(ggml_tensor* node, bool ask, void* user_data);
+
+    // What the probe saw, in the order of the graph.
+    const std::vector<AttentionNode>& nodes() const { return nodes_; }
+    // Why this graph cannot be served; empty if it can. Final once one token was decoded.
+    const std::string& refusal() const { return refusal_; }
+
+    // From now on graphs are changed. `attention` must outlive the context's last decode.
+    void serve(Attention& attention);
+
+    void begin_step();
+    // Throws std::runtime_error unless every layer was served, for all tokens, since begin_step().
+    void check_step() const;
+
+private:
+    struct LayerHook {
+        GraphHook* hook;
+        int layer;  // of the store
+        int cache_layer;
+        AttentionParams params;
+    };
+    using OpFunction = void (*)(ggml_tensor*, int, int, void*);
+
+    bool look(const ggml_tensor* node);
+    void look_at_attention(const ggml_tensor* node);
+    void look_at_write(const ggml_tensor* node);
+    void refuse(const std::string& why);
+    void change(ggml_tensor* node);
+    void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);
+    LayerHook* layer_of(int cache_layer);
+
+    static void stage_k_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
+    static void stage_v_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
+    static void attend_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
+
+    Attention* attention_ = nullptr;
+    std::vector<AttentionNode> nodes_;
+    std::vector<LayerHook> layers_;
+    std::string refusal_;
+    int served_ = 0;  // nodes of ours in the graphs of this step
+    std::atomic<const char*> fault_{nullptr};  // set in the graph, reported by check_step()
+};
+
+}  // namespace entropykv

@@ -1,0 +1,302 @@
+#include "head_store.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <stdexcept>
+
+#include "budget.hpp"
+
+namespace entropykv {
+
+std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
+    std::size_t bytes = 0;
+    for (const LayerShape& shape : layers)
+        bytes =
+            std::max(bytes, make_page_layout(type, shape.k_dim, shape.v_dim, kPageEntries).bytes);
+    return bytes;
+}
+
+std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvType type) {
+    const std::size_t bytes = pool_page_bytes(layers, type);
+    std::vector<PageLayout> layouts;
+    for (const LayerShape& shape : layers) {
+        int entries = kPageEntries;
+        while (make_page_layout(type, shape.k_dim, shape.v_dim, entries + 1).bytes <= bytes)
+            ++entries;
+        layouts.push_back(make_page_layout(type, shape.k_dim, shape.v_dim, entries));
+    }
+    return layouts;
+}
+
+HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings& settings)
+    : settings_(settings), pool_(pool_page_bytes(shapes, settings.type), 0) {
+    const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);
+    for (std::size_t i = 0; i < shapes.size(); ++i) {
+        Layer layer{shapes[i], layouts[i], {}};
+        layer.heads.resize(index(shapes[i].n_head_kv));
+        const auto pages =
+            static_cast<std::size_t>(pages_for(settings.max_tokens, layer.layout.entries));
+        staging_stride_ = std::max(staging_stride_, pages);
+        layers_.push_back(std::move(layer));
+    }
+    int most_heads = 0;
+    for (const Layer& layer : layers_) most_heads = std::max(most_heads, layer.shape.n_head_kv);
+    const std::size_t n_pages = staging_stride_ * index(most_heads);
+    staging_.resize(n_pages * pool_.page_bytes() + 64);
+    auto* start = staging_.data();
+    start += (64 - reinterpret_cast<std::size_t>(start) % 64) % 64;
+    for (std::size_t i = 0; i < n_pages; ++i)
+        staging_pages_.push_back(start + i * pool_.page_bytes());
+    set_workers(1);
+}
+
+void HeadStore::set_workers(int n_workers) {
+    workspaces_.resize(index(std::max(n_workers, 1)));
+    const std::size_t n = index(settings_.max_entries + settings_.max_tokens);
+    for (Workspace& workspace : workspaces_) {
+        workspace.positions.resize(n);
+        workspace.scores.resize(n);
+        workspace.scratch.resize(n);
+        workspace.kept.resize(n);
+    }
+}
+
+HeadStore::Slot HeadStore::stored_slot(const Layer& layer, const Head& head, int i) {
+    const int per_page = layer.layout.entries;
+    return {head.pages[index(i / per_page)], i % per_page};
+}
+
+HeadStore::Slot HeadStore::staged_slot(const Layer& layer, int head, int i) const {
+    const int per_page = layer.layout.entries;
+    return {staging(head)[i / per_page], i % per_page};
+}
+
+void HeadStore::grow_pages(const Layer& layer, Head& head, int entries) {
+    const std::size_t wanted = index(pages_for(entries, layer.layout.entries));
+    while (head.pages.size() < wanted) {
+        std::byte* page = pool_.allocate();
+        if (page == nullptr)
+            throw std::logic_error("the budgets of the KV heads exceed the pool");
+        head.pages.push_back(page);
+    }
+}
+
+void HeadStore::drop_pages(const Layer& layer, Head& head, int entries) {
+    const std::size_t wanted = index(pages_for(entries, layer.layout.entries));
+    while (head.pages.size() > wanted) {
+        pool_.release(head.pages.back());
+        head.pages.pop_back();
+    }
+}
+
+void HeadStore::compact_pool() {
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads)
+            for (std::byte*& page : head.pages) page = pool_.relocate(page);
+    pool_.trim();
+}
+
+void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
+                            const Protection& protection) {
+    std::size_t wanted_pages = 0;
+    std::size_t n_heads = 0;
+    for (const Layer& layer : layers_) {
+        for (int h = 0; h < layer.shape.n_head_kv; ++h, ++n_heads) {
+            if (n_heads >= budgets.size()) throw std::invalid_argument("too few budgets");
+            const int budget = budgets[n_heads];
+            if (budget > settings_.max_entries || budget < 1)
+                throw std::invalid_argument("a budget outside of 1 .. max_entries");
+            if (budget < std::min(protection.n_sinks + protection.recent_window, settings_.max_entries))
+                throw std::invalid_argument("a budget below sinks + recent window");
+            wanted_pages += static_cast<std::size_t>(pages_for(budget, layer.layout.entries));
+        }
+    }
+    if (n_heads != budgets.size()) throw std::invalid_argument("too many budgets");
+    if (wanted_pages > pool_pages) throw std::invalid_argument("the budgets exceed the pool");
+
+    settings_.protection = protection;
+    const bool shrinks = pool_pages * pool_.page_bytes() < pool_.budget_bytes();
+    std::size_t next = 0;
+    for (Layer& layer : layers_) {
+        for (int h = 0; h < layer.shape.n_head_kv; ++h, ++next) {
+            Head& head = layer.heads[index(h)];
+            head.budget = budgets[next];
+            if (head.count > head.budget) {
+                gather(layer, head, h, 0, nullptr, workspaces_[0]);
+                keep_best(layer, head, h, 0, head.budget, workspaces_[0]);
+            }
+            drop_pages(layer, head, head.count);
+        }
+    }
+    pool_.set_budget(pool_pages);
+    if (shrinks) compact_pool();
+}
+
+void HeadStore::reserve(int n_tokens) {
+    if (n_tokens < 1 || n_tokens > settings_.max_tokens)
+        throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads)
+            grow_pages(layer, head, std::min(head.budget, head.count + n_tokens));
+}
+
+void HeadStore::gather(const Layer& layer, const Head& head, int head_index, int n_staged,
+                       const float* mass, Workspace& workspace) const noexcept {
+    const bool scored = settings_.score == ScoreKind::mass;
+    const float factor = mass == nullptr ? 1.0f : decay_factor(settings_.mass_decay, n_staged);
+    for (int i = 0; i < head.count + n_staged; ++i) {
+        const bool stored = i < head.count;
+        const Slot slot = stored ? stored_slot(layer, head, i)
+                                 : staged_slot(layer, head_index, i - head.count);
+        workspace.positions[index(i)] = layer.layout.positions(slot.page)[slot.index];
+        if (!scored) continue;
+        const float before = stored ? layer.layout.importance(slot.page)[slot.index] : 0.0f;
+        workspace.scores[index(i)] = before * factor + (mass == nullptr ? 0.0f : mass[i]);
+    }
+}
+
+void HeadStore::score(int n, std::int32_t newest, Workspace& workspace) const noexcept {
+    if (settings_.score == ScoreKind::mass) return;  // gather() has them
+    for (int i = 0; i < n; ++i) {
+        const std::int32_t position = workspace.positions[index(i)];
+        workspace.scores[index(i)] =
+            settings_.score == ScoreKind::recency
+                ? recency_score(position, newest, settings_.entropy_variation)
+                : static_cast<float>(position);
+    }
+}
+
+void HeadStore::write_importance(const Layer& layer, Head& head, int head_index, int n_staged,
+                                 const Workspace& workspace) noexcept {
+    for (int i = 0; i < head.count + n_staged; ++i) {
+        const Slot slot = i < head.count ? stored_slot(layer, head, i)
+                                         : staged_slot(layer, head_index, i - head.count);
+        layer.layout.importance(slot.page)[slot.index] = workspace.scores[index(i)];
+    }
+}
+
+void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_staged,
+                      const std::uint8_t* kept) noexcept {
+    const PageLayout& layout = layer.layout;
+    const auto copy = [&](const Slot& from, const Slot& to) {
+        copy_entry(layout, from.page, from.index, to.page, to.index);
+    };
+    // Holes among the stored entries take the staged survivors first.
+    int hole = 0;
+    const auto next_hole = [&] {
+        while (hole < head.count && kept[hole] != 0) ++hole;
+        return hole;
+    };
+    int end = head.count;
+    for (int i = 0; i < n_staged; ++i) {
+        if (kept[head.count + i] == 0) continue;
+        const int target = next_hole() < head.count ? hole++ : end++;
+        copy(staged_slot(layer, head_index, i), stored_slot(layer, head, target));
+    }
+    // Holes that are left take the last survivors. Where staged entries were appended, none is.
+    if (end == head.count) {
+        while (true) {
+            while (end > hole && kept[end - 1] == 0) --end;
+            if (next_hole() >= end) break;
+            --end;
+            copy(stored_slot(layer, head, end), stored_slot(layer, head, hole++));
+        }
+    }
+    head.count = end;
+}
+
+void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
+                          Workspace& workspace) noexcept {
+    const int total = head.count + n_staged;
+    std::int32_t newest = 0;
+    for (int i = 0; i < total; ++i) newest = std::max(newest, workspace.positions[index(i)]);
+    score(total, newest, workspace);
+    const int n_kept =
+        select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
+                         settings_.protection, newest, workspace.kept.data(),
+                         workspace.scratch.data());
+    apply(layer, head, head_index, n_staged, workspace.kept.data());
+    evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
+}
+
+void HeadStore::commit(int layer_index, int head_index, int n_staged, const float* mass,
+                       int workspace_index) noexcept {
+    const Layer& layer = layers_[index(layer_index)];
+    Head& head = layers_[index(layer_index)].heads[index(head_index)];
+    Workspace& workspace = workspaces_[index(workspace_index)];
+    const int total = head.count + n_staged;
+    if (mass != nullptr) {
+        gather(layer, head, head_index, n_staged, mass, workspace);
+        write_importance(layer, head, head_index, n_staged, workspace);
+    }
+    if (total <= head.budget) {
+        for (int i = 0; i < n_staged; ++i) {
+            const Slot from = staged_slot(layer, head_index, i);
+            const Slot to = stored_slot(layer, head, head.count + i);
+            copy_entry(layer.layout, from.page, from.index, to.page, to.index);
+        }
+        head.count = total;
+        return;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    if (mass == nullptr) gather(layer, head, head_index, n_staged, nullptr, workspace);
+    const int keep = entries_to_keep(head.budget, n_staged, settings_.protection);
+    keep_best(layer, head, head_index, n_staged, keep, workspace);
+    const auto elapsed = std::chrono::steady_clock::now() - start;
+    eviction_nanoseconds_.fetch_add(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
+        std::memory_order_relaxed);
+}
+
+void HeadStore::truncate(std::int32_t position) {
+    Workspace& workspace = workspaces_[0];
+    for (Layer& layer : layers_) {
+        for (int h = 0; h < layer.shape.n_head_kv; ++h) {
+            Head& head = layer.heads[index(h)];
+            for (int i = 0; i < head.count; ++i) {
+                const Slot slot = stored_slot(layer, head, i);
+                const bool stays = layer.layout.positions(slot.page)[slot.index] < position;
+                workspace.kept[index(i)] = stays ? 1 : 0;
+            }
+            apply(layer, head, h, 0, workspace.kept.data());
+            drop_pages(layer, head, head.count);
+        }
+    }
+}
+
+std::vector<std::int32_t> HeadStore::positions(int layer_index, int head_index) const {
+    const Layer& layer = layers_.at(index(layer_index));
+    const Head& head = layer.heads.at(index(head_index));
+    std::vector<std::int32_t> result;
+    for (int i = 0; i < head.count; ++i) {
+        const Slot slot = stored_slot(layer, head, i);
+        result.push_back(layer.layout.positions(slot.page)[slot.index]);
+    }
+    std::sort(result.begin(), result.end());
+    return result;
+}
+
+std::vector<float> HeadStore::importance(int layer_index, int head_index) const {
+    const Layer& layer = layers_.at(index(layer_index));
+    const Head& head = layer.heads.at(index(head_index));
+    std::vector<std::pair<std::int32_t, float>> entries;
+    for (int i = 0; i < head.count; ++i) {
+        const Slot slot = stored_slot(layer, head, i);
+        entries.emplace_back(layer.layout.positions(slot.page)[slot.index],
+                             layer.layout.importance(slot.page)[slot.index]);
+    }
+    std::sort(entries.begin(), entries.end());
+    std::vector<float> result;
+    for (const auto& entry : entries) result.push_back(entry.second);
+    return result;
+}
+
+std::size_t HeadStore::entries() const {
+    std::size_t total = 0;
+    for (const Layer& layer : layers_)
+        for (const Head& head : layer.heads) total += index(head.count);
+    return total;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,146 @@
+// What every KV head keeps: paged entries per (layer, KV head) in one pool, and the staging area
+// that holds one micro-batch of one layer while it is attended to. Entries are in no order within
+// a head; each knows its position.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "eviction.hpp"
+#include "importance.hpp"
+#include "page_layout.hpp"
+#include "page_pool.hpp"
+
+namespace entropykv {
+
+struct LayerShape {
+    int n_head;     // query heads
+    int n_head_kv;  // KV heads
+    int k_dim;
+    int v_dim;
+};
+
+struct StoreSettings {
+    KvType type = KvType::f16;
+    ScoreKind score = ScoreKind::mass;
+    Protection protection{4, 1};
+    float entropy_variation = 0.0f;  // for ScoreKind::recency
+    float mass_decay = 0.0f;         // per token; 0: only the last micro-batch counts
+    int max_tokens = 512;            // largest micro-batch
+    int max_entries = 0;             // no KV head ever keeps more (the context)
+};
+
+constexpr int kPageEntries = 16;  // of the layer with the largest entries
+
+// Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
+std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type);
+std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvType type);
+
+class HeadStore {
+public:
+    HeadStore(const std::vector<LayerShape>& layers, const StoreSettings& settings);
+
+    int n_layers() const { return static_cast<int>(layers_.size()); }
+    const LayerShape& shape(int layer) const { return layers_[index(layer)].shape; }
+    const PageLayout& layout(int layer) const { return layers_[index(layer)].layout; }
+    int count(int layer, int head) const { return head_at(layer, head).count; }
+    int budget(int layer, int head) const { return head_at(layer, head).budget; }
+    const std::byte* const* pages(int layer, int head) const {
+        return head_at(layer, head).pages.data();
+    }
+    const StoreSettings& settings() const { return settings_; }
+
+    // Budgets in entries of every KV head, all layers in order; the pool gets `pool_pages` pages.
+    // Heads that hold more evict at once, and freed slabs go back to the system.
+    void set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
+                     const Protection& protection);
+
+    // Before every micro-batch: pages for all that it can leave behind. Nothing after it allocates.
+    void reserve(int n_tokens);
+
+    // The micro-batch's entries of one head, staged in the layout of the pool's pages.
+    std::byte* const* staging(int head) const {
+        return staging_pages_.data() + static_cast<std::size_t>(head) * staging_stride_;
+    }
+
+    // After attention: adds `mass` (count + n_staged values, stored entries first; null where the
+    // score needs none) to the importance, and keeps what the budget holds of stored and staged
+    // entries. Called from ggml's threads, each head by one thread; workspace < max_workers().
+    void commit(int layer, int head, int n_staged, const float* mass, int workspace) noexcept;
+    void set_workers(int n_workers);
+
+    // Drops entries at positions >= position.
+    void truncate(std::int32_t position);
+
+    std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
+    std::vector<float> importance(int layer, int head) const;        // of positions(), in order
+
+    std::size_t entries() const;
+    std::size_t evicted() const { return evicted_.load(std::memory_order_relaxed); }
+    double eviction_seconds() const {
+        return 1e-9 * static_cast<double>(eviction_nanoseconds_.load(std::memory_order_relaxed));
+    }
+    std::size_t budget_bytes() const { return pool_.budget_bytes(); }
+    std::size_t used_bytes() const { return pool_.used_bytes(); }
+    std::size_t peak_bytes() const { return pool_.peak_bytes(); }
+    std::size_t mapped_bytes() const { return pool_.mapped_bytes(); }
+    std::size_t page_bytes() const { return pool_.page_bytes(); }
+    std::size_t staging_bytes() const { return staging_.size(); }
+
+private:
+    struct Head {
+        std::vector<std::byte*> pages;
+        int count = 0;
+        int budget = 0;
+    };
+    struct Layer {
+        LayerShape shape;
+        PageLayout layout;
+        std::vector<Head> heads;
+    };
+    struct Workspace {  // of one thread, for one commit
+        std::vector<std::int32_t> positions;
+        std::vector<float> scores;
+        std::vector<float> scratch;
+        std::vector<std::uint8_t> kept;
+    };
+    struct Slot {
+        std::byte* page;
+        int index;
+    };
+
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    const Head& head_at(int layer, int head) const {
+        return layers_[index(layer)].heads[index(head)];
+    }
+    static Slot stored_slot(const Layer& layer, const Head& head, int i);
+    Slot staged_slot(const Layer& layer, int head, int i) const;
+
+    void gather(const Layer& layer, const Head& head, int head_index, int n_staged,
+                const float* mass, Workspace& workspace) const noexcept;
+    void score(int n, std::int32_t newest, Workspace& workspace) const noexcept;
+    void write_importance(const Layer& layer, Head& head, int head_index, int n_staged,
+                          const Workspace& workspace) noexcept;
+    void apply(const Layer& layer, Head& head, int head_index, int n_staged,
+               const std::uint8_t* kept) noexcept;
+    void keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
+                   Workspace& workspace) noexcept;
+    void grow_pages(const Layer& layer, Head& head, int entries);
+    void drop_pages(const Layer& layer, Head& head, int entries);
+    void compact_pool();
+
+    StoreSettings settings_;
+    std::vector<Layer> layers_;
+    PagePool pool_;
+    std::vector<std::byte> staging_;
+    std::vector<std::byte*> staging_pages_;
+    std::size_t staging_stride_ = 0;
+    std::vector<Workspace> workspaces_;
+    std::atomic<std::size_t> evicted_{0};
+    std::atomic<std::int64_t> eviction_nanoseconds_{0};
+};
+
+}  // namespace entropykv

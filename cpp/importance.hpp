@@ -1,0 +1,22 @@
+// Scores of entries: higher is kept. Pure functions of what is stored.
+#pragma once
+
+#include <cstdint>
+
+namespace entropykv {
+
+enum class ScoreKind {
+    streaming,  // the newer, the higher
+    recency,    // the BitNet document's position score
+    mass,       // attention mass that the entry received from the observation window
+};
+
+// The BitNet document's score: e^(-alpha * distance) + 0.5 for the newest tenth, with
+// alpha = 2 / (newest * (1 + variation)); distance = newest - position; variation: standard
+// deviation / mean of the profile's head entropies.
+float recency_score(std::int32_t position, std::int32_t newest, float variation);
+
+// What is left of an importance after n_tokens more tokens; 0 where only the last micro-batch counts.
+float decay_factor(float decay_per_token, int n_tokens);
+
+}  // namespace entropykv

@@ -1,0 +1,80 @@
+// The kernels of the attention op, one table of them per instruction set. They work on pages (see
+// page_layout.hpp), allocate nothing and know nothing of heads, budgets or threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "page_layout.hpp"
+
+namespace entropykv {
+
+constexpr int kRowTile = 64;    // query rows of one prompt tile
+constexpr int kEntryTile = 64;  // entries converted to f32 at a time
+constexpr float kMaskedLogit = -1e30f;
+
+// Entries [first, last) of one KV head, in the order of its page table.
+struct EntryRange {
+    const PageLayout* layout;
+    const std::byte* const* pages;
+    int first;
+    int last;
+};
+
+// What an online softmax carries from one range to the next, per query row: the largest logit m,
+// sum of e^(l-m), sum of e^(l-m)(l-m) (for the entropy), and the unnormalised output.
+struct SoftmaxState {
+    float* max;
+    float* sum;
+    float* weighted;
+    float* output;
+};
+
+// rows query rows that see the same entries (one token of a GQA group).
+struct DecodeTask {
+    EntryRange entries;
+    const float* query;  // [rows][layout.k_stride], scaled
+    int rows;
+    float softcap;          // 0: none
+    float oldest_position;  // entries before it are not seen (sliding window)
+    float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
+    std::size_t logits_stride;
+    SoftmaxState state;  // output [rows][layout.v_stride]
+};
+
+// Up to kRowTile query rows, each with its own position.
+struct PromptTask {
+    EntryRange entries;
+    const float* query;          // [layout.k_stride][kRowTile], scaled
+    const float* row_positions;  // [kRowTile]
+    int rows;
+    bool masked;  // false: every row sees every entry
+    float softcap;
+    float window;         // a row sees positions > its own - window; 0: all
+    float* scratch;       // prompt_scratch_floats(layout)
+    SoftmaxState state;   // output [layout.v_stride][kRowTile]
+};
+
+std::size_t prompt_scratch_floats(const PageLayout& layout);
+
+struct KernelTable {
+    const char* name;
+    // Quantises rows of head_dim floats into the slots of a page.
+    void (*store_k)(const PageLayout&, std::byte* page, int slot, const float* row);
+    void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
+    void (*decode)(const DecodeTask&);
+    void (*prompt)(const PromptTask&);
+    // mass[j - first] += sum over the rows from first_row on of the attention probability of entry
+    // j; state.max and state.sum are final.
+    void (*prompt_mass)(const PromptTask&, int first_row, float* mass);
+    // mass[j] += e^(logits[j] - max) / sum, n entries
+    void (*logits_mass)(const float* logits, int n, float max, float sum, float* mass);
+};
+
+extern const KernelTable kKernelsPortable;
+#if defined(ENTROPYKV_X86)
+extern const KernelTable kKernelsAvx2;
+extern const KernelTable kKernelsAvx512;
+#endif
+
+}  // namespace entropykv

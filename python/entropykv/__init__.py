@@ -1,0 +1,1 @@
+"""entropykv: a hard KV-cache budget for GGUF models in stock llama.cpp."""

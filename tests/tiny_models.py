@@ -1,0 +1,227 @@
+"""Tiny GGUF models with random weights and a real tokenizer, written for tests.
+
+Same arguments, same bytes. The weights are scaled so that attention is neither uniform nor a
+single spike, and logits spread over a few units.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf.quants import quantize
+
+WEIGHT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+QUANTIZED_BLOCK = 32  # elements of one block of Q8_0 and Q4_0
+RMS_EPSILON = 1e-5
+
+# Standard deviation of each projection's output for an input of unit size. Queries times keys
+# give attention logits of about QUERY * KEY; 2 to 3 there is clearly not uniform.
+QUERY_SCALE = 1.6
+KEY_SCALE = 1.6
+VALUE_SCALE = 1.0
+OUTPUT_SCALE = 0.7
+FEED_FORWARD_SCALE = 1.0
+DOWN_SCALE = 0.7
+LOGIT_SCALE = 2.5
+
+_SPACE = "\u2581"  # how sentencepiece writes a space
+_PIECES = (
+    _SPACE,
+    *"abcdefghijklmnopqrstuvwxyz.,",
+    *("th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ing", "the", "and", "ion"),
+    *(_SPACE + text for text in ("t", "a", "o", "w", "th", "the", "an", "and", "of", "to", "in")),
+)
+MINIMUM_VOCABULARY = 3 + 256 + len(_PIECES)
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Shape of a tiny model; sizes are elements, counts are per model."""
+
+    architecture: str
+    n_layer: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int
+    n_vocab: int
+    n_ctx_train: int
+    weight_type: str
+    rope_freq_base: float
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that llama.cpp cannot load."""
+        assert self.weight_type in WEIGHT_TYPES, self.weight_type
+        assert self.n_head % self.n_head_kv == 0, "n_head must be a multiple of n_head_kv"
+        assert self.head_dim % 2 == 0, "RoPE needs an even head size"
+        assert self.n_vocab >= MINIMUM_VOCABULARY, f"n_vocab is at least {MINIMUM_VOCABULARY}"
+        if self.weight_type.startswith("Q"):
+            for name, size in (("n_head * head_dim", self.n_embd), ("n_ff", self.n_ff)):
+                assert size % QUANTIZED_BLOCK == 0, f"{name} = {size} is no multiple of 32"
+
+    @property
+    def n_embd(self) -> int:
+        """Size of the residual stream."""
+        return self.n_head * self.head_dim
+
+
+def write_llama(
+    path: str | os.PathLike[str],
+    *,
+    n_layer: int = 2,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    head_dim: int = 16,
+    n_ff: int = 64,
+    n_vocab: int = 320,
+    n_ctx_train: int = 2048,
+    weight_type: str = "F16",
+    seed: int = 0,
+    rope_freq_base: float = 10000.0,
+) -> None:
+    """Write a llama model; AssertionError for a shape that llama.cpp cannot load."""
+    shape = TinyShape(
+        "llama",
+        n_layer=n_layer,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        n_ff=n_ff,
+        n_vocab=n_vocab,
+        n_ctx_train=n_ctx_train,
+        weight_type=weight_type,
+        rope_freq_base=rope_freq_base,
+    )
+    _TinyWriter(path, shape, seed).write()
+
+
+def write_bitnet(
+    path: str | os.PathLike[str],
+    *,
+    n_layer: int = 2,
+    n_head: int = 4,
+    n_head_kv: int = 2,
+    head_dim: int = 16,
+    n_ff: int = 64,
+    n_vocab: int = 320,
+    n_ctx_train: int = 2048,
+    weight_type: str = "F16",
+    seed: int = 0,
+    rope_freq_base: float = 10000.0,
+) -> None:
+    """Write a BitNet model (sub-norms, tied head); the weights are dense, not ternary."""
+    shape = TinyShape(
+        "bitnet",
+        n_layer=n_layer,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        n_ff=n_ff,
+        n_vocab=n_vocab,
+        n_ctx_train=n_ctx_train,
+        weight_type=weight_type,
+        rope_freq_base=rope_freq_base,
+    )
+    _TinyWriter(path, shape, seed).write()
+
+
+class _TinyWriter:
+    def __init__(self, path: str | os.PathLike[str], shape: TinyShape, seed: int) -> None:
+        self.shape = shape
+        self.random = np.random.default_rng(seed)
+        self.writer = GGUFWriter(path, shape.architecture)
+
+    def write(self) -> None:
+        self._add_metadata()
+        self._add_tokenizer()
+        self._add_tensors()
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+    def _add_metadata(self) -> None:
+        writer, shape = self.writer, self.shape
+        writer.add_name(f"tiny {shape.architecture}")
+        writer.add_block_count(shape.n_layer)
+        writer.add_context_length(shape.n_ctx_train)
+        writer.add_embedding_length(shape.n_embd)
+        writer.add_feed_forward_length(shape.n_ff)
+        writer.add_head_count(shape.n_head)
+        writer.add_head_count_kv(shape.n_head_kv)
+        writer.add_rope_dimension_count(shape.head_dim)
+        writer.add_rope_freq_base(shape.rope_freq_base)
+        writer.add_layer_norm_rms_eps(RMS_EPSILON)
+        writer.add_vocab_size(shape.n_vocab)
+
+    def _add_tokenizer(self) -> None:
+        """Add a sentencepiece vocabulary: any text works, because every byte is a token."""
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
+        types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+        types += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(_PIECES)
+        n_unused = self.shape.n_vocab - len(tokens)
+        tokens += [f"<unused{index}>" for index in range(n_unused)]
+        types += [TokenType.UNUSED] * n_unused
+        n_plain = MINIMUM_VOCABULARY - len(_PIECES)
+        scores = [0.0] * n_plain + [-float(len(_PIECES) - index) for index in range(len(_PIECES))]
+        writer = self.writer
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores(scores + [0.0] * n_unused)
+        writer.add_token_types([int(kind) for kind in types])
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(False)
+        writer.add_add_space_prefix(False)
+
+    def _add_tensors(self) -> None:
+        shape = self.shape
+        embedding_scale = 1.0
+        if shape.architecture == "bitnet":  # the embedding is the head too
+            embedding_scale = LOGIT_SCALE / np.sqrt(shape.n_embd)
+        embedding = self._normal((shape.n_vocab, shape.n_embd), embedding_scale)
+        self._add_matrix("token_embd", embedding)
+        for layer in range(shape.n_layer):
+            self._add_layer(f"blk.{layer}.")
+        self._add_norm("output_norm", shape.n_embd)
+        if shape.architecture == "llama":
+            self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
+
+    def _add_layer(self, prefix: str) -> None:
+        shape = self.shape
+        n_embd, n_embd_kv, n_ff = shape.n_embd, shape.n_head_kv * shape.head_dim, shape.n_ff
+        self._add_norm(prefix + "attn_norm", n_embd)
+        self._add_projection(prefix + "attn_q", n_embd, n_embd, QUERY_SCALE)
+        self._add_projection(prefix + "attn_k", n_embd_kv, n_embd, KEY_SCALE)
+        self._add_projection(prefix + "attn_v", n_embd_kv, n_embd, VALUE_SCALE)
+        self._add_projection(prefix + "attn_output", n_embd, n_embd, OUTPUT_SCALE)
+        self._add_norm(prefix + "ffn_norm", n_embd)
+        self._add_projection(prefix + "ffn_gate", n_ff, n_embd, FEED_FORWARD_SCALE)
+        self._add_projection(prefix + "ffn_up", n_ff, n_embd, FEED_FORWARD_SCALE)
+        self._add_projection(prefix + "ffn_down", n_embd, n_ff, DOWN_SCALE)
+        if shape.architecture == "bitnet":
+            self._add_norm(prefix + "attn_sub_norm", n_embd)
+            self._add_norm(prefix + "ffn_sub_norm", n_ff)
+
+    def _add_norm(self, name: str, size: int) -> None:
+        weights = 1.0 + self._normal((size,), 0.1)
+        self.writer.add_tensor(f"{name}.weight", weights.astype(np.float32))
+
+    def _add_projection(self, name: str, n_out: int, n_in: int, scale: float) -> None:
+        self._add_matrix(name, self._normal((n_out, n_in), scale / np.sqrt(n_in)))
+
+    def _add_matrix(self, name: str, weights: FloatArray) -> None:
+        kind = GGMLQuantizationType[self.shape.weight_type]
+        self.writer.add_tensor(f"{name}.weight", quantize(weights, kind), raw_dtype=kind)
+
+    def _normal(self, shape: Sequence[int], scale: float) -> FloatArray:
+        return (self.random.standard_normal(shape) * scale).astype(np.float32)
