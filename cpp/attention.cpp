@@ -35,6 +35,7 @@ std::vector<const KernelTable*> available_kernels() {
 
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
     return index(kEntryTile) * index(layout.k_stride + layout.v_stride + kRowTile) +
+           index(kEntryTile) * index(std::max(layout.k_blocks, layout.v_blocks)) +
            2 * index(kRowTile);
 }
 

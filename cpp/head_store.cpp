@@ -123,7 +123,6 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             Head& head = layer.heads[index(h)];
             head.budget = budgets[next];
             if (head.count > head.budget) {
-                gather(layer, head, h, 0, nullptr, workspaces_[0]);
                 keep_best(layer, head, h, 0, head.budget, workspaces_[0]);
             }
             drop_pages(layer, head, head.count);
@@ -141,38 +140,52 @@ void HeadStore::reserve(int n_tokens) {
             grow_pages(layer, head, std::min(head.budget, head.count + n_tokens));
 }
 
-void HeadStore::gather(const Layer& layer, const Head& head, int head_index, int n_staged,
-                       const float* mass, Workspace& workspace) const noexcept {
-    const bool scored = settings_.score == ScoreKind::mass;
-    const float factor = mass == nullptr ? 1.0f : decay_factor(settings_.mass_decay, n_staged);
-    for (int i = 0; i < head.count + n_staged; ++i) {
-        const bool stored = i < head.count;
-        const Slot slot = stored ? stored_slot(layer, head, i)
-                                 : staged_slot(layer, head_index, i - head.count);
-        workspace.positions[index(i)] = layer.layout.positions(slot.page)[slot.index];
-        if (!scored) continue;
-        const float before = stored ? layer.layout.importance(slot.page)[slot.index] : 0.0f;
-        workspace.scores[index(i)] = before * factor + (mass == nullptr ? 0.0f : mass[i]);
-    }
+// Visits the pages of a head's stored entries, then those of its staged ones: page, how many
+// entries of it count, and how many came before.
+template <typename Visit>
+void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
+                           Visit visit) const {
+    const int per_page = layer.layout.entries;
+    for (int first = 0; first < head.count; first += per_page)
+        visit(head.pages[index(first / per_page)], std::min(per_page, head.count - first), first);
+    for (int first = 0; first < n_staged; first += per_page)
+        visit(staging(head_index)[first / per_page], std::min(per_page, n_staged - first),
+              head.count + first);
+}
+
+void HeadStore::add_mass(const Layer& layer, const Head& head, int head_index, int n_staged,
+                         const float* mass) noexcept {
+    const float factor = decay_factor(settings_.mass_decay, n_staged);
+    over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
+        float* importance = layer.layout.importance(page);
+        for (int i = 0; i < n; ++i) importance[i] = importance[i] * factor + mass[first + i];
+    });
+}
+
+// Positions and importance of stored and staged entries; returns the newest position.
+std::int32_t HeadStore::gather(const Layer& layer, const Head& head, int head_index, int n_staged,
+                               Workspace& workspace) const noexcept {
+    std::int32_t newest = 0;
+    over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = layer.layout.positions(page);
+        const float* importance = layer.layout.importance(page);
+        for (int i = 0; i < n; ++i) {
+            newest = std::max(newest, positions[i]);
+            workspace.positions[index(first + i)] = positions[i];
+            workspace.scores[index(first + i)] = importance[i];
+        }
+    });
+    return newest;
 }
 
 void HeadStore::score(int n, std::int32_t newest, Workspace& workspace) const noexcept {
-    if (settings_.score == ScoreKind::mass) return;  // gather() has them
+    if (settings_.score == ScoreKind::mass) return;  // the importance that gather() read
     for (int i = 0; i < n; ++i) {
         const std::int32_t position = workspace.positions[index(i)];
         workspace.scores[index(i)] =
             settings_.score == ScoreKind::recency
                 ? recency_score(position, newest, settings_.entropy_variation)
                 : static_cast<float>(position);
-    }
-}
-
-void HeadStore::write_importance(const Layer& layer, Head& head, int head_index, int n_staged,
-                                 const Workspace& workspace) noexcept {
-    for (int i = 0; i < head.count + n_staged; ++i) {
-        const Slot slot = i < head.count ? stored_slot(layer, head, i)
-                                         : staged_slot(layer, head_index, i - head.count);
-        layer.layout.importance(slot.page)[slot.index] = workspace.scores[index(i)];
     }
 }
 
@@ -209,8 +222,7 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
 void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                           Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
-    std::int32_t newest = 0;
-    for (int i = 0; i < total; ++i) newest = std::max(newest, workspace.positions[index(i)]);
+    const std::int32_t newest = gather(layer, head, head_index, n_staged, workspace);
     score(total, newest, workspace);
     const int n_kept =
         select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
@@ -226,10 +238,7 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     Head& head = layers_[index(layer_index)].heads[index(head_index)];
     Workspace& workspace = workspaces_[index(workspace_index)];
     const int total = head.count + n_staged;
-    if (mass != nullptr) {
-        gather(layer, head, head_index, n_staged, mass, workspace);
-        write_importance(layer, head, head_index, n_staged, workspace);
-    }
+    if (mass != nullptr) add_mass(layer, head, head_index, n_staged, mass);
     if (total <= head.budget) {
         for (int i = 0; i < n_staged; ++i) {
             const Slot from = staged_slot(layer, head_index, i);
@@ -240,7 +249,6 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
         return;
     }
     const auto start = std::chrono::steady_clock::now();
-    if (mass == nullptr) gather(layer, head, head_index, n_staged, nullptr, workspace);
     const int keep = entries_to_keep(head.budget, n_staged, settings_.protection);
     keep_best(layer, head, head_index, n_staged, keep, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;

@@ -119,11 +119,14 @@ private:
     static Slot stored_slot(const Layer& layer, const Head& head, int i);
     Slot staged_slot(const Layer& layer, int head, int i) const;
 
-    void gather(const Layer& layer, const Head& head, int head_index, int n_staged,
-                const float* mass, Workspace& workspace) const noexcept;
+    template <typename Visit>
+    void over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
+                    Visit visit) const;
+    void add_mass(const Layer& layer, const Head& head, int head_index, int n_staged,
+                  const float* mass) noexcept;
+    std::int32_t gather(const Layer& layer, const Head& head, int head_index, int n_staged,
+                        Workspace& workspace) const noexcept;
     void score(int n, std::int32_t newest, Workspace& workspace) const noexcept;
-    void write_importance(const Layer& layer, Head& head, int head_index, int n_staged,
-                          const Workspace& workspace) noexcept;
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
     void keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,

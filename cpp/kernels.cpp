@@ -4,6 +4,8 @@
 // so that softmax needs no sums across lanes and K and V are used as they are stored.
 #include "kernels.hpp"
 
+#include <type_traits>
+
 #include "simd.hpp"
 
 namespace entropykv {
@@ -17,49 +19,51 @@ inline T smaller(T a, T b) {
     return a < b ? a : b;
 }
 
-inline const std::byte* row_at(const PageLayout& layout, const std::byte* page, std::size_t offset,
-                               int stride, int slot) {
-    const std::size_t value = layout.type == KvType::q8_0 ? 1 : 2;
-    return page + offset + value * static_cast<std::size_t>(stride) * static_cast<std::size_t>(slot);
-}
-
-// Pointers to the rows of up to kEntryTile entries, and their q8_0 scales as f32.
+// Pointers to the rows of up to kEntryTile entries.
 struct Tile {
     int count;
     const std::byte* k[kEntryTile];
     const std::byte* v[kEntryTile];
-    std::int32_t positions[kEntryTile];
-    float k_scales[kEntryTile * kMaxBlocks];
-    float v_scales[kEntryTile * kMaxBlocks];
+    const std::uint16_t* k_scales[kEntryTile];
+    const std::uint16_t* v_scales[kEntryTile];
+    const std::int32_t* positions[kEntryTile];
 };
-
-inline void convert_scales(const std::byte* page, std::size_t offset, int blocks, int slot,
-                           float* out) {
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + offset) + slot * blocks;
-    for (int b = 0; b < blocks; ++b) out[b] = half_scale(scales + b);
-}
 
 inline void open_tile(const EntryRange& range, int first, Tile& tile) {
     const PageLayout& layout = *range.layout;
-    tile.count = smaller(kEntryTile, range.last - first);
+    tile.count = range.last > first ? smaller(kEntryTile, range.last - first) : 0;
     int page_index = first / layout.entries;
     int slot = first % layout.entries;
-    for (int e = 0; e < tile.count; ++e) {
-        const std::byte* page = range.pages[page_index];
-        tile.k[e] = row_at(layout, page, layout.k_offset, layout.k_stride, slot);
-        tile.v[e] = row_at(layout, page, layout.v_offset, layout.v_stride, slot);
-        tile.positions[e] = layout.positions(page)[slot];
-        if (layout.type == KvType::q8_0) {
-            convert_scales(page, layout.k_scale_offset, layout.k_blocks, slot,
-                           tile.k_scales + e * layout.k_blocks);
-            convert_scales(page, layout.v_scale_offset, layout.v_blocks, slot,
-                           tile.v_scales + e * layout.v_blocks);
+    const std::size_t value = layout.type == KvType::q8_0 ? 1 : 2;
+    const std::size_t k_bytes = value * static_cast<std::size_t>(layout.k_stride);
+    const std::size_t v_bytes = value * static_cast<std::size_t>(layout.v_stride);
+    for (int e = 0; e < tile.count;) {
+        const std::byte* page = range.pages[page_index++];
+        for (; slot < layout.entries && e < tile.count; ++slot, ++e) {
+            const auto n = static_cast<std::size_t>(slot);
+            tile.k[e] = page + layout.k_offset + n * k_bytes;
+            tile.v[e] = page + layout.v_offset + n * v_bytes;
+            tile.k_scales[e] =
+                reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset) +
+                slot * layout.k_blocks;
+            tile.v_scales[e] =
+                reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset) +
+                slot * layout.v_blocks;
+            tile.positions[e] = layout.positions(page) + slot;
         }
-        if (++slot == layout.entries) {
-            slot = 0;
-            ++page_index;
-        }
+        slot = 0;
     }
+}
+
+// Scales of a tile's rows as f32.
+inline void convert_scales(const std::uint16_t* const* scales, int count, int blocks, float* out) {
+    for (int e = 0; e < count; ++e)
+        for (int b = 0; b < blocks; ++b) out[e * blocks + b] = half_scale(scales[e] + b);
+}
+
+// Rows of a page lie apart from the next page's: the hardware's prefetcher loses them.
+inline void prefetch_row(const std::byte* row, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
 // Values [d, d + kLanes) of a row, as f32.
@@ -76,50 +80,64 @@ inline Vec load_values(const std::byte* row, const float* scales, int d) {
 // ---------------------------------------------------------------------------------------------
 // decode
 
+// Scratch of one call of the decode kernel.
+struct DecodeScratch {
+    Tile tiles[2];  // this one, and the next one for prefetching
+    alignas(64) float logits[kDecodeRows * kEntryTile];
+    alignas(64) float k_scales[kEntryTile * kMaxBlocks];
+    alignas(64) float v_scales[kEntryTile * kMaxBlocks];
+    float factors[kDecodeRows];
+};
+
 // Logits of 4 entries for `Rows` query rows.
 template <KvType Type, int Rows>
-inline void dot4(const Tile& tile, const int* entries, int blocks, const float* query, int stride,
-                 float* logits) {
+inline void dot4(const std::byte* const* k, const float* scales, int blocks, const float* query,
+                 int stride, float* logits) {
     Vec sums[Rows][4];
     for (int r = 0; r < Rows; ++r)
         for (int e = 0; e < 4; ++e) sums[r][e] = zero();
     for (int d = 0; d < stride; d += kLanes) {
-        Vec k[4];
-        for (int e = 0; e < 4; ++e)
-            k[e] = load_values<Type>(tile.k[entries[e]], tile.k_scales + entries[e] * blocks, d);
+        Vec values[4];
+        for (int e = 0; e < 4; ++e) values[e] = load_values<Type>(k[e], scales + e * blocks, d);
         for (int r = 0; r < Rows; ++r) {
             const Vec q = load(query + r * stride + d);
-            for (int e = 0; e < 4; ++e) sums[r][e] = multiply_add(q, k[e], sums[r][e]);
+            for (int e = 0; e < 4; ++e) sums[r][e] = multiply_add(q, values[e], sums[r][e]);
         }
     }
     for (int r = 0; r < Rows; ++r)
         sum4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], logits + r * kEntryTile);
 }
 
-template <KvType Type>
-inline void tile_logits(const DecodeTask& task, const Tile& tile, int row, int rows,
-                        float* logits) {
+// Logits of a tile for rows [row, row + Rows); prefetches the tile's V meanwhile.
+template <KvType Type, int Rows>
+inline void tile_logits(const DecodeTask& task, const Tile& tile, int row,
+                        DecodeScratch& scratch) {
     const PageLayout& layout = *task.entries.layout;
+    const int v_bytes = layout.v_stride * (Type == KvType::q8_0 ? 1 : 2);
     const float* query = task.query + row * layout.k_stride;
-    for (int e = 0; e < tile.count; e += 4) {
-        int entries[4];
-        for (int i = 0; i < 4; ++i) entries[i] = smaller(e + i, tile.count - 1);
-        float* out = logits + row * kEntryTile + e;
-        switch (rows) {
-            case 1: dot4<Type, 1>(tile, entries, layout.k_blocks, query, layout.k_stride, out); break;
-            case 2: dot4<Type, 2>(tile, entries, layout.k_blocks, query, layout.k_stride, out); break;
-            case 3: dot4<Type, 3>(tile, entries, layout.k_blocks, query, layout.k_stride, out); break;
-            default: dot4<Type, 4>(tile, entries, layout.k_blocks, query, layout.k_stride, out);
-        }
+    float* logits = scratch.logits + row * kEntryTile;
+    int e = 0;
+    for (; e + 4 <= tile.count; e += 4) {
+        if (row == 0)
+            for (int i = 0; i < 4; ++i) prefetch_row(tile.v[e + i], v_bytes);
+        dot4<Type, Rows>(tile.k + e, scratch.k_scales + e * layout.k_blocks, layout.k_blocks,
+                         query, layout.k_stride, logits + e);
     }
+    if (e == tile.count) return;
+    const std::byte* rest[4];
+    for (int i = 0; i < 4; ++i) rest[i] = tile.k[smaller(e + i, tile.count - 1)];
+    dot4<Type, Rows>(rest, scratch.k_scales + e * layout.k_blocks, layout.k_blocks, query,
+                     layout.k_stride, logits + e);
 }
 
 inline void finish_logits(const DecodeTask& task, const Tile& tile, float* row) {
     if (task.softcap > 0.0f)
         for (int e = 0; e < tile.count; e += kLanes)
             store(row + e, soft_cap(load(row + e), task.softcap));
-    for (int e = 0; e < tile.count; ++e)
-        if (static_cast<float>(tile.positions[e]) < task.oldest_position) row[e] = kMaskedLogit;
+    if (task.oldest_position > kMaskedLogit)
+        for (int e = 0; e < tile.count; ++e)
+            if (static_cast<float>(*tile.positions[e]) < task.oldest_position)
+                row[e] = kMaskedLogit;
     for (int e = tile.count; e < kEntryTile; ++e) row[e] = kMaskedLogit;
 }
 
@@ -155,17 +173,24 @@ inline float tile_softmax(float* row, float& max, float& total, float& weighted)
     return factor;
 }
 
+// output[Rows][..] = output * factor + sum over entries of weight * v, for Vectors vectors from d on;
+// prefetches the next tile's K meanwhile.
 template <KvType Type, int Rows, int Vectors>
-inline void add_values(const Tile& tile, int blocks, int stride, int d, const float* weights,
-                       const float* factors, float* output) {
+inline void add_values(const Tile& tile, const Tile& next, int next_bytes, const PageLayout& layout,
+                       int d, int row, DecodeScratch& scratch, float* output) {
+    const int stride = layout.v_stride;
+    const float* weights = scratch.logits + row * kEntryTile;
     Vec sums[Rows][Vectors];
     for (int r = 0; r < Rows; ++r)
         for (int i = 0; i < Vectors; ++i)
-            sums[r][i] = load(output + r * stride + d + i * kLanes) * broadcast(factors[r]);
+            sums[r][i] = load(output + r * stride + d + i * kLanes) *
+                         broadcast(scratch.factors[row + r]);
     for (int e = 0; e < tile.count; ++e) {
+        if (e < next.count) prefetch_row(next.k[e], next_bytes);
         Vec v[Vectors];
         for (int i = 0; i < Vectors; ++i)
-            v[i] = load_values<Type>(tile.v[e], tile.v_scales + e * blocks, d + i * kLanes);
+            v[i] = load_values<Type>(tile.v[e], scratch.v_scales + e * layout.v_blocks,
+                                     d + i * kLanes);
         for (int r = 0; r < Rows; ++r) {
             const Vec w = broadcast(weights[r * kEntryTile + e]);
             for (int i = 0; i < Vectors; ++i) sums[r][i] = multiply_add(w, v[i], sums[r][i]);
@@ -177,47 +202,72 @@ inline void add_values(const Tile& tile, int blocks, int stride, int d, const fl
 }
 
 template <KvType Type, int Rows>
-inline void add_rows(const Tile& tile, const PageLayout& layout, const float* weights,
-                     const float* factors, float* output) {
+inline void decode_rows(const DecodeTask& task, const Tile& tile, const Tile& next, int row,
+                        DecodeScratch& scratch) {
     constexpr int vectors = kRowVectors;
-    const int stride = layout.v_stride;
-    int d = 0;
-    for (; d + vectors * kLanes <= stride; d += vectors * kLanes)
-        add_values<Type, Rows, vectors>(tile, layout.v_blocks, stride, d, weights, factors, output);
-    for (; d < stride; d += kLanes)
-        add_values<Type, Rows, 1>(tile, layout.v_blocks, stride, d, weights, factors, output);
+    const PageLayout& layout = *task.entries.layout;
+    const int k_bytes = layout.k_stride * (Type == KvType::q8_0 ? 1 : 2);
+    float* output = task.state.output + row * layout.v_stride;
+    for (int d = 0; d < layout.v_stride;) {
+        const int next_bytes = row == 0 && d == 0 ? k_bytes : 0;
+        if (d + vectors * kLanes <= layout.v_stride) {
+            add_values<Type, Rows, vectors>(tile, next, next_bytes, layout, d, row, scratch,
+                                            output);
+            d += vectors * kLanes;
+        } else {
+            add_values<Type, Rows, 1>(tile, next, next_bytes, layout, d, row, scratch, output);
+            d += kLanes;
+        }
+    }
+}
+
+// Calls step<Rows>(row) for blocks of up to 4 rows.
+template <typename Step>
+inline void over_row_blocks(int rows, Step step) {
+    for (int row = 0; row < rows; row += 4) {
+        switch (smaller(4, rows - row)) {
+            case 1: step(row, std::integral_constant<int, 1>()); break;
+            case 2: step(row, std::integral_constant<int, 2>()); break;
+            case 3: step(row, std::integral_constant<int, 3>()); break;
+            default: step(row, std::integral_constant<int, 4>());
+        }
+    }
+}
+
+inline void decode_softmax(const DecodeTask& task, const Tile& tile, int first,
+                           DecodeScratch& scratch) {
+    for (int r = 0; r < task.rows; ++r) {
+        float* row = scratch.logits + r * kEntryTile;
+        finish_logits(task, tile, row);
+        if (task.logits != nullptr)
+            std::memcpy(task.logits + static_cast<std::size_t>(r) * task.logits_stride +
+                            (first - task.entries.first),
+                        row, static_cast<std::size_t>(tile.count) * sizeof(float));
+        scratch.factors[r] =
+            tile_softmax(row, task.state.max[r], task.state.sum[r], task.state.weighted[r]);
+    }
 }
 
 template <KvType Type>
 void decode_typed(const DecodeTask& task) {
     const PageLayout& layout = *task.entries.layout;
-    Tile tile;
-    alignas(64) float logits[kDecodeRows * kEntryTile];
-    float factors[kDecodeRows];
+    DecodeScratch scratch;
+    open_tile(task.entries, task.entries.first, scratch.tiles[0]);
+    int current = 0;
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
-        open_tile(task.entries, first, tile);
-        for (int r = 0; r < task.rows; r += 4)
-            tile_logits<Type>(task, tile, r, smaller(4, task.rows - r), logits);
-        for (int r = 0; r < task.rows; ++r) {
-            float* row = logits + r * kEntryTile;
-            finish_logits(task, tile, row);
-            if (task.logits != nullptr)
-                std::memcpy(task.logits + static_cast<std::size_t>(r) * task.logits_stride +
-                                (first - task.entries.first),
-                            row, static_cast<std::size_t>(tile.count) * sizeof(float));
-            factors[r] =
-                tile_softmax(row, task.state.max[r], task.state.sum[r], task.state.weighted[r]);
-        }
-        for (int r = 0; r < task.rows; r += 4) {
-            const float* weights = logits + r * kEntryTile;
-            float* output = task.state.output + r * layout.v_stride;
-            switch (smaller(4, task.rows - r)) {
-                case 1: add_rows<Type, 1>(tile, layout, weights, factors + r, output); break;
-                case 2: add_rows<Type, 2>(tile, layout, weights, factors + r, output); break;
-                case 3: add_rows<Type, 3>(tile, layout, weights, factors + r, output); break;
-                default: add_rows<Type, 4>(tile, layout, weights, factors + r, output);
-            }
-        }
+        const Tile& tile = scratch.tiles[current];
+        Tile& next = scratch.tiles[1 - current];
+        open_tile(task.entries, first + kEntryTile, next);
+        convert_scales(tile.k_scales, tile.count, layout.k_blocks, scratch.k_scales);
+        over_row_blocks(task.rows, [&](int row, auto rows) {
+            tile_logits<Type, rows()>(task, tile, row, scratch);
+        });
+        decode_softmax(task, tile, first, scratch);
+        convert_scales(tile.v_scales, tile.count, layout.v_blocks, scratch.v_scales);
+        over_row_blocks(task.rows, [&](int row, auto rows) {
+            decode_rows<Type, rows()>(task, tile, next, row, scratch);
+        });
+        current = 1 - current;
     }
 }
 
@@ -234,8 +284,9 @@ void decode(const DecodeTask& task) {
 
 // Converts `count` rows to f32, and pads with zero rows to a multiple of 4.
 template <KvType Type>
-inline void convert_rows(const std::byte* const* rows, const float* scales, int blocks, int count,
-                         int stride, float* out) {
+inline void convert_rows(const std::byte* const* rows, const std::uint16_t* const* half_scales,
+                         int blocks, int count, int stride, float* scales, float* out) {
+    convert_scales(half_scales, count, blocks, scales);
     for (int e = 0; e < count; ++e)
         for (int d = 0; d < stride; d += kLanes)
             store(out + e * stride + d, load_values<Type>(rows[e], scales + e * blocks, d));
@@ -317,7 +368,7 @@ inline void mask_scores(const PromptTask& task, const Tile& tile, float* logits)
     const Vec masked = broadcast(kMaskedLogit);
     const float window = task.window > 0.0f ? task.window : 1e9f;
     for (int e = 0; e < tile.count; ++e) {
-        const Vec position = broadcast(static_cast<float>(tile.positions[e]));
+        const Vec position = broadcast(static_cast<float>(*tile.positions[e]));
         const Vec expiry = position + broadcast(window - 0.5f);
         for (int row = 0; row < task.rows; row += kLanes) {
             const Vec own = load(task.row_positions + row);
@@ -378,6 +429,7 @@ struct PromptScratch {
     float* logits;   // [kEntryTile][kRowTile]
     float* factors;  // [kRowTile]
     float* shifts;   // [kRowTile]
+    float* scales;   // [kEntryTile][blocks]
 };
 
 inline PromptScratch split_scratch(const PromptTask& task) {
@@ -388,6 +440,7 @@ inline PromptScratch split_scratch(const PromptTask& task) {
     scratch.logits = scratch.v + kEntryTile * layout.v_stride;
     scratch.factors = scratch.logits + kEntryTile * kRowTile;
     scratch.shifts = scratch.factors + kRowTile;
+    scratch.scales = scratch.shifts + kRowTile;
     return scratch;
 }
 
@@ -399,9 +452,9 @@ void prompt_typed(const PromptTask& task) {
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
         open_tile(task.entries, first, tile);
         convert_rows<Type>(tile.k, tile.k_scales, layout.k_blocks, tile.count, layout.k_stride,
-                           scratch.k);
+                           scratch.scales, scratch.k);
         convert_rows<Type>(tile.v, tile.v_scales, layout.v_blocks, tile.count, layout.v_stride,
-                           scratch.v);
+                           scratch.scales, scratch.v);
         tile_scores(task, scratch.k, tile.count, scratch.logits);
         if (task.masked) mask_scores(task, tile, scratch.logits);
         for (int row = 0; row < task.rows; row += kLanes)
@@ -426,7 +479,7 @@ void prompt_mass_typed(const PromptTask& task, int first_row, float* mass) {
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
         open_tile(task.entries, first, tile);
         convert_rows<Type>(tile.k, tile.k_scales, layout.k_blocks, tile.count, layout.k_stride,
-                           scratch.k);
+                           scratch.scales, scratch.k);
         tile_scores(task, scratch.k, tile.count, scratch.logits);
         if (task.masked) mask_scores(task, tile, scratch.logits);
         for (int e = 0; e < tile.count; ++e) {

@@ -164,10 +164,10 @@ inline float largest(Vec a) {
 
 #else  // compiler vectors: SSE2 on x86-64, NEON on AArch64
 
-constexpr int kLanes = 8;
+constexpr int kLanes = 4;
 constexpr int kRowVectors = 2;
-typedef float FloatLanes __attribute__((vector_size(32)));
-typedef std::int32_t IntLanes __attribute__((vector_size(32)));
+typedef float FloatLanes __attribute__((vector_size(16)));
+typedef std::int32_t IntLanes __attribute__((vector_size(16)));
 struct Vec {
     FloatLanes v;
 };

@@ -1,1 +1,44 @@
-"""entropykv: a hard KV-cache budget for GGUF models in stock llama.cpp."""
+"""entropykv: a hard KV-cache budget for GGUF models in stock llama.cpp.
+
+>>> from entropykv import Session
+>>> with Session("model.gguf", n_ctx=8192, kv_budget=0.2) as session:
+...     for token in session.generate(session.tokenize("Once upon a time"), max_tokens=50):
+...         print(session.detokenize([token]), end="")
+"""
+
+from entropykv import _version
+
+_version.check()
+
+from entropykv.config import Budget  # noqa: E402
+from entropykv.errors import (  # noqa: E402
+    BudgetError,
+    ContextError,
+    EntropyKVError,
+    ModelFileError,
+    ProfileError,
+    SettingsError,
+    UnsupportedModelError,
+    VersionError,
+)
+from entropykv.profile import EntropyProfile  # noqa: E402
+from entropykv.session import Session  # noqa: E402
+from entropykv.stats import SessionStats  # noqa: E402
+
+__version__ = _version.VERSION
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "ContextError",
+    "EntropyKVError",
+    "EntropyProfile",
+    "ModelFileError",
+    "ProfileError",
+    "Session",
+    "SessionStats",
+    "SettingsError",
+    "UnsupportedModelError",
+    "VersionError",
+    "__version__",
+]

@@ -1,0 +1,175 @@
+"""From a budget to what every KV head may keep: pure decisions, shared by session and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from entropykv import _core
+from entropykv.config import Budget
+from entropykv.errors import BudgetError
+from entropykv.policy import ENTROPY_CLAMP, Policy
+from entropykv.profile import EntropyProfile
+
+_BytesOf = Callable[[int], int]
+
+CELL_PADDING = 256
+"""llama.cpp rounds its cells up to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Entries that no eviction takes: the first `n_sinks`, and the newest `recent_window`."""
+
+    n_sinks: int
+    recent_window: int
+
+    @classmethod
+    def for_budget(cls, mean_entries: int, n_sinks: int, recent_window: int | None) -> Protection:
+        """The recent window is half of the mean budget unless it is given."""
+        return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
+
+    @property
+    def entries(self) -> int:
+        """What every KV head must be able to hold."""
+        return self.n_sinks + self.recent_window
+
+
+@dataclass(frozen=True)
+class HeadwisePlan:
+    """Entries per KV head, and the pool that holds them."""
+
+    budgets: tuple[tuple[int, ...], ...]
+    """[layer][KV head] in entries."""
+    mean_entries: int
+    protection: Protection
+    pool_pages: int
+    page_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pool never exceeds."""
+        return self.pool_pages * self.page_bytes
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """Entries that the flat store keeps, and the cells of llama.cpp's cache that hold them."""
+
+    entries: int
+    cells: int
+    protection: Protection
+
+
+def plan_headwise(
+    budget: Budget,
+    layers: Sequence[_core.LayerShape],
+    n_ctx: int,
+    kv_type: str,
+    policy: Policy,
+    profile: EntropyProfile | None,
+    n_sinks: int,
+    recent_window: int | None,
+) -> HeadwisePlan:
+    """Share a budget among the KV heads.
+
+    `layers` are the model's attention layers. Raises BudgetError where the budget cannot hold
+    sinks and recent window in every KV head.
+    """
+    page_bytes, entries_per_page = _core.page_geometry(layers, kv_type)
+    per_head = [e for e, s in zip(entries_per_page, layers, strict=True) for _ in range(s.n_head_kv)]
+
+    def pages(entries: int) -> int:
+        return sum(_core.pages_for(entries, per_page) for per_page in per_head)
+
+    def bytes_of(entries: int) -> int:
+        return pages(entries) * page_bytes
+
+    mean = _mean_entries(budget, n_ctx, bytes_of)
+    protection = _protection(budget, mean, n_ctx, n_sinks, recent_window, bytes_of)
+    flat = _core.share_budget(
+        mean_entries=mean,
+        max_entries=n_ctx,
+        floor_entries=min(protection.entries, n_ctx),
+        entries_per_page=per_head,
+        weights=_weights(policy, profile),
+    )
+    budgets: list[tuple[int, ...]] = []
+    for shape in layers:
+        budgets.append(tuple(flat[: shape.n_head_kv]))
+        flat = flat[shape.n_head_kv :]
+    return HeadwisePlan(tuple(budgets), mean, protection, pages(mean), page_bytes)
+
+
+def plan_flat(
+    budget: Budget,
+    cell_bytes: int,
+    n_ctx: int,
+    n_ubatch: int,
+    n_sinks: int,
+    recent_window: int | None,
+) -> FlatPlan:
+    """Turn a budget into entries and cells; a byte budget includes the cells of one micro-batch.
+
+    `cell_bytes`: K and V of one token in all layers. Raises BudgetError as plan_headwise.
+    """
+
+    def cells(entries: int) -> int:
+        wanted = entries + (n_ubatch if entries < n_ctx else 0)
+        return -(-wanted // CELL_PADDING) * CELL_PADDING
+
+    def bytes_of(entries: int) -> int:
+        return cells(entries) * cell_bytes
+
+    entries = _mean_entries(budget, n_ctx, bytes_of)
+    protection = _protection(budget, entries, n_ctx, n_sinks, recent_window, bytes_of)
+    return FlatPlan(entries, cells(entries), protection)
+
+
+def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
+    if budget.kind == "fraction":
+        return int(budget.value * n_ctx)
+    if budget.kind == "tokens":
+        return min(int(budget.value), n_ctx)
+    low, high = 0, n_ctx
+    while low < high:
+        middle = (low + high + 1) // 2
+        if bytes_of(middle) <= budget.value:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _protection(
+    budget: Budget,
+    mean: int,
+    n_ctx: int,
+    n_sinks: int,
+    recent_window: int | None,
+    bytes_of: _BytesOf,
+) -> Protection:
+    protection = Protection.for_budget(mean, n_sinks, recent_window)
+    if mean >= min(protection.entries, n_ctx) and mean > 0:
+        return protection
+    least = next(
+        n
+        for n in range(1, n_ctx + 1)
+        if n >= min(Protection.for_budget(n, n_sinks, recent_window).entries, n_ctx)
+    )
+    needed = Protection.for_budget(least, n_sinks, recent_window)
+    raise BudgetError(
+        f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "
+        f"sinks and a recent window of {needed.recent_window}; the smallest budget that holds them "
+        f"is {least} tokens ({bytes_of(least)} bytes)"
+    )
+
+
+def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:
+    if not policy.by_entropy or profile is None:
+        return []
+    entropies = profile.kv_head_entropies().ravel().tolist()
+    return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)
+
+
+

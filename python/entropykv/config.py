@@ -1,0 +1,119 @@
+"""Settings of a session, checked once and frozen."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from entropykv.errors import BudgetError, SettingsError
+
+KV_TYPES = ("f16", "q8_0")
+STORES = ("auto", "headwise", "flat")
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B)", re.IGNORECASE)
+_HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such as 64MiB"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much the KV cache may hold: a fraction of n_ctx, tokens per KV head, or bytes."""
+
+    kind: Literal["fraction", "tokens", "bytes"]
+    value: float
+
+    @classmethod
+    def parse(cls, value: Budget | str | float) -> Budget:
+        """Read `0.2`, `512` or `"64MiB"`; BudgetError for anything impossible."""
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, str):
+            match = _BYTES.fullmatch(value.strip())
+            if match:
+                n_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+                if n_bytes < 1:
+                    raise BudgetError(f"a KV budget of {value} holds nothing; {_HOW}")
+                return cls("bytes", n_bytes)
+        return cls._from_number(value)
+
+    @classmethod
+    def _from_number(cls, value: str | float) -> Budget:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise BudgetError(f"a KV budget cannot be {value!r}; {_HOW}") from None
+        if 0.0 < number <= 1.0:
+            return cls("fraction", number)
+        if math.isfinite(number) and number >= 2.0 and number == int(number):
+            return cls("tokens", int(number))
+        raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
+
+    def __str__(self) -> str:
+        """As the user would write it."""
+        if self.kind == "bytes":
+            return f"{int(self.value)}B"
+        return f"{self.value:g}" if self.kind == "fraction" else str(int(self.value))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session was asked for. Raises SettingsError where a value is impossible."""
+
+    kv_type: str = "q8_0"
+    store: str = "auto"
+    n_ctx: int = 0
+    n_ubatch: int = 512
+    n_threads: int = 0
+    n_threads_batch: int = 0
+    n_gpu_layers: int = 0
+    n_sinks: int = 4
+    recent_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _one_of("kv_type", self.kv_type, KV_TYPES)
+        _one_of("store", self.store, STORES)
+        _at_least("n_ctx", self.n_ctx, 0)
+        _at_least("n_ubatch", self.n_ubatch, 1)
+        _at_least("n_threads", self.n_threads, 0)
+        _at_least("n_threads_batch", self.n_threads_batch, 0)
+        _at_least("n_sinks", self.n_sinks, 0)
+        if self.recent_window is not None:
+            _at_least("recent_window", self.recent_window, 1)
+
+    @property
+    def threads(self) -> int:
+        """Threads of token generation; the machine's cores unless set."""
+        return self.n_threads or _cores()
+
+    @property
+    def threads_batch(self) -> int:
+        """Threads of prompt reading."""
+        return self.n_threads_batch or self.threads
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SettingsError(f"{name} cannot be {value!r}; use one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingsError(f"{name} cannot be {value!r}; use an integer of {least} or more")

@@ -1,0 +1,137 @@
+"""The flat store in a session: llama.cpp's own cache with the budget's cells."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.budget import FlatPlan, plan_flat
+from entropykv.config import Budget, Settings
+from entropykv.model import Model
+from entropykv.policy import Policy
+from entropykv.profile import EntropyProfile
+from entropykv.store import context_parameters
+
+_GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
+
+
+class FlatStore:
+    """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
+
+    name = "flat"
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        n_ctx: int,
+        n_ubatch: int,
+        budget: Budget,
+        policy: Policy,
+        profile: EntropyProfile | None,
+    ) -> None:
+        """Make a context whose cells are the budget plus one micro-batch."""
+        geometry = model.geometry
+        if profile:
+            profile.check_geometry(
+                geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), model.name
+            )
+        self._model = model
+        self._settings = settings
+        self._n_ctx = n_ctx
+        self._n_ubatch = n_ubatch
+        self._heads_per_layer = geometry.kv_heads_per_layer
+        self.n_kv_heads = sum(geometry.kv_heads_per_layer)
+        values = self.n_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
+        self.bytes_full_per_token = 2 * values
+        self._cell_bytes = values * 34 // 32 if settings.kv_type == "q8_0" else 2 * values
+        plan = self._plan(budget)
+        self._cells = plan.cells
+        self.context = self._new_context(plan.cells)
+        self._store = _core.FlatStore(
+            context=_address(self.context),
+            budget=plan.entries,
+            score=policy.score,
+            variation=profile.coefficient_of_variation if profile else 0.0,
+            n_sinks=plan.protection.n_sinks,
+            recent_window=plan.protection.recent_window,
+        )
+
+    def _plan(self, budget: Budget) -> FlatPlan:
+        return plan_flat(
+            budget,
+            self._cell_bytes,
+            self._n_ctx,
+            self._n_ubatch,
+            self._settings.n_sinks,
+            self._settings.recent_window,
+        )
+
+    def _new_context(self, cells: int) -> Any:
+        parameters = context_parameters(self._settings, self._n_ubatch, cells)
+        kv_type = _GGML_TYPES[self._settings.kv_type]
+        parameters.type_k = parameters.type_v = kv_type
+        if self._settings.kv_type != "f16":
+            parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        return self._model.new_context(parameters)
+
+    def before(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
+        """Compact where holes would cost attention time."""
+        self._store.make_room(n_tokens)
+
+    def after(self, n_tokens: int, position: int) -> None:
+        """Evict down to the budget."""
+        self._store.settle(position, n_tokens)
+
+    def resize(self, budget: Budget) -> None:
+        """Evict down to a smaller budget; move to a context with more cells for a larger one."""
+        plan = self._plan(budget)
+        if plan.cells > self._cells:
+            larger = self._new_context(plan.cells)
+            self._store.move_to(_address(larger))
+            llama_cpp.llama_free(self.context)
+            self.context, self._cells = larger, plan.cells
+        self._store.set_budget(
+            plan.entries, plan.protection.n_sinks, plan.protection.recent_window
+        )
+
+    def truncate(self, position: int) -> None:
+        """Drop entries at and beyond a position."""
+        self._store.truncate(position)
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
+        """Positions kept, ascending: the same for every layer and head."""
+        return self._store.positions
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """[layer][KV head] in entries."""
+        return [(self._store.budget,) * heads for heads in self._heads_per_layer]
+
+    def counters(self) -> dict[str, Any]:
+        """The store's part of SessionStats."""
+        cell_bytes = self._cell_bytes
+        return {
+            "kv_type": self._settings.kv_type,
+            "kv_bytes_budget": self._cells * cell_bytes,
+            "kv_bytes_peak": self._store.peak * cell_bytes,
+            "kv_bytes_now": self._store.entries * cell_bytes,
+            "kv_bytes_staging": 0,
+            "entries_kept": self._store.entries * self.n_kv_heads,
+            "evictions": self._store.evicted * self.n_kv_heads,
+            "eviction_seconds": self._store.eviction_seconds,
+        }
+
+    def close(self) -> None:
+        """Free the context."""
+        if self.context:
+            llama_cpp.llama_free(self.context)
+            self.context = None
+
+
+def _address(context: Any) -> int:
+    return ctypes.cast(context, ctypes.c_void_p).value or 0

@@ -1,0 +1,191 @@
+"""The headwise store in a session: probing the graph, planning budgets, serving the attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.budget import HeadwisePlan, plan_headwise
+from entropykv.config import Budget, Settings
+from entropykv.errors import EntropyKVError, UnsupportedModelError
+from entropykv.model import Model
+from entropykv.policy import Policy
+from entropykv.profile import EntropyProfile
+from entropykv.store import context_parameters
+
+_USE_FLAT = "use --store flat (store='flat'), which serves any model"
+
+
+class HeadwiseStore:
+    """Paged entries per (layer, KV head); llama.cpp's own cells only count one micro-batch."""
+
+    name = "headwise"
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        n_ctx: int,
+        n_ubatch: int,
+        budget: Budget,
+        policy: Policy,
+        profile: EntropyProfile | None,
+    ) -> None:
+        """Probe the model's graph and take over its attention.
+
+        Raises UnsupportedModelError where the graph has something that this store does not serve.
+        """
+        self._settings = settings
+        self._policy = policy
+        self._profile = profile
+        self._n_ctx = n_ctx
+        self._hook = _core.GraphHook()
+        if settings.n_gpu_layers:
+            raise UnsupportedModelError(
+                "the headwise store runs on the CPU, but layers are offloaded; use --store flat "
+                "or no --n-gpu-layers"
+            )
+        _refuse_by_kind(model)
+        self.context = self._hooked_context(model, n_ubatch)
+        try:
+            self.layers = self._probe(model)
+            self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
+            self.bytes_full_per_token = sum(
+                2 * s.n_head_kv * (s.k_dim + s.v_dim) for s in self.layers
+            )
+            plan = self._plan(budget)
+            self._store = _core.HeadwiseStore(
+                layers=self.layers,
+                kv_type=settings.kv_type,
+                score=policy.score,
+                n_sinks=plan.protection.n_sinks,
+                recent_window=plan.protection.recent_window,
+                variation=profile.coefficient_of_variation if profile else 0.0,
+                mass_decay=policy.mass_decay,
+                observation_window=policy.observation_window,
+                max_tokens=n_ubatch,
+                max_entries=n_ctx,
+                n_threads=max(settings.threads, settings.threads_batch),
+            )
+            self._apply(plan)
+        except BaseException:
+            self.close()
+            raise
+        self._hook.serve(self._store)
+
+    def _hooked_context(self, model: Model, n_ubatch: int) -> Any:
+        parameters = context_parameters(self._settings, n_ubatch, n_ubatch)
+        parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
+        parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self._hook.callback)
+        parameters.cb_eval_user_data = self._hook.user_data
+        return model.new_context(parameters)
+
+    def _probe(self, model: Model) -> list[_core.LayerShape]:
+        """Decode one token and look at the graph; returns the shapes of the attention layers."""
+        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1)
+        if llama_cpp.llama_decode(self.context, batch) != 0:
+            raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
+        self._forget_cells()
+        if self._hook.refusal or not self._hook.nodes:
+            why = self._hook.refusal or "it has no attention layers"
+            raise UnsupportedModelError(
+                f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
+            )
+        layers = [node.shape for node in self._hook.nodes]
+        if self._profile:
+            first = layers[0]
+            self._profile.check_geometry(len(layers), first.n_head, first.n_head_kv, model.name)
+        return layers
+
+    def _plan(self, budget: Budget) -> HeadwisePlan:
+        settings = self._settings
+        return plan_headwise(
+            budget,
+            self.layers,
+            self._n_ctx,
+            settings.kv_type,
+            self._policy,
+            self._profile,
+            settings.n_sinks,
+            settings.recent_window,
+        )
+
+    def _apply(self, plan: HeadwisePlan) -> None:
+        self._store.set_budgets(
+            budgets=[entries for layer in plan.budgets for entries in layer],
+            pool_pages=plan.pool_pages,
+            n_sinks=plan.protection.n_sinks,
+            recent_window=plan.protection.recent_window,
+        )
+
+    def _forget_cells(self) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
+
+    def before(self, n_tokens: int, position: int) -> None:
+        """Reserve pages for all that the micro-batch can leave behind."""
+        self._store.begin(n_tokens, position)
+        self._hook.begin_step()
+
+    def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
+        """Check that every layer was served; llama.cpp's cells are free again."""
+        self._hook.check_step()
+        self._forget_cells()
+
+    def resize(self, budget: Budget) -> None:
+        """Share the new budget among the heads, evicting where they hold more."""
+        self._apply(self._plan(budget))
+
+    def truncate(self, position: int) -> None:
+        """Drop entries at and beyond a position."""
+        self._store.truncate(position)
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
+        """Positions kept, ascending."""
+        return self._store.positions(layer, kv_head)
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """[layer][KV head] in entries."""
+        return [
+            tuple(self._store.budget(layer, head) for head in range(shape.n_head_kv))
+            for layer, shape in enumerate(self.layers)
+        ]
+
+    def counters(self) -> dict[str, Any]:
+        """The store's part of SessionStats."""
+        return {
+            "kv_type": self._settings.kv_type,
+            "kv_bytes_budget": self._store.budget_bytes,
+            "kv_bytes_peak": self._store.peak_bytes,
+            "kv_bytes_now": self._store.used_bytes,
+            "kv_bytes_staging": self._store.staging_bytes,
+            "entries_kept": self._store.entries,
+            "evictions": self._store.evicted,
+            "eviction_seconds": self._store.eviction_seconds,
+        }
+
+    def close(self) -> None:
+        """Free the context."""
+        if self.context:
+            llama_cpp.llama_free(self.context)
+            self.context = None
+
+
+def _refuse_by_kind(model: Model) -> None:
+    """Refuse what the graph does not show."""
+    kinds = {
+        "it has sliding-window layers": llama_cpp.llama_model_n_swa(model.handle) > 0,
+        "it has recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle)
+        or llama_cpp.llama_model_is_hybrid(model.handle),
+        "it is a diffusion model": llama_cpp.llama_model_is_diffusion(model.handle),
+        "it has an encoder": llama_cpp.llama_model_has_encoder(model.handle),
+    }
+    for why, applies in kinds.items():
+        if applies:
+            raise UnsupportedModelError(
+                f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
+            )

@@ -1,0 +1,349 @@
+"""One model, one store, one sequence: decode under a budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.config import Budget, Settings
+from entropykv.errors import ContextError, EntropyKVError, UnsupportedModelError
+from entropykv.flat import FlatStore
+from entropykv.generate import Sampling, generate
+from entropykv.headwise import HeadwiseStore
+from entropykv.model import Model
+from entropykv.policy import Policy, policy_named
+from entropykv.profile import EntropyProfile
+from entropykv.stats import SessionStats, peak_rss_bytes
+from entropykv.store import Store
+
+_STORES: dict[str, type[HeadwiseStore] | type[FlatStore]] = {
+    "headwise": HeadwiseStore,
+    "flat": FlatStore,
+}
+
+
+class Session:
+    """A model that reads and writes one sequence of tokens inside a KV budget.
+
+    `model`: path of a GGUF file. `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head
+    (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens; 0: what the model was
+    trained for. `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform`
+    (`recency` on the flat store). `entropy_config`: an EntropyProfile or the path of one.
+    `store`: headwise, flat, or auto: headwise where it can serve the model. `recent_window`: newest
+    entries that every KV head keeps, None: half of the mean budget.
+
+    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        n_ctx: int = 0,
+        kv_budget: Budget | str | float = 1.0,
+        policy: str | None = None,
+        kv_type: str = "q8_0",
+        store: str = "auto",
+        entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
+        n_ubatch: int = 512,
+        n_threads: int = 0,
+        n_threads_batch: int = 0,
+        n_gpu_layers: int = 0,
+        n_sinks: int = 4,
+        recent_window: int | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Load the model and make its store; everything is checked before the weights are read."""
+        self._closed = True
+        self.settings = Settings(
+            kv_type=kv_type,
+            store=store,
+            n_ctx=n_ctx,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            n_gpu_layers=n_gpu_layers,
+            n_sinks=n_sinks,
+            recent_window=recent_window,
+        )
+        self._budget = Budget.parse(kv_budget)
+        self.profile = _profile(entropy_config)
+        policy_named(policy, has_profile=self.profile is not None, store=store)
+        self._model = Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
+        self.n_ctx = n_ctx or self._model.geometry.n_ctx_train
+        self._n_ubatch = min(n_ubatch, self.n_ctx)
+        try:
+            self._store, self.policy = self._make_store(policy)
+        except BaseException:
+            self._model.close()
+            raise
+        self._batch = llama_cpp.llama_batch_init(self._n_ubatch, 0, 1)
+        self._closed = False
+        self._broken = False
+        self._clear_counters()
+
+    def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
+        """The store that was asked for; with `auto`, flat where headwise cannot serve the model."""
+        wanted = self.settings.store
+        if wanted != "auto":
+            return self._store_named(wanted, policy)
+        try:
+            return self._store_named("headwise", policy)
+        except UnsupportedModelError:
+            if policy is not None:  # a policy that flat cannot follow is an error of its own
+                policy_named(policy, has_profile=False, store="flat")
+            return self._store_named("flat", policy)
+
+    def _store_named(self, store: str, policy_name: str | None) -> tuple[Store, Policy]:
+        policy = policy_named(policy_name, has_profile=self.profile is not None, store=store)
+        made = _STORES[store](
+            self._model,
+            self.settings,
+            self.n_ctx,
+            self._n_ubatch,
+            self._budget,
+            policy,
+            self.profile,
+        )
+        return made, policy
+
+    def __enter__(self) -> Session:
+        """Use the session as a context manager: it closes at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the session."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Free what close() was not called for."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the context, the store and the model; the session cannot be used any more."""
+        if self._closed:
+            return
+        self._closed = True
+        llama_cpp.llama_batch_free(self._batch)
+        self._store.close()
+        self._model.close()
+
+    # --- text -------------------------------------------------------------------------------------
+
+    @property
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self._model.n_vocab
+
+    def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
+        """Tokens of a text. `add_bos` None: as the model wants; `special` reads control tokens."""
+        add = self._model.adds_bos if add_bos is None else add_bos
+        return self._model.tokenize(text, add_bos=add, special=special)
+
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Text of tokens; control tokens are left out unless `special`."""
+        return self._model.detokenize(tokens, special=special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token, for output as it is generated."""
+        return self._model.token_bytes(token)
+
+    def chat_prompt(self, text: str) -> str | None:
+        """The prompt of one user turn by the model's chat template; None without a template."""
+        return self._model.chat_prompt(text)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+        return self._model.is_end(token)
+
+    # --- decoding ---------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Tokens decoded so far."""
+        return self._position
+
+    def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
+        """Read tokens inside the budget; returns their logits.
+
+        Shape (len(tokens), n_vocab) with `all_logits`, else (1, n_vocab) of the last token. Raises
+        ContextError for no tokens, unknown tokens, or more than the context holds.
+        """
+        start = time.perf_counter()
+        logits = self.decode_micro_batches(tokens, all_logits)
+        rows = np.concatenate([row for row in logits if row is not None])
+        self._prompt_tokens += len(tokens)
+        self._prompt_seconds += time.perf_counter() - start
+        return rows
+
+    def decode_micro_batches(
+        self, tokens: Sequence[int], all_logits: bool
+    ) -> Iterator[npt.NDArray[np.float32] | None]:
+        """Yield each micro-batch's logits as it is read: None for those that have none."""
+        self._check_usable()
+        ids = [int(token) for token in tokens]
+        self._check_room(len(ids))
+        self._model.check_tokens(ids)
+        for first in range(0, len(ids), self._n_ubatch):
+            part = ids[first : first + self._n_ubatch]
+            last = first + len(part) == len(ids)
+            yield self._decode_micro_batch(part, all_logits, last)
+
+    def _check_room(self, n_tokens: int) -> None:
+        if n_tokens == 0:
+            raise ContextError("there is nothing to read; give at least one token")
+        if self._position + n_tokens > self.n_ctx:
+            raise ContextError(
+                f"{self._position + n_tokens} tokens do not fit into a context of {self.n_ctx}; "
+                "shorten the prompt or raise --ctx-size (n_ctx)"
+            )
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EntropyKVError("the session is closed; make a new one")
+        if self._broken:
+            raise EntropyKVError("the last decode failed half-way; call reset() first")
+
+    def _decode_micro_batch(
+        self, tokens: list[int], all_logits: bool, last: bool
+    ) -> npt.NDArray[np.float32] | None:
+        self._fill_batch(tokens, all_logits, last)
+        self._broken = True
+        self._store.before(len(tokens), self._position)
+        code = llama_cpp.llama_decode(self._store.context, self._batch)
+        if code != 0:
+            raise EntropyKVError(f"llama.cpp could not decode (code {code}); call reset() first")
+        n_rows = len(tokens) if all_logits else int(last)
+        logits = self._read_logits(n_rows) if n_rows else None
+        self._store.after(len(tokens), self._position)
+        self._position += len(tokens)
+        self._broken = False
+        return logits
+
+    def _fill_batch(self, tokens: list[int], all_logits: bool, last: bool) -> None:
+        batch, n = self._batch, len(tokens)
+        batch.n_tokens = n
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = self._position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = all_logits or (last and i == n - 1)
+
+    def _read_logits(self, n_rows: int) -> npt.NDArray[np.float32]:
+        pointer: Any = llama_cpp.llama_get_logits(self._store.context)
+        rows = np.ctypeslib.as_array(pointer, shape=(n_rows * self.n_vocab,))
+        return rows.reshape(n_rows, self.n_vocab).copy()
+
+    def generate(
+        self, tokens: Sequence[int], max_tokens: int = -1, **sampling: float | None
+    ) -> Iterator[int]:
+        """Read `tokens`, then yield generated ones as they come.
+
+        Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
+        the context is full. `sampling`: the fields of entropykv.generate.Sampling; temperature 0 is
+        greedy, and with it the result does not depend on `seed`.
+        """
+        return generate(self, tokens, max_tokens, Sampling(**sampling))  # type: ignore[arg-type]
+
+    # --- the store --------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> str:
+        """Which store serves the model: headwise or flat."""
+        return self._store.name
+
+    @property
+    def context(self) -> Any:
+        """The llama_context, for samplers of llama.cpp."""
+        return self._store.context
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
+        """Positions that a KV head keeps, ascending. IndexError for a head that is not there."""
+        budgets = self._store.budgets()
+        if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
+            raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
+        return self._store.entries(layer, kv_head)
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """Entries that every KV head may keep, as [layer][KV head]."""
+        return self._store.budgets()
+
+    def resize(self, kv_budget: Budget | str | float) -> None:
+        """Change the budget while running: it grows at once, and shrinks by evicting.
+
+        BudgetError leaves the session as it was.
+        """
+        self._check_usable()
+        budget = Budget.parse(kv_budget)
+        self._store.resize(budget)
+        self._budget = budget
+
+    def truncate(self, position: int) -> None:
+        """Go back to `position` tokens. What was evicted before it does not come back."""
+        self._check_usable()
+        if not 0 <= position <= self._position:
+            raise ContextError(
+                f"cannot truncate to position {position}; give 0 to {self._position}"
+            )
+        self._store.truncate(position)
+        self._position = position
+
+    def reset(self) -> None:
+        """Forget every token; counters start again."""
+        self._broken = False
+        self._check_usable()
+        self._store.truncate(0)
+        self._clear_counters()
+
+    def _clear_counters(self) -> None:
+        self._position = 0
+        self._prompt_tokens = 0
+        self._prompt_seconds = 0.0
+        self._generated_tokens = 0
+        self._decode_seconds = 0.0
+
+    def count_generated(self, n_tokens: int, seconds: float) -> None:
+        """Add to what stats() reports as generated."""
+        self._generated_tokens += n_tokens
+        self._decode_seconds += seconds
+
+    def count_prompt(self, n_tokens: int, seconds: float) -> None:
+        """Add to what stats() reports as prompt."""
+        self._prompt_tokens += n_tokens
+        self._prompt_seconds += seconds
+
+    def stats(self) -> SessionStats:
+        """Counts, bytes and times so far."""
+        store = self._store
+        return SessionStats(
+            model=self._model.name,
+            store=store.name,
+            policy=self.policy.name,
+            kv_budget=str(self._budget),
+            n_ctx=self.n_ctx,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prompt_seconds=self._prompt_seconds,
+            decode_seconds=self._decode_seconds,
+            kv_bytes_full=self._position * store.bytes_full_per_token,
+            entries_full=self._position * store.n_kv_heads,
+            peak_rss_bytes=peak_rss_bytes(),
+            **store.counters(),
+        )
+
+
+def _profile(
+    source: EntropyProfile | str | os.PathLike[str] | None,
+) -> EntropyProfile | None:
+    if source is None or isinstance(source, EntropyProfile):
+        return source
+    return EntropyProfile.load(source)
+
+

@@ -1,0 +1,64 @@
+"""What a session did, as numbers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class SessionStats:
+    """Counts since the session began; bytes are bytes, times are seconds of the wall clock."""
+
+    model: str
+    store: str
+    policy: str
+    kv_type: str
+    kv_budget: str
+    n_ctx: int
+    prompt_tokens: int
+    generated_tokens: int
+    prompt_seconds: float
+    decode_seconds: float
+    kv_bytes_budget: int
+    """What the pool (headwise) or the cache (flat) can never exceed."""
+    kv_bytes_peak: int
+    """Most bytes that were in use."""
+    kv_bytes_now: int
+    kv_bytes_full: int
+    """K and V of every token read or generated, for every KV head, in f16."""
+    kv_bytes_staging: int
+    """Besides the pool: one micro-batch of one layer."""
+    entries_kept: int
+    """Entries of all KV heads now."""
+    entries_full: int
+    """Entries that a full cache would hold: tokens times KV heads."""
+    evictions: int
+    """Entries evicted, of all KV heads."""
+    eviction_seconds: float
+    """Time spent choosing and dropping entries, summed over threads."""
+    peak_rss_bytes: int
+
+    @property
+    def prompt_speed(self) -> float:
+        """Tokens of the prompt per second."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def decode_speed(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # VmHWM is of this program alone; getrusage() remembers its parent's
+        for line in status.read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

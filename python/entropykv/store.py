@@ -1,0 +1,60 @@
+"""What a session needs of a store, whichever it is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.config import Budget, Settings
+
+
+class Store(Protocol):
+    """A KV cache under a budget, in one llama_context."""
+
+    name: str
+    context: Any
+    """The llama_context to decode with; may change in resize()."""
+    n_kv_heads: int
+    """Of all layers."""
+    bytes_full_per_token: int
+    """K and V of one token for all KV heads, in f16."""
+
+    def before(self, n_tokens: int, position: int) -> None:
+        """Make room for a micro-batch."""
+
+    def after(self, n_tokens: int, position: int) -> None:
+        """Bring the store in order after llama_decode; raises where the graph was not as served."""
+
+    def resize(self, budget: Budget) -> None:
+        """Apply a new budget: grows at once, shrinks by evicting."""
+
+    def truncate(self, position: int) -> None:
+        """Drop entries at and beyond a position."""
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
+        """Positions kept, ascending."""
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """[layer][KV head] in entries."""
+
+    def counters(self) -> dict[str, Any]:
+        """The store's part of SessionStats."""
+
+    def close(self) -> None:
+        """Free the context."""
+
+
+def context_parameters(settings: Settings, n_ubatch: int, cells: int) -> Any:
+    """Parameters that both stores share: one sequence, `cells` cells of llama.cpp's cache."""
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx = cells
+    parameters.n_batch = n_ubatch
+    parameters.n_ubatch = n_ubatch
+    parameters.n_seq_max = 1
+    parameters.n_threads = settings.threads
+    parameters.n_threads_batch = settings.threads_batch
+    parameters.no_perf = True
+    return parameters
