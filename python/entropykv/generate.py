@@ -44,7 +44,7 @@ class Sampling:
         if self.repeat_penalty <= 0.0:
             raise SettingsError("repeat_penalty must be above 0; 1 switches it off")
 
-    def chain(self) -> Any:
+    def chain(self, n_vocab: int) -> Any:
         """A llama_sampler chain in llama-cli's order; the caller frees it."""
         chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
 
@@ -54,7 +54,7 @@ class Sampling:
         if self.repeat_penalty != 1.0:
             add(
                 llama_cpp.llama_sampler_init_penalties(
-                    PENALTY_WINDOW, self.repeat_penalty, 0.0, 0.0
+                    n_vocab, PENALTY_WINDOW, self.repeat_penalty, 0.0, 0.0
                 )
             )
         if self.temperature <= 0.0:
@@ -89,7 +89,7 @@ def generate(
             on_prompt(session.position - before)
     session.count_prompt(len(tokens), time.perf_counter() - start)
 
-    chain = sampling.chain()
+    chain = sampling.chain(session.n_vocab)
     try:
         for token in tokens[-PENALTY_WINDOW:]:
             llama_cpp.llama_sampler_accept(chain, token)

@@ -35,8 +35,8 @@ class Session:
     (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens; 0: what the model was
     trained for. `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform`
     (`recency` on the flat store). `entropy_config`: an EntropyProfile or the path of one.
-    `store`: headwise, flat, or auto: headwise where it can serve the model. `recent_window`: newest
-    entries that every KV head keeps, None: half of the mean budget.
+    `store`: headwise, flat, or auto: headwise where it can serve the model (`fallback` says why it
+    cannot). `recent_window`: newest entries that every KV head keeps, None: half of the mean budget.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
     """
@@ -90,14 +90,14 @@ class Session:
 
     def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
         """The store that was asked for; with `auto`, flat where headwise cannot serve the model."""
+        self.fallback: str | None = None
         wanted = self.settings.store
         if wanted != "auto":
             return self._store_named(wanted, policy)
         try:
             return self._store_named("headwise", policy)
-        except UnsupportedModelError:
-            if policy is not None:  # a policy that flat cannot follow is an error of its own
-                policy_named(policy, has_profile=False, store="flat")
+        except UnsupportedModelError as error:
+            self.fallback = str(error)
             return self._store_named("flat", policy)
 
     def _store_named(self, store: str, policy_name: str | None) -> tuple[Store, Policy]:

@@ -1,0 +1,47 @@
+# One virtual environment for everything; remove .venv to start afresh.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) $(wildcard python/entropykv/*.py)
+
+.PHONY: demo test test-cpp lint bench install clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.tools: pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "llama-cpp-python==0.3.36" "scikit-build-core>=0.10" "pybind11>=2.12" \
+		"cmake>=3.18,<4" ninja
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation ".[test]"
+	touch $@
+
+demo: install  ## a real model answers a question about a long document, full cache against 0.2
+	$(BIN)/python examples/demo.py
+
+test: install test-cpp  ## all tests
+	$(BIN)/python -m pytest
+
+test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
+		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
+		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
+	build/cpp/store_test
+
+lint: install  ## ruff, mypy --strict, clang-format
+	$(BIN)/pip install -q ".[lint]" --no-build-isolation
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp
+
+bench: install  ## the figures of the README; on an otherwise idle machine
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/quality.py
+
+clean:
+	rm -rf $(VENV) build

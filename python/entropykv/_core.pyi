@@ -1,0 +1,204 @@
+"""Stores, attention and budgets of entropykv (C++)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_Floats = npt.NDArray[np.float32]
+_Ints = npt.NDArray[np.int32]
+
+class ScoreKind:
+    """What ranks entries: streaming (newest), recency (position score), mass (attention)."""
+
+    streaming: ScoreKind
+    recency: ScoreKind
+    mass: ScoreKind
+    @property
+    def name(self) -> str: ...
+
+class LayerShape:
+    """Heads and head sizes of one attention layer."""
+
+    def __init__(self, n_head: int, n_head_kv: int, k_dim: int, v_dim: int) -> None: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_head_kv(self) -> int: ...
+    @property
+    def k_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
+
+class AttentionNode:
+    """An attention node that the probe saw."""
+
+    @property
+    def cache_layer(self) -> int: ...
+    @property
+    def shape(self) -> LayerShape: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float: ...
+    @property
+    def has_sinks(self) -> bool: ...
+
+class GraphHook:
+    """Looks at, then changes, the graphs of one llama_context."""
+
+    def __init__(self) -> None: ...
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+
+    @property
+    def user_data(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+
+    @property
+    def nodes(self) -> list[AttentionNode]: ...
+    @property
+    def refusal(self) -> str:
+        """Why the headwise store cannot serve the model; empty if it can."""
+
+    def serve(self, store: HeadwiseStore) -> None: ...
+    def begin_step(self) -> None: ...
+    def check_step(self) -> None:
+        """RuntimeError unless every layer was served since begin_step()."""
+
+class HeadwiseStore:
+    """Paged entries per (layer, KV head), and the attention over them."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        kv_type: str,
+        score: ScoreKind,
+        n_sinks: int,
+        recent_window: int,
+        variation: float,
+        mass_decay: float,
+        observation_window: int,
+        max_tokens: int,
+        max_entries: int,
+        n_threads: int,
+        kernels: str | None = None,
+    ) -> None: ...
+    def set_budgets(
+        self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
+    ) -> None:
+        """Budgets in entries of every KV head, layer by layer; heads that hold more evict."""
+
+    def begin(self, n_tokens: int, position: int) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        q: _Floats,
+        k: _Floats,
+        v: _Floats,
+        scale: float,
+        softcap: float = 0.0,
+        window: int = 0,
+        sinks: _Floats | None = None,
+        position: int = 0,
+    ) -> _Floats:
+        """Attention of one micro-batch without a model: [n_tokens][heads][dim] each."""
+
+    def track_entropy(self, on: bool) -> None: ...
+    def entropies(self, layer: int) -> npt.NDArray[np.float64]:
+        """Mean entropy in bits of every query head since track_entropy()."""
+
+    def truncate(self, position: int) -> None: ...
+    def positions(self, layer: int, kv_head: int) -> _Ints: ...
+    def importance(self, layer: int, kv_head: int) -> _Floats: ...
+    def budget(self, layer: int, kv_head: int) -> int: ...
+    @property
+    def entries(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def eviction_seconds(self) -> float: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int: ...
+
+class FlatStore:
+    """Position-level eviction in the cache of a llama_context (its address)."""
+
+    def __init__(
+        self,
+        context: int,
+        budget: int,
+        score: ScoreKind,
+        variation: float,
+        n_sinks: int,
+        recent_window: int,
+    ) -> None: ...
+    def make_room(self, n_tokens: int) -> None: ...
+    def settle(self, position: int, n_tokens: int) -> None: ...
+    def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None: ...
+    def truncate(self, position: int) -> None: ...
+    def move_to(self, context: int) -> None: ...
+    @property
+    def positions(self) -> _Ints: ...
+    @property
+    def entries(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def compactions(self) -> int: ...
+    @property
+    def eviction_seconds(self) -> float: ...
+
+def available_kernels() -> list[str]:
+    """Instruction sets that this machine runs, the slowest first."""
+
+def select_survivors(
+    scores: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    keep: int,
+    n_sinks: int,
+    recent_window: int,
+    newest: int,
+) -> npt.NDArray[np.uint8]:
+    """1 for every entry that survives."""
+
+def recency_score(position: int, newest: int, variation: float) -> float: ...
+def entropy_weights(
+    entropies: Sequence[float], mean: float, low: float, high: float
+) -> list[float]: ...
+def share_budget(
+    mean_entries: int,
+    max_entries: int,
+    floor_entries: int,
+    entries_per_page: Sequence[int],
+    weights: Sequence[float],
+) -> list[int]:
+    """Entries of every KV head; ValueError where the mean is below the floor."""
+
+def pages_for(entries: int, entries_per_page: int) -> int: ...
+def page_geometry(layers: Sequence[LayerShape], kv_type: str) -> tuple[int, list[int]]:
+    """Bytes of a page, and the entries that fit into one for every layer."""
+
+def plan_flat_eviction(
+    positions: Sequence[int],
+    keep: int,
+    score: ScoreKind,
+    variation: float,
+    n_sinks: int,
+    recent_window: int,
+) -> tuple[_Ints, list[tuple[int, int]]]:
+    """Positions kept, and the ranges [first, last) to remove."""
+
