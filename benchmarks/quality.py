@@ -2,8 +2,8 @@
 
 Protocol (as kvpress's): 2,048 tokens of a text are read inside the budget, in micro-batches of 512;
 then the budget grows by the length of the continuation (Session.resize), and the next 256 tokens
-are teacher-forced. Reference: stock llama.cpp with its full f16 cache and flash attention. Texts are
-those of benchmarks/texts, whose held-out part was never used for tuning:
+are teacher-forced. Reference: stock llama.cpp with its full f16 cache and flash attention. Texts:
+benchmarks/texts, whose held-out part was never used for tuning:
 
     python benchmarks/quality.py --texts 'heldout_prose_*' --budgets 0.2 --kv-types f16,q8_0
 """
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from stock import StockSession, find_model, read_texts
 
 from entropykv import Session
+from stock import StockSession, find_model, read_texts
 
 Logits = npt.NDArray[np.float64]
 

@@ -16,9 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stock import StockSession, find_model, read_texts
-
 from entropykv import Session
+from stock import StockSession, find_model, read_texts
 
 BLOCK = 16
 
@@ -117,7 +116,9 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=64, help="tokens decoded in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("--no-flash", action="store_true", help="also stock without flash attention")
+    parser.add_argument(
+        "--no-flash", action="store_true", help="also stock without flash attention"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
     arguments = parser.parse_args()
     path = find_model(arguments.model)

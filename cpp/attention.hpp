@@ -31,9 +31,9 @@ struct RowsView {
     std::size_t token_stride;
     std::size_t head_stride;
     const float* row(int token, int head) const {
-        return reinterpret_cast<const float*>(
-            data + static_cast<std::size_t>(token) * token_stride +
-            static_cast<std::size_t>(head) * head_stride);
+        return reinterpret_cast<const float*>(data +
+                                              static_cast<std::size_t>(token) * token_stride +
+                                              static_cast<std::size_t>(head) * head_stride);
     }
 };
 
@@ -65,10 +65,10 @@ public:
     void reset_entropy();
 
 private:
-    struct Split {        // how the micro-batch of one layer becomes units
-        int group;        // query heads of a KV head
-        int rows;         // n_tokens * group, token-major
-        int tile_rows;    // of a full tile
+    struct Split {      // how the micro-batch of one layer becomes units
+        int group;      // query heads of a KV head
+        int rows;       // n_tokens * group, token-major
+        int tile_rows;  // of a full tile
         int tiles;
         bool by_rows;     // the prompt kernel
         bool by_entries;  // a unit is a range of entries, merged at the end

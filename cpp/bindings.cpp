@@ -154,13 +154,15 @@ void bind_graph(py::module_& m) {
     py::class_<GraphHook>(m, "GraphHook")
         .def(py::init<>())
         .def_property_readonly(
-            "callback", [](const GraphHook&) { return reinterpret_cast<std::uintptr_t>(&GraphHook::on_node); })
+            "callback",
+            [](const GraphHook&) { return reinterpret_cast<std::uintptr_t>(&GraphHook::on_node); })
         .def_property_readonly(
             "user_data", [](GraphHook& self) { return reinterpret_cast<std::uintptr_t>(&self); })
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
-        .def("serve", [](GraphHook& self, Headwise& store) { self.serve(store.attention); },
-             py::arg("store"), py::keep_alive<1, 2>())
+        .def(
+            "serve", [](GraphHook& self, Headwise& store) { self.serve(store.attention); },
+            py::arg("store"), py::keep_alive<1, 2>())
         .def("begin_step", &GraphHook::begin_step)
         .def("check_step", &GraphHook::check_step);
 }
@@ -171,9 +173,13 @@ void bind_headwise(py::module_& m) {
                          ScoreKind score, int n_sinks, int recent_window, float variation,
                          float mass_decay, int observation_window, int max_tokens, int max_entries,
                          int n_threads, const std::optional<std::string>& kernels) {
-                 const StoreSettings settings{kv_type_named(kv_type), score,
-                                              {n_sinks, recent_window}, variation,
-                                              mass_decay, max_tokens, max_entries};
+                 const StoreSettings settings{kv_type_named(kv_type),
+                                              score,
+                                              {n_sinks, recent_window},
+                                              variation,
+                                              mass_decay,
+                                              max_tokens,
+                                              max_entries};
                  return std::make_unique<Headwise>(layers, settings, observation_window, n_threads,
                                                    kernels);
              }),
@@ -181,54 +187,68 @@ void bind_headwise(py::module_& m) {
              py::arg("recent_window"), py::arg("variation"), py::arg("mass_decay"),
              py::arg("observation_window"), py::arg("max_tokens"), py::arg("max_entries"),
              py::arg("n_threads"), py::arg("kernels") = py::none())
-        .def("set_budgets",
-             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages,
-                int n_sinks, int recent_window) {
-                 const py::gil_scoped_release release;
-                 self.store.set_budgets(budgets, pool_pages, {n_sinks, recent_window});
-             },
-             py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"),
-             py::arg("recent_window"))
-        .def("begin",
-             [](Headwise& self, int n_tokens, int position) {
-                 self.attention.begin(n_tokens, position);
-             },
-             py::arg("n_tokens"), py::arg("position"))
-        .def("attend",
-             [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
-                const InputArray<float>& v, float scale, float softcap, int window,
-                const std::optional<InputArray<float>>& sinks, int position) {
-                 return self.attend(layer, q, k, v, {scale, softcap, window, nullptr}, sinks,
-                                    position);
-             },
-             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
-             py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none(),
-             py::arg("position") = 0)
-        .def("track_entropy",
-             [](Headwise& self, bool on) {
-                 self.attention.set_entropy_tracking(on);
-                 self.attention.reset_entropy();
-             },
-             py::arg("on"))
-        .def("entropies",
-             [](const Headwise& self, int layer) {
-                 std::vector<double> means = self.attention.entropy_sums(layer);
-                 const auto rows = static_cast<double>(self.attention.entropy_rows(layer));
-                 for (double& mean : means) mean /= rows;
-                 return to_array(means);
-             },
-             py::arg("layer"))
-        .def("truncate", [](Headwise& self, int position) { self.store.truncate(position); },
-             py::arg("position"))
-        .def("positions", [](const Headwise& self, int layer,
-                             int head) { return to_array(self.store.positions(layer, head)); },
-             py::arg("layer"), py::arg("kv_head"))
-        .def("importance", [](const Headwise& self, int layer,
-                              int head) { return to_array(self.store.importance(layer, head)); },
-             py::arg("layer"), py::arg("kv_head"))
-        .def("budget", [](const Headwise& self, int layer, int head) {
-                 return self.store.budget(layer, head);
-             }, py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "set_budgets",
+            [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,
+               int recent_window) {
+                const py::gil_scoped_release release;
+                self.store.set_budgets(budgets, pool_pages, {n_sinks, recent_window});
+            },
+            py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def(
+            "begin",
+            [](Headwise& self, int n_tokens, int position) {
+                self.attention.begin(n_tokens, position);
+            },
+            py::arg("n_tokens"), py::arg("position"))
+        .def(
+            "attend",
+            [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
+               const InputArray<float>& v, float scale, float softcap, int window,
+               const std::optional<InputArray<float>>& sinks, int position) {
+                return self.attend(layer, q, k, v, {scale, softcap, window, nullptr}, sinks,
+                                   position);
+            },
+            py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
+            py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none(),
+            py::arg("position") = 0)
+        .def(
+            "track_entropy",
+            [](Headwise& self, bool on) {
+                self.attention.set_entropy_tracking(on);
+                self.attention.reset_entropy();
+            },
+            py::arg("on"))
+        .def(
+            "entropies",
+            [](const Headwise& self, int layer) {
+                std::vector<double> means = self.attention.entropy_sums(layer);
+                const auto rows = static_cast<double>(self.attention.entropy_rows(layer));
+                for (double& mean : means) mean /= rows;
+                return to_array(means);
+            },
+            py::arg("layer"))
+        .def(
+            "truncate", [](Headwise& self, int position) { self.store.truncate(position); },
+            py::arg("position"))
+        .def(
+            "positions",
+            [](const Headwise& self, int layer, int head) {
+                return to_array(self.store.positions(layer, head));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "importance",
+            [](const Headwise& self, int layer, int head) {
+                return to_array(self.store.importance(layer, head));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "budget",
+            [](const Headwise& self, int layer, int head) {
+                return self.store.budget(layer, head);
+            },
+            py::arg("layer"), py::arg("kv_head"))
         .def_property_readonly("entries", [](const Headwise& s) { return s.store.entries(); })
         .def_property_readonly("evicted", [](const Headwise& s) { return s.store.evicted(); })
         .def_property_readonly("eviction_seconds",
@@ -259,15 +279,17 @@ void bind_flat(py::module_& m) {
              py::call_guard<py::gil_scoped_release>())
         .def("settle", &FlatStore::settle, py::arg("position"), py::arg("n_tokens"),
              py::call_guard<py::gil_scoped_release>())
-        .def("set_budget",
-             [](FlatStore& self, int budget, int n_sinks, int recent_window) {
-                 self.set_budget(budget, {n_sinks, recent_window});
-             },
-             py::arg("budget"), py::arg("n_sinks"), py::arg("recent_window"))
+        .def(
+            "set_budget",
+            [](FlatStore& self, int budget, int n_sinks, int recent_window) {
+                self.set_budget(budget, {n_sinks, recent_window});
+            },
+            py::arg("budget"), py::arg("n_sinks"), py::arg("recent_window"))
         .def("truncate", &FlatStore::truncate, py::arg("position"))
-        .def("move_to",
-             [context](FlatStore& self, std::uintptr_t address) { self.move_to(context(address)); },
-             py::arg("context"))
+        .def(
+            "move_to",
+            [context](FlatStore& self, std::uintptr_t address) { self.move_to(context(address)); },
+            py::arg("context"))
         .def_property_readonly("positions",
                                [](const FlatStore& s) { return to_array(s.positions()); })
         .def_property_readonly("entries", [](const FlatStore& s) { return s.positions().size(); })

@@ -59,9 +59,9 @@ std::vector<int> share_budget(const BudgetRequest& request) {
     if (request.weights.empty() || mean == request.max_entries) return budgets;
 
     const int floor = request.floor_entries;
-    const std::vector<double> shares =
-        capped_shares(request.weights, static_cast<double>(mean - floor) * static_cast<double>(n_heads),
-                      static_cast<double>(request.max_entries - floor));
+    const std::vector<double> shares = capped_shares(
+        request.weights, static_cast<double>(mean - floor) * static_cast<double>(n_heads),
+        static_cast<double>(request.max_entries - floor));
     long entries_left = static_cast<long>(mean) * static_cast<long>(n_heads);
     long pages_left = 0;
     for (const int per_page : request.entries_per_page) pages_left += pages_for(mean, per_page);
@@ -79,7 +79,8 @@ std::vector<int> share_budget(const BudgetRequest& request) {
     // Heads at a floor that fills no whole page can use more pages than their share.
     while (pages_left < 0) {
         const auto largest = std::max_element(budgets.begin(), budgets.end());
-        const int per_page = request.entries_per_page[static_cast<std::size_t>(largest - budgets.begin())];
+        const int per_page =
+            request.entries_per_page[static_cast<std::size_t>(largest - budgets.begin())];
         const int fewer = std::max(floor, (*largest - 1) / per_page * per_page);
         pages_left += pages_for(*largest, per_page) - pages_for(fewer, per_page);
         entries_left += *largest - fewer;
@@ -92,8 +93,7 @@ std::vector<int> share_budget(const BudgetRequest& request) {
     });
     for (const std::size_t i : order) {
         const int per_page = request.entries_per_page[i];
-        const int next =
-            std::min((budgets[i] / per_page + 1) * per_page, request.max_entries);
+        const int next = std::min((budgets[i] / per_page + 1) * per_page, request.max_entries);
         const int more_pages = pages_for(next, per_page) - pages_for(budgets[i], per_page);
         if (next - budgets[i] > entries_left || more_pages > pages_left) continue;
         entries_left -= next - budgets[i];

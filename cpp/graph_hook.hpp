@@ -70,7 +70,7 @@ private:
     std::vector<AttentionNode> nodes_;
     std::vector<LayerHook> layers_;
     std::string refusal_;
-    int served_ = 0;  // nodes of ours in the graphs of this step
+    int served_ = 0;                           // nodes of ours in the graphs of this step
     std::atomic<const char*> fault_{nullptr};  // set in the graph, reported by check_step()
 };
 

@@ -76,8 +76,7 @@ void HeadStore::grow_pages(const Layer& layer, Head& head, int entries) {
     const std::size_t wanted = index(pages_for(entries, layer.layout.entries));
     while (head.pages.size() < wanted) {
         std::byte* page = pool_.allocate();
-        if (page == nullptr)
-            throw std::logic_error("the budgets of the KV heads exceed the pool");
+        if (page == nullptr) throw std::logic_error("the budgets of the KV heads exceed the pool");
         head.pages.push_back(page);
     }
 }
@@ -107,7 +106,8 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             const int budget = budgets[n_heads];
             if (budget > settings_.max_entries || budget < 1)
                 throw std::invalid_argument("a budget outside of 1 .. max_entries");
-            if (budget < std::min(protection.n_sinks + protection.recent_window, settings_.max_entries))
+            if (budget <
+                std::min(protection.n_sinks + protection.recent_window, settings_.max_entries))
                 throw std::invalid_argument("a budget below sinks + recent window");
             wanted_pages += static_cast<std::size_t>(pages_for(budget, layer.layout.entries));
         }
@@ -224,10 +224,9 @@ void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_
     const int total = head.count + n_staged;
     const std::int32_t newest = gather(layer, head, head_index, n_staged, workspace);
     score(total, newest, workspace);
-    const int n_kept =
-        select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
-                         settings_.protection, newest, workspace.kept.data(),
-                         workspace.scratch.data());
+    const int n_kept = select_survivors(workspace.scores.data(), workspace.positions.data(), total,
+                                        keep, settings_.protection, newest, workspace.kept.data(),
+                                        workspace.scratch.data());
     apply(layer, head, head_index, n_staged, workspace.kept.data());
     evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
 }

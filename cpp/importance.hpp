@@ -16,7 +16,8 @@ enum class ScoreKind {
 // deviation / mean of the profile's head entropies.
 float recency_score(std::int32_t position, std::int32_t newest, float variation);
 
-// What is left of an importance after n_tokens more tokens; 0 where only the last micro-batch counts.
+// What is left of an importance after n_tokens more tokens; 0 where only the last micro-batch
+// counts.
 float decay_factor(float decay_per_token, int n_tokens);
 
 }  // namespace entropykv

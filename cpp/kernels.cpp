@@ -110,8 +110,7 @@ inline void dot4(const std::byte* const* k, const float* scales, int blocks, con
 
 // Logits of a tile for rows [row, row + Rows); prefetches the tile's V meanwhile.
 template <KvType Type, int Rows>
-inline void tile_logits(const DecodeTask& task, const Tile& tile, int row,
-                        DecodeScratch& scratch) {
+inline void tile_logits(const DecodeTask& task, const Tile& tile, int row, DecodeScratch& scratch) {
     const PageLayout& layout = *task.entries.layout;
     const int v_bytes = layout.v_stride * (Type == KvType::q8_0 ? 1 : 2);
     const float* query = task.query + row * layout.k_stride;
@@ -120,8 +119,8 @@ inline void tile_logits(const DecodeTask& task, const Tile& tile, int row,
     for (; e + 4 <= tile.count; e += 4) {
         if (row == 0)
             for (int i = 0; i < 4; ++i) prefetch_row(tile.v[e + i], v_bytes);
-        dot4<Type, Rows>(tile.k + e, scratch.k_scales + e * layout.k_blocks, layout.k_blocks,
-                         query, layout.k_stride, logits + e);
+        dot4<Type, Rows>(tile.k + e, scratch.k_scales + e * layout.k_blocks, layout.k_blocks, query,
+                         layout.k_stride, logits + e);
     }
     if (e == tile.count) return;
     const std::byte* rest[4];
@@ -173,8 +172,8 @@ inline float tile_softmax(float* row, float& max, float& total, float& weighted)
     return factor;
 }
 
-// output[Rows][..] = output * factor + sum over entries of weight * v, for Vectors vectors from d on;
-// prefetches the next tile's K meanwhile.
+// output[Rows][..] = output * factor + sum over entries of weight * v, for Vectors vectors from d
+// on; prefetches the next tile's K meanwhile.
 template <KvType Type, int Rows, int Vectors>
 inline void add_values(const Tile& tile, const Tile& next, int next_bytes, const PageLayout& layout,
                        int d, int row, DecodeScratch& scratch, float* output) {
@@ -183,8 +182,8 @@ inline void add_values(const Tile& tile, const Tile& next, int next_bytes, const
     Vec sums[Rows][Vectors];
     for (int r = 0; r < Rows; ++r)
         for (int i = 0; i < Vectors; ++i)
-            sums[r][i] = load(output + r * stride + d + i * kLanes) *
-                         broadcast(scratch.factors[row + r]);
+            sums[r][i] =
+                load(output + r * stride + d + i * kLanes) * broadcast(scratch.factors[row + r]);
     for (int e = 0; e < tile.count; ++e) {
         if (e < next.count) prefetch_row(next.k[e], next_bytes);
         Vec v[Vectors];
@@ -197,8 +196,7 @@ inline void add_values(const Tile& tile, const Tile& next, int next_bytes, const
         }
     }
     for (int r = 0; r < Rows; ++r)
-        for (int i = 0; i < Vectors; ++i)
-            store(output + r * stride + d + i * kLanes, sums[r][i]);
+        for (int i = 0; i < Vectors; ++i) store(output + r * stride + d + i * kLanes, sums[r][i]);
 }
 
 template <KvType Type, int Rows>
@@ -458,8 +456,7 @@ void prompt_typed(const PromptTask& task) {
         tile_scores(task, scratch.k, tile.count, scratch.logits);
         if (task.masked) mask_scores(task, tile, scratch.logits);
         for (int row = 0; row < task.rows; row += kLanes)
-            store(scratch.factors + row,
-                  rows_softmax(task.state, row, tile.count, scratch.logits));
+            store(scratch.factors + row, rows_softmax(task.state, row, tile.count, scratch.logits));
         tile_values(task, scratch.logits, scratch.v, tile.count, scratch.factors);
     }
 }
@@ -553,7 +550,8 @@ inline void store_int8_row(const float* row, int dim, int stride, std::int8_t* o
         for (int d = first; d < last; ++d) {
             float value = d < dim ? row[d] * inverse : 0.0f;
             value = value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value;
-            out[d] = static_cast<std::int8_t>(static_cast<int>(value + (value < 0.0f ? -0.5f : 0.5f)));
+            out[d] =
+                static_cast<std::int8_t>(static_cast<int>(value + (value < 0.0f ? -0.5f : 0.5f)));
         }
     }
 }
@@ -582,12 +580,13 @@ void store_v(const PageLayout& layout, std::byte* page, int slot, const float* r
 }  // namespace
 
 #if defined(__AVX512F__)
-const KernelTable kKernelsAvx512{"avx512", store_k, store_v, decode, prompt, prompt_mass, logits_mass};
+const KernelTable kKernelsAvx512{"avx512", store_k,     store_v,    decode,
+                                 prompt,   prompt_mass, logits_mass};
 #elif defined(__AVX2__)
 const KernelTable kKernelsAvx2{"avx2", store_k, store_v, decode, prompt, prompt_mass, logits_mass};
 #else
-const KernelTable kKernelsPortable{"portable",  store_k, store_v, decode,
-                                   prompt, prompt_mass, logits_mass};
+const KernelTable kKernelsPortable{"portable", store_k,     store_v,    decode,
+                                   prompt,     prompt_mass, logits_mass};
 #endif
 
 }  // namespace entropykv

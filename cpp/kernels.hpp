@@ -50,9 +50,9 @@ struct PromptTask {
     int rows;
     bool masked;  // false: every row sees every entry
     float softcap;
-    float window;         // a row sees positions > its own - window; 0: all
-    float* scratch;       // prompt_scratch_floats(layout)
-    SoftmaxState state;   // output [layout.v_stride][kRowTile]
+    float window;        // a row sees positions > its own - window; 0: all
+    float* scratch;      // prompt_scratch_floats(layout)
+    SoftmaxState state;  // output [layout.v_stride][kRowTile]
 };
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);

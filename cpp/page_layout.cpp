@@ -7,7 +7,9 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;
 
-std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+std::size_t aligned(std::size_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 int padded(int dim) { return (dim + 15) / 16 * 16; }
 

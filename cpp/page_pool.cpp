@@ -16,8 +16,7 @@ constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
 
 std::byte* map_memory(std::size_t bytes, std::size_t alignment) {
     const std::size_t total = bytes + alignment;
-    void* memory =
-        mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     auto* start = static_cast<std::byte*>(memory);
     const auto address = reinterpret_cast<std::size_t>(start);

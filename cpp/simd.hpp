@@ -89,14 +89,12 @@ inline Vec scale_by_power(Vec a, Vec power) { return {_mm512_scalef_ps(a.v, powe
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {
-    const __m512 ab =
-        _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
-    const __m512 cd =
-        _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
     const __m512 abcd =
         _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd),
-                                      _mm512_extractf32x8_ps(abcd, 1));
+    const __m256 half =
+        _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
@@ -141,8 +139,8 @@ inline Vec round_nearest(Vec a) {
     return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 inline Vec scale_by_power(Vec a, Vec power) {
-    const __m256i exponent =
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power.v), _mm256_set1_epi32(127)), 23);
+    const __m256i exponent = _mm256_slli_epi32(
+        _mm256_add_epi32(_mm256_cvtps_epi32(power.v), _mm256_set1_epi32(127)), 23);
     return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
 }
 inline void sum4(Vec a, Vec b, Vec c, Vec d, float* out) {

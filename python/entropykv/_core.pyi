@@ -201,4 +201,3 @@ def plan_flat_eviction(
     recent_window: int,
 ) -> tuple[_Ints, list[tuple[int, int]]]:
     """Positions kept, and the ranges [first, last) to remove."""
-

@@ -77,7 +77,9 @@ def plan_headwise(
     sinks and recent window in every KV head.
     """
     page_bytes, entries_per_page = _core.page_geometry(layers, kv_type)
-    per_head = [e for e, s in zip(entries_per_page, layers, strict=True) for _ in range(s.n_head_kv)]
+    per_head = [
+        e for e, s in zip(entries_per_page, layers, strict=True) for _ in range(s.n_head_kv)
+    ]
 
     def pages(entries: int) -> int:
         return sum(_core.pages_for(entries, per_page) for per_page in per_head)
@@ -170,6 +172,3 @@ def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:
         return []
     entropies = profile.kv_head_entropies().ravel().tolist()
     return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)
-
-
-

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
 from entropykv import _version
-from entropykv.cli_run import add_run
 from entropykv.cli_options import add_budget_options
+from entropykv.cli_run import EXIT_INTERRUPTED, add_run
 from entropykv.errors import EntropyKVError
 from entropykv.plan import format_plan, make_plan
 

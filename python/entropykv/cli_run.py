@@ -42,7 +42,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="prompt; after -f's text if both")
-    group.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file (-: stdin)")
+    group.add_argument(
+        "-f", "--file", metavar="FILE", help="read the prompt from a file (-: stdin)"
+    )
     group.add_argument(
         "--no-chat",
         action="store_true",
@@ -176,9 +178,7 @@ def _check_writable(path: str | None) -> None:
         raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
 
 
-def _generate(
-    session: Session, text: str, options: argparse.Namespace, sampling: Sampling
-) -> int:
+def _generate(session: Session, text: str, options: argparse.Namespace, sampling: Sampling) -> int:
     prompt = None if options.no_chat else session.chat_prompt(text)
     tokens = session.tokenize(text) if prompt is None else session.tokenize(prompt, add_bos=False)
     if len(tokens) > session.n_ctx:

@@ -96,9 +96,7 @@ class FlatStore:
             self._store.move_to(_address(larger))
             llama_cpp.llama_free(self.context)
             self.context, self._cells = larger, plan.cells
-        self._store.set_budget(
-            plan.entries, plan.protection.n_sinks, plan.protection.recent_window
-        )
+        self._store.set_budget(plan.entries, plan.protection.n_sinks, plan.protection.recent_window)
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""

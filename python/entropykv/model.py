@@ -10,6 +10,7 @@ from typing import Any
 
 import llama_cpp
 from llama_cpp import _logger as llama_logger
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from entropykv.errors import ContextError, ModelFileError
 from entropykv.model_file import ModelGeometry, read_geometry
@@ -66,9 +67,7 @@ class Model:
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            count = llama_cpp.llama_token_to_piece(
-                self.vocabulary, token, buffer, size, 0, special
-            )
+            count = llama_cpp.llama_token_to_piece(self.vocabulary, token, buffer, size, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             size = -count
@@ -101,8 +100,6 @@ class Model:
         template = llama_cpp.llama_model_chat_template(self.handle, None)
         if template is None:
             return None
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
         formatter = Jinja2ChatFormatter(
             template.decode("utf-8"),
             eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),

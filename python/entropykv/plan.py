@@ -72,9 +72,7 @@ def make_plan(
 
     Raises ModelFileError, ProfileError, BudgetError, SettingsError.
     """
-    settings = Settings(
-        kv_type=kv_type, n_ctx=n_ctx, n_sinks=n_sinks, recent_window=recent_window
-    )
+    settings = Settings(kv_type=kv_type, n_ctx=n_ctx, n_sinks=n_sinks, recent_window=recent_window)
     budget = Budget.parse(kv_budget)
     profile = None if entropy_config is None else EntropyProfile.load(entropy_config)
     chosen = policy_named(policy, has_profile=profile is not None, store="headwise")
@@ -127,7 +125,7 @@ def format_plan(plan: MemoryPlan) -> str:
         f"  weights           {_mib(geometry.weights_bytes):>12}   {types}",
         f"  KV cache, f16     {_mib(plan.kv_bytes_f16):>12}   {share:.1%} of weights + KV cache",
         f"  KV cache, q8_0    {_mib(plan.kv_bytes_q8_0):>12}",
-        f"  KV budget {str(plan.budget):<8}{_mib(headwise.pool_bytes):>12}   {plan.kv_type}, "
+        f"  KV budget {plan.budget!s:<8}{_mib(headwise.pool_bytes):>12}   {plan.kv_type}, "
         f"{headwise.mean_entries} of {plan.n_ctx} entries per KV head on average",
         f"  saved             {_mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",

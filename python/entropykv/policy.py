@@ -22,13 +22,11 @@ class Policy:
     """The flat store can follow it: it needs no choice of its own per head."""
     by_entropy: bool = False
     """Budgets per KV head follow an entropy profile."""
-    observation_window: int = 1
+    observation_window: int = 128
     """Queries at the end of a micro-batch that score, in tokens."""
-    mass_decay: float = 0.0
+    mass_decay: float = 0.99
     """What is left of an entry's importance after one more token; 0: only the last batch counts."""
 
-
-_BY_MASS = {"observation_window": 128, "mass_decay": 0.99}
 
 POLICIES = {
     policy.name: policy
@@ -44,14 +42,12 @@ POLICIES = {
             "uniform",
             "the same budget for every KV head, each keeping what gets most attention",
             ScoreKind.mass,
-            **_BY_MASS,
         ),
         Policy(
             "entropy",
             "budgets per KV head from an entropy profile, each keeping what gets most attention",
             ScoreKind.mass,
             by_entropy=True,
-            **_BY_MASS,
         ),
     )
 }

@@ -36,7 +36,8 @@ class Session:
     trained for. `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform`
     (`recency` on the flat store). `entropy_config`: an EntropyProfile or the path of one.
     `store`: headwise, flat, or auto: headwise where it can serve the model (`fallback` says why it
-    cannot). `recent_window`: newest entries that every KV head keeps, None: half of the mean budget.
+    cannot). `recent_window`: newest entries that every KV head keeps; None: half of the mean
+    budget.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
     """
@@ -86,6 +87,7 @@ class Session:
         self._batch = llama_cpp.llama_batch_init(self._n_ubatch, 0, 1)
         self._closed = False
         self._broken = False
+        self._position = 0
         self._clear_counters()
 
     def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
@@ -345,5 +347,3 @@ def _profile(
     if source is None or isinstance(source, EntropyProfile):
         return source
     return EntropyProfile.load(source)
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,5 @@ def peak_rss_bytes() -> int:
         for line in status.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
