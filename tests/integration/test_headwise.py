@@ -1,0 +1,274 @@
+"""The headwise store in real llama.cpp: what stock computes, inside the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.stock import StockSession
+from entropykv import BudgetError, ContextError, EntropyProfile, Session
+from tests.tiny_models import write_bitnet, write_llama
+
+Logits = npt.NDArray[np.float32]
+
+
+def relative_error(ours: Logits, stock: Logits) -> float:
+    """Root mean square of the difference, relative to the spread of the logits."""
+    return float(np.sqrt(((ours - stock) ** 2).mean()) / stock.std())
+
+
+def kl_divergence(stock: Logits, ours: Logits) -> float:
+    """Mean over rows of KL(stock || ours), in nats."""
+
+    def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+        shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+        result: npt.NDArray[np.float64] = shifted - np.log(
+            np.exp(shifted).sum(axis=1, keepdims=True)
+        )
+        return result
+
+    reference, other = log_softmax(stock), log_softmax(ours)
+    return float((np.exp(reference) * (reference - other)).sum(axis=1).mean())
+
+
+def tokens_for(n: int, n_vocab: int = 250, seed: int = 3) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, n_vocab, n)]
+
+
+def stock_logits(path: Path, tokens: list[int], *, flash: bool = False) -> Logits:
+    stock = StockSession(str(path), n_ctx=1024, n_threads=2, flash=flash)
+    try:
+        return stock.decode(tokens, all_logits=True)
+    finally:
+        stock.close()
+
+
+@pytest.mark.parametrize("steps", [[300], [1] * 40, [7, 1, 64, 1, 129], [5, 200, 1, 1]])
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_bitnet"])
+def test_ample_budget_gives_the_logits_of_stock(
+    model: str, steps: list[int], request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(model)
+    tokens = tokens_for(sum(steps))
+    expected = stock_logits(path, tokens)
+    with Session(path, n_ctx=512, kv_type="f16", n_threads=2, n_ubatch=128) as session:
+        rows = []
+        done = 0
+        for step in steps:
+            rows.append(session.decode(tokens[done : done + step], all_logits=True))
+            done += step
+        assert session.position == done
+    assert relative_error(np.concatenate(rows), expected) < 2e-3
+
+
+@pytest.mark.parametrize("weight_type", ["Q4_0", "Q8_0", "BF16", "F16"])
+@pytest.mark.parametrize("write", [write_llama, write_bitnet])
+def test_weight_types_do_not_matter(weight_type: str, write: object, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, n_head=4, n_head_kv=2, head_dim=16, weight_type=weight_type)  # type: ignore[operator]
+    tokens = tokens_for(90)
+    with Session(path, n_ctx=128, kv_type="f16", n_threads=2) as session:
+        ours = session.decode(tokens, all_logits=True)
+    # Quantised weights quantise activations too, and amplify rounding.
+    limit = 5e-2 if weight_type.startswith("Q") else 2e-2
+    assert relative_error(ours, stock_logits(path, tokens)) < limit
+
+
+@pytest.mark.parametrize(("n_head", "n_head_kv", "head_dim"), [(4, 1, 80), (3, 3, 64), (8, 2, 20)])
+def test_head_sizes_and_gqa_ratios(
+    n_head: int, n_head_kv: int, head_dim: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_head=n_head, n_head_kv=n_head_kv, head_dim=head_dim, weight_type="F32")
+    tokens = tokens_for(100)
+    with Session(path, n_ctx=128, kv_type="f16", n_threads=3) as session:
+        ours = session.decode(tokens, all_logits=True)
+        budgets = session.budgets()
+    assert len(budgets[0]) == n_head_kv
+    assert relative_error(ours, stock_logits(path, tokens)) < 2e-3
+
+
+def test_greedy_text_is_that_of_stock(tiny_llama: Path) -> None:
+    tokens = tokens_for(30)
+    stock = StockSession(str(tiny_llama), n_ctx=128, n_threads=2, flash=False)
+    expected = [int(stock.decode(tokens)[-1].argmax())]
+    for _ in range(63):
+        expected.append(int(stock.decode(expected[-1:])[-1].argmax()))
+    stock.close()
+    with Session(tiny_llama, n_ctx=128, kv_type="f16", n_threads=2) as session:
+        ours = [int(session.decode(tokens)[-1].argmax())]
+        for _ in range(63):
+            ours.append(int(session.decode(ours[-1:])[-1].argmax()))
+    assert ours == expected
+
+
+def test_q8_0_is_close_to_f16(tiny_llama: Path) -> None:
+    tokens = tokens_for(200)
+    expected = stock_logits(tiny_llama, tokens)
+    with Session(tiny_llama, n_ctx=256, kv_type="q8_0", n_threads=2) as session:
+        error = relative_error(session.decode(tokens, all_logits=True), expected)
+    assert 1e-5 < error < 3e-2
+
+
+def test_every_number_of_threads_gives_the_same_numbers(tiny_llama: Path) -> None:
+    tokens = tokens_for(260)
+    results = []
+    for n_threads in (1, 2, 3, 4):
+        with Session(
+            tiny_llama, n_ctx=400, kv_budget=96, kv_type="f16", n_threads=n_threads
+        ) as session:
+            prompt = session.decode(tokens[:200], all_logits=True)
+            rest = [session.decode([token]) for token in tokens[200:]]
+            results.append((np.concatenate([prompt, *rest]), session.entries(1, 0).tolist()))
+    for logits, entries in results[1:]:
+        assert entries == results[0][1]
+        np.testing.assert_array_equal(logits, results[0][0])
+
+
+@pytest.mark.parametrize("policy", ["streaming", "recency", "uniform", "entropy"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_sinks_and_recent_window_survive(tiny_llama: Path, policy: str, kv_type: str) -> None:
+    entropies = np.random.default_rng(1).uniform(0.1, 4.0, (3, 6))
+    profile = EntropyProfile(3, 6, 2, 512, entropies)
+    with Session(
+        tiny_llama,
+        n_ctx=512,
+        kv_budget=0.25,
+        policy=policy,
+        kv_type=kv_type,
+        n_ubatch=64,
+        n_threads=2,
+        entropy_config=profile,
+    ) as session:
+        for step in (300, 1, 1, 64, 30):
+            session.decode(tokens_for(step))
+            stats = session.stats()
+            assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+            for layer, budgets in enumerate(session.budgets()):
+                for head, budget in enumerate(budgets):
+                    kept = session.entries(layer, head).tolist()
+                    assert kept == sorted(set(kept))
+                    assert len(kept) <= budget
+                    assert set(range(4)) <= set(kept)
+                    recent = range(session.position - 64, session.position)
+                    assert set(recent) <= set(kept)
+        assert stats.evictions > 0
+        assert stats.entries_kept <= 128 * 6
+        assert len({b for layer in session.budgets() for b in layer}) == (
+            1 if policy != "entropy" else len({b for layer in session.budgets() for b in layer})
+        )
+
+
+def test_entropy_gives_more_to_heads_with_more_entropy(tiny_llama: Path) -> None:
+    entropies = np.full((3, 6), 0.2)
+    entropies[1, 3:] = 4.0
+    profile = EntropyProfile(3, 6, 2, 512, entropies)
+    with Session(tiny_llama, n_ctx=512, kv_budget=0.25, entropy_config=profile) as session:
+        assert session.policy.name == "entropy"
+        budgets = np.array(session.budgets())
+    assert budgets[1, 1] > 1.5 * budgets[1, 0]
+    assert budgets.sum() <= 128 * budgets.size
+    assert budgets.min() >= 4 + 64
+
+
+def test_uniform_keeps_what_gets_attention(tiny_llama: Path) -> None:
+    """Choosing by attention mass is nearer to the full cache than keeping the newest."""
+    tokens = tokens_for(400)
+    expected = stock_logits(tiny_llama, tokens)[350:]
+    errors = {}
+    for policy in ("streaming", "uniform"):
+        with Session(
+            tiny_llama, n_ctx=512, kv_budget=100, policy=policy, kv_type="f16", n_threads=2
+        ) as session:
+            session.decode(tokens[:350])
+            session.resize(200)
+            errors[policy] = relative_error(
+                session.decode(tokens[350:], all_logits=True), expected
+            )
+    assert errors["uniform"] < errors["streaming"]
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("decode"), st.integers(1, 90)),
+            st.tuples(st.just("resize"), st.sampled_from([20, 48, 100, 0.5, "40KiB"])),
+            st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
+            st.tuples(st.just("reset"), st.just(0)),
+        ),
+        min_size=3,
+        max_size=12,
+    )
+)
+def test_the_pool_never_exceeds_its_budget(
+    tiny_llama: Path, steps: list[tuple[str, float | str]]
+) -> None:
+    with Session(tiny_llama, n_ctx=256, kv_budget=64, n_ubatch=32, n_threads=2) as session:
+        for action, value in steps:
+            if action == "decode":
+                n = min(int(value), session.n_ctx - session.position)
+                if n:
+                    session.decode(tokens_for(n))
+            elif action == "resize":
+                session.resize(value)
+            elif action == "truncate":
+                session.truncate(int(float(value) * session.position))
+            else:
+                session.reset()
+            stats = session.stats()
+            assert stats.kv_bytes_now <= stats.kv_bytes_budget
+            for layer, budgets in enumerate(session.budgets()):
+                for head, budget in enumerate(budgets):
+                    kept = session.entries(layer, head)
+                    assert len(kept) <= budget
+                    assert kept.size == 0 or kept[-1] == session.position - 1
+
+
+def test_resize_shrinks_and_grows_at_once(tiny_llama: Path) -> None:
+    with Session(tiny_llama, n_ctx=512, kv_budget=1.0, n_threads=2) as session:
+        session.decode(tokens_for(300))
+        before = session.stats()
+        session.resize(0.1)
+        after = session.stats()
+        assert after.kv_bytes_budget < 0.15 * before.kv_bytes_budget
+        assert after.kv_bytes_now <= after.kv_bytes_budget
+        assert all(len(session.entries(layer, 0)) == 51 for layer in range(3))
+        session.resize(1.0)
+        session.decode(tokens_for(100))
+        assert len(session.entries(0, 0)) == 151
+        with pytest.raises(BudgetError, match="smallest budget"):
+            session.resize(3)
+        session.decode([5])
+
+
+def test_truncate_continues_as_if_the_rest_had_not_been_read(tiny_llama: Path) -> None:
+    tokens = tokens_for(120)
+    with Session(tiny_llama, n_ctx=256, kv_type="f16", n_threads=2) as session:
+        session.decode(tokens)
+        session.truncate(80)
+        again = session.decode(tokens[80:], all_logits=True)
+        session.reset()
+        fresh = session.decode(tokens, all_logits=True)[80:]
+    assert relative_error(again, fresh) < 1e-4
+
+
+def test_context_errors(tiny_llama: Path) -> None:
+    with Session(tiny_llama, n_ctx=64) as session:
+        with pytest.raises(ContextError, match="nothing to read"):
+            session.decode([])
+        with pytest.raises(ContextError, match="do not fit"):
+            session.decode(tokens_for(65))
+        with pytest.raises(ContextError, match="vocabulary"):
+            session.decode([10**9])
+        with pytest.raises(IndexError):
+            session.entries(99, 0)
+        session.decode(tokens_for(64))
+        assert len(list(session.entries(0, 0))) == 64
