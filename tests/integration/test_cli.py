@@ -1,0 +1,247 @@
+"""The command line as a user meets it: a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from entropykv import EntropyProfile, Session
+
+Result = subprocess.CompletedProcess[str]
+STATS_FIELDS = {
+    "model",
+    "store",
+    "policy",
+    "kv_type",
+    "prompt_tokens",
+    "generated_tokens",
+    "prompt_seconds",
+    "decode_seconds",
+    "kv_bytes_budget",
+    "kv_bytes_peak",
+    "kv_bytes_full",
+    "entries_kept",
+    "entries_full",
+    "evictions",
+    "eviction_seconds",
+    "peak_rss_bytes",
+}
+
+
+def entropykv(*arguments: object, stdin: str | None = None) -> Result:
+    return subprocess.run(
+        [sys.executable, "-m", "entropykv.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """One clear sentence, exit code 2, no traceback, nothing on stdout."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout.strip() == ""
+    assert result.stderr.startswith("entropykv: "), result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+def test_run_writes_the_text_alone_to_stdout(tiny_llama: Path, tmp_path: Path) -> None:
+    stats_file = tmp_path / "stats.json"
+    prompt_file = tmp_path / "prompt.txt"
+    prompt_file.write_text("the and of to in " * 40, encoding="utf-8")
+    arguments = ("-m", tiny_llama, "-f", prompt_file, "-p", "the end", "-c", 400, "-n", 20)
+    result = entropykv(
+        "run", *arguments, "--kv-budget", 0.2, "--temp", 0, "--stats-json", stats_file
+    )
+    assert result.returncode == 0, result.stderr
+    stats = json.loads(stats_file.read_text(encoding="utf-8"))
+    assert set(stats) >= STATS_FIELDS
+    assert stats["generated_tokens"] == 20
+    assert stats["kv_bytes_peak"] <= stats["kv_bytes_budget"] < stats["kv_bytes_full"]
+    assert stats["entries_kept"] + stats["evictions"] == stats["entries_full"]
+    assert "KV cache" in result.stderr
+    with Session(tiny_llama, n_ctx=400, kv_budget=0.2) as session:
+        text = prompt_file.read_text(encoding="utf-8") + "\nthe end"
+        expected = session.detokenize(list(session.generate(session.tokenize(text), 20)))
+    assert result.stdout == expected + "\n"
+
+
+def test_a_seed_repeats_and_options_reach_the_sampler(tiny_llama: Path) -> None:
+    arguments = ("run", "-m", tiny_llama, "-p", "the", "-c", 64, "-n", 12, "--top-k", 20)
+    first = entropykv(*arguments, "-s", 7, "--repeat-penalty", 1.2)
+    again = entropykv(*arguments, "-s", 7, "--repeat-penalty", 1.2)
+    other = entropykv(*arguments, "-s", 8, "--repeat-penalty", 1.2)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    assert first.stdout != other.stdout
+
+
+def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
+    result = entropykv(
+        *("run", "-m", tiny_llama, "-f", "-", "-c", 200, "-n", 5, "--store", "flat"),
+        stdin="the and of",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "flat store, policy recency" in result.stderr
+
+
+def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "entropykv.cli", "run", "-m", str(smollm2), "-p", "Once", "-c", "4096"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # it generates
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "peak RSS" in errors
+
+
+def test_the_chat_template_is_applied_unless_told_otherwise(smollm2: Path) -> None:
+    answers = {}
+    for flag in ((), ("--no-chat",)):
+        question = "What is the capital of France? Answer in one word."
+        result = entropykv(
+            *("run", "-m", smollm2, "-p", question, "-c", 256, "-n", 16, "--temp", 0, *flag)
+        )
+        assert result.returncode == 0, result.stderr
+        answers[flag] = result
+    assert "Paris" in answers[()].stdout
+    assert "<|im_" not in answers[()].stdout
+    tokens = [int(r.stderr.split("prompt  ")[1].split()[0]) for r in answers.values()]
+    assert tokens[0] > tokens[1]
+
+
+def truncated(path: Path, tmp_path: Path) -> Path:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return cut
+
+
+def test_files_that_are_no_models(tiny_llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("this is no model", encoding="utf-8")
+    unknown = tmp_path / "unknown.gguf"
+    writer = GGUFWriter(str(unknown), "perceptron")
+    writer.add_block_count(1)
+    writer.add_embedding_length(32)
+    writer.add_head_count(1)
+    writer.add_context_length(128)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for model, word in (
+        (tmp_path / "absent.gguf", "no such file"),
+        (text, "GGUF"),
+        (truncated(tiny_llama, tmp_path), "truncated"),
+        (unknown, "perceptron"),
+    ):
+        assert_refused(entropykv("run", "-m", model, "-p", "x"), model.name, word)
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "1.5", "abc", "nan", "0MiB"])
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None:
+    prompt = ("-p", "x") if command == "run" else ()
+    result = entropykv(command, "-m", tiny_llama, f"--kv-budget={budget}", *prompt)
+    assert_refused(result, "KV budget", budget)
+
+
+@pytest.mark.parametrize("store", ["headwise", "flat"])
+def test_a_budget_too_small_for_what_it_protects(tiny_llama: Path, store: str) -> None:
+    result = entropykv("run", "-m", tiny_llama, "-p", "x", "--kv-budget", 3, "--store", store)
+    assert_refused(result, "smallest budget", "7 tokens")
+    result = entropykv(
+        "run", "-m", tiny_llama, "-p", "x", "--kv-budget", 40, "--recent-window", 60
+    )
+    assert_refused(result, "recent window of 60", "64 tokens")
+
+
+def test_prompts_that_cannot_be_read(tiny_llama: Path, tmp_path: Path) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    run = ("run", "-m", tiny_llama, "-c", 32)
+    assert_refused(entropykv(*run), "prompt is empty")
+    assert_refused(entropykv(*run, "-p", "  "), "prompt is empty")
+    assert_refused(entropykv(*run, "-p", "the and of " * 50), "context of 32")
+    assert_refused(entropykv(*run, "-f", tmp_path / "absent.txt"), "absent.txt")
+    assert_refused(entropykv(*run, "-f", binary), "UTF-8")
+    assert_refused(entropykv(*run, "-p", "x", "-n", 0), "-n 0")
+    assert_refused(entropykv(*run, "-p", "x", "--stats-json", tmp_path), "directory")
+    assert_refused(entropykv(*run, "-p", "x", "--top-p", 1.5), "top_p")
+
+
+def test_profiles_that_do_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    EntropyProfile(2, 8, 8, 512, np.ones((2, 8))).save(other)
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(other.read_text(encoding="utf-8")[:100], encoding="utf-8")
+    run = ("run", "-m", tiny_llama, "-p", "x", "--entropy-config")
+    assert_refused(entropykv(*run, other), "2 layers", "3 layers")
+    assert_refused(entropykv(*run, damaged), "damaged.json")
+    assert_refused(entropykv(*run, tmp_path / "absent.json"), "absent.json")
+    assert_refused(entropykv("plan", "-m", tiny_llama, "--entropy-config", other), "2 layers")
+
+
+def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    rng = np.random.default_rng(0)
+    EntropyProfile(3, 6, 2, 512, rng.uniform(0.1, 4.0, (3, 6))).save(profile)
+    arguments = ("-m", tiny_llama, "-c", 1000, "--kv-budget", 0.3, "--entropy-config", profile)
+    result = entropykv("plan", *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    with Session(tiny_llama, n_ctx=1000, kv_budget=0.3, entropy_config=profile) as session:
+        assert plan["budgets"] == [list(layer) for layer in session.budgets()]
+        assert plan["kv_bytes_budget"] == session.stats().kv_bytes_budget
+    assert plan["kv_bytes_f16"] == 1000 * 3 * 2 * 64 * 2
+    assert plan["saved_bytes"] == plan["kv_bytes_f16"] - plan["kv_bytes_budget"]
+    text = entropykv("plan", *arguments)
+    assert "300 of 1000 entries" in text.stdout
+
+
+def test_another_llama_cpp_python_is_refused_by_name() -> None:
+    code = (
+        "import importlib.metadata as m; real = m.version\n"
+        "m.version = lambda name: '9.9.9' if 'llama' in name else real(name)\n"
+        "import entropykv"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert "VersionError" in result.stderr
+    assert "9.9.9" in result.stderr
+    assert "0.3.36" in result.stderr
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("plan",)])
+def test_help_names_every_option(command: tuple[str, ...]) -> None:
+    result = entropykv(*command, "--help")
+    assert result.returncode == 0
+    if command == ("run",):
+        for option in "-m -p -f -n -c -t -b -ub -s --temp --top-k --top-p --min-p --seed".split():
+            assert option in result.stdout
+    assert "None" not in result.stdout

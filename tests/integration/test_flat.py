@@ -1,0 +1,121 @@
+"""The flat store: position-level eviction and compaction in llama.cpp's own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entropykv import BudgetError, Session, SettingsError
+from tests.integration.test_headwise import relative_error, stock_logits, tokens_for
+
+
+def test_ample_budget_gives_the_logits_of_stock(tiny_llama: Path) -> None:
+    tokens = tokens_for(200)
+    with Session(tiny_llama, n_ctx=512, store="flat", kv_type="f16", n_threads=2) as session:
+        ours = [session.decode(tokens[:150], all_logits=True)]
+        ours += [session.decode([token]) for token in tokens[150:]]
+    assert relative_error(np.concatenate(ours), stock_logits(tiny_llama, tokens)) < 2e-3
+
+
+@pytest.mark.parametrize("policy", ["streaming", "recency"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_keeps_sinks_and_the_newest(tiny_llama: Path, policy: str, kv_type: str) -> None:
+    with Session(
+        tiny_llama, n_ctx=1024, kv_budget=100, store="flat", policy=policy, kv_type=kv_type
+    ) as session:
+        for step in (300, 1, 1, 1, 150):
+            session.decode(tokens_for(step))
+            kept = session.entries(0, 0).tolist()
+            assert len(kept) <= 100
+            newest = range(session.position - (len(kept) - 4), session.position)
+            assert kept == [0, 1, 2, 3, *newest]
+        stats = session.stats()
+    assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+    assert stats.evictions == (453 - len(kept)) * 6
+    assert stats.store == "flat"
+
+
+def test_equals_stock_over_the_kept_positions(tiny_llama: Path) -> None:
+    """The headwise store keeps the same positions under `streaming`: the logits agree."""
+    tokens = tokens_for(260)
+    rows = []
+    for store in ("flat", "headwise"):
+        with Session(
+            tiny_llama,
+            n_ctx=512,
+            kv_budget=64,
+            store=store,
+            policy="streaming",
+            kv_type="f16",
+            n_ubatch=32,
+            n_threads=2,
+        ) as session:
+            session.decode(tokens[:200])
+            rows.append(np.concatenate([session.decode([token]) for token in tokens[200:]]))
+    assert relative_error(rows[0], rows[1]) < 2e-3
+
+
+def test_compaction_changes_no_number_and_frees_width(tiny_llama: Path) -> None:
+    tokens = tokens_for(700)
+    with Session(
+        tiny_llama, n_ctx=1024, store="flat", policy="streaming", kv_type="f16", n_threads=2
+    ) as session:
+        session.decode(tokens[:600])
+        session.resize(80)
+        compacted = [session.decode([token]) for token in tokens[600:]]
+        counters = session.stats()
+    assert counters.entries_kept <= 80 * 6
+    with Session(
+        tiny_llama, n_ctx=1024, kv_budget=600, policy="streaming", kv_type="f16", n_threads=2
+    ) as session:
+        session.decode(tokens[:600])
+        session.resize(80)
+        expected = [session.decode([token]) for token in tokens[600:]]
+    assert relative_error(np.concatenate(compacted), np.concatenate(expected)) < 2e-3
+
+
+def test_resize_grows_into_a_larger_context(tiny_llama: Path) -> None:
+    tokens = tokens_for(900)
+    with Session(tiny_llama, n_ctx=1024, kv_budget=64, store="flat", n_ubatch=64) as session:
+        session.decode(tokens[:100])
+        small = session.stats().kv_bytes_budget
+        kept = session.entries(0, 0).tolist()
+        session.resize(800)
+        assert session.entries(0, 0).tolist() == kept
+        assert session.stats().kv_bytes_budget > small
+        session.decode(tokens[100:800])
+        assert len(session.entries(0, 0)) == len(kept) + 700
+        session.resize(50)
+        assert len(session.entries(0, 0)) == 50
+        session.decode(tokens[800:])
+
+
+def test_truncate_and_reset(tiny_llama: Path) -> None:
+    tokens = tokens_for(60)
+    with Session(tiny_llama, n_ctx=256, store="flat", kv_type="f16") as session:
+        first = session.decode(tokens, all_logits=True)
+        session.truncate(40)
+        again = session.decode(tokens[40:], all_logits=True)
+        session.reset()
+        assert session.entries(0, 0).size == 0
+        fresh = session.decode(tokens, all_logits=True)
+    assert relative_error(again, first[40:]) < 1e-3
+    assert relative_error(fresh, first) < 1e-3
+
+
+def test_refuses_policies_that_choose_per_head(tiny_llama: Path) -> None:
+    with pytest.raises(SettingsError, match="--policy streaming or recency"):
+        Session(tiny_llama, store="flat", policy="uniform")
+
+
+def test_a_byte_budget_includes_the_micro_batch(tiny_llama: Path) -> None:
+    with Session(
+        tiny_llama, n_ctx=2048, kv_budget="1MiB", store="flat", n_ubatch=128, kv_type="f16"
+    ) as session:
+        session.decode(tokens_for(1500))
+        stats = session.stats()
+    assert stats.kv_bytes_peak <= stats.kv_bytes_budget <= 2**20
+    with pytest.raises(BudgetError, match="smallest budget"):
+        Session(tiny_llama, n_ctx=2048, kv_budget="1KiB", store="flat")
