@@ -12,6 +12,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.batch import MicroBatch
 from entropykv.model import Model
 
 TEXTS = Path(__file__).parent / "texts"
@@ -36,7 +37,7 @@ class StockSession:
         )
         self._context: Any = self._model.new_context(parameters)
         self._n_ubatch = n_ubatch
-        self._batch = llama_cpp.llama_batch_init(n_ubatch, 0, 1)
+        self._batch = MicroBatch(n_ubatch, self._model.n_vocab)
         self.position = 0
 
     def tokenize(self, text: str) -> list[int]:
@@ -49,30 +50,13 @@ class StockSession:
         for first in range(0, len(tokens), self._n_ubatch):
             part = tokens[first : first + self._n_ubatch]
             last = first + len(part) == len(tokens)
-            rows += self._decode_micro_batch(part, all_logits, last)
+            logits = self._batch.decode(
+                self._context, part, self.position, n_rows=len(part) if all_logits else int(last)
+            )
+            self.position += len(part)
+            if logits is not None:
+                rows.append(logits)
         return np.concatenate(rows)
-
-    def _decode_micro_batch(
-        self, part: Sequence[int], all_logits: bool, last: bool
-    ) -> list[npt.NDArray[np.float32]]:
-        batch = self._batch
-        batch.n_tokens = len(part)
-        for i, token in enumerate(part):
-            batch.token[i] = token
-            batch.pos[i] = self.position + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
-            batch.logits[i] = all_logits or (last and i == len(part) - 1)
-        if llama_cpp.llama_decode(self._context, batch) != 0:
-            raise RuntimeError("llama_decode failed")
-        self.position += len(part)
-        n_rows = len(part) if all_logits else int(last)
-        if not n_rows:
-            return []
-        n_vocab = self._model.n_vocab
-        pointer: Any = llama_cpp.llama_get_logits(self._context)
-        rows = np.ctypeslib.as_array(pointer, shape=(n_rows * n_vocab,))
-        return [rows.reshape(n_rows, n_vocab).copy()]
 
     def reset(self) -> None:
         """Forget every token."""
@@ -81,7 +65,7 @@ class StockSession:
 
     def close(self) -> None:
         """Free the context and the model."""
-        llama_cpp.llama_batch_free(self._batch)
+        self._batch.close()
         llama_cpp.llama_free(self._context)
         self._model.close()
 

@@ -98,6 +98,7 @@ private:
         std::int64_t rows = 0;
     };
 
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     Split split_of(int layer) const;
     static int chunk_entries(const Split& split, int total);
     static int chunks_of(const Split& split, int total);

@@ -6,17 +6,44 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import llama_cpp
 
 from entropykv.errors import ContextError, SettingsError
 
-if TYPE_CHECKING:
-    from entropykv.session import Session
-
 PENALTY_WINDOW = 64
 """Tokens that the repeat penalty looks back at, as in llama-cli."""
+
+
+class Decoder(Protocol):
+    """What the loop needs of a session."""
+
+    n_ctx: int
+
+    @property
+    def position(self) -> int:
+        """Tokens decoded so far."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
+
+    @property
+    def context(self) -> Any:
+        """The llama_context to sample from."""
+
+    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Any]:
+        """Decode as it is iterated."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+
+    def count_prompt(self, n_tokens: int, seconds: float) -> None:
+        """Take down what was read."""
+
+    def count_generated(self, n_tokens: int, seconds: float) -> None:
+        """Take down what was written."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +97,7 @@ class Sampling:
 
 
 def generate(
-    session: Session,
+    session: Decoder,
     tokens: Sequence[int],
     max_tokens: int,
     sampling: Sampling,
@@ -98,7 +125,7 @@ def generate(
         llama_cpp.llama_sampler_free(chain)
 
 
-def _sample(session: Session, chain: Any, max_tokens: int) -> Iterator[int]:
+def _sample(session: Decoder, chain: Any, max_tokens: int) -> Iterator[int]:
     produced = 0
     while True:
         start = time.perf_counter()

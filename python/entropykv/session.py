@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import ContextError, EntropyKVError, UnsupportedModelError
 from entropykv.flat import FlatStore
@@ -84,7 +84,7 @@ class Session:
         except BaseException:
             self._model.close()
             raise
-        self._batch = llama_cpp.llama_batch_init(self._n_ubatch, 0, 1)
+        self._batch = MicroBatch(self._n_ubatch, self._model.n_vocab)
         self._closed = False
         self._broken = False
         self._position = 0
@@ -132,7 +132,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        llama_cpp.llama_batch_free(self._batch)
+        self._batch.close()
         self._store.close()
         self._model.close()
 
@@ -195,7 +195,7 @@ class Session:
         for first in range(0, len(ids), self._n_ubatch):
             part = ids[first : first + self._n_ubatch]
             last = first + len(part) == len(ids)
-            yield self._decode_micro_batch(part, all_logits, last)
+            yield self._decode_micro_batch(part, len(part) if all_logits else int(last))
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
@@ -212,36 +212,14 @@ class Session:
         if self._broken:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
 
-    def _decode_micro_batch(
-        self, tokens: list[int], all_logits: bool, last: bool
-    ) -> npt.NDArray[np.float32] | None:
-        self._fill_batch(tokens, all_logits, last)
+    def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
         self._broken = True
         self._store.before(len(tokens), self._position)
-        code = llama_cpp.llama_decode(self._store.context, self._batch)
-        if code != 0:
-            raise EntropyKVError(f"llama.cpp could not decode (code {code}); call reset() first")
-        n_rows = len(tokens) if all_logits else int(last)
-        logits = self._read_logits(n_rows) if n_rows else None
+        logits = self._batch.decode(self._store.context, tokens, self._position, n_rows=n_rows)
         self._store.after(len(tokens), self._position)
         self._position += len(tokens)
         self._broken = False
         return logits
-
-    def _fill_batch(self, tokens: list[int], all_logits: bool, last: bool) -> None:
-        batch, n = self._batch, len(tokens)
-        batch.n_tokens = n
-        for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = self._position + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
-            batch.logits[i] = all_logits or (last and i == n - 1)
-
-    def _read_logits(self, n_rows: int) -> npt.NDArray[np.float32]:
-        pointer: Any = llama_cpp.llama_get_logits(self._store.context)
-        rows = np.ctypeslib.as_array(pointer, shape=(n_rows * self.n_vocab,))
-        return rows.reshape(n_rows, self.n_vocab).copy()
 
     def generate(
         self, tokens: Sequence[int], max_tokens: int = -1, **sampling: float | None

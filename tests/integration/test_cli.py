@@ -101,7 +101,18 @@ def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
 
 def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "entropykv.cli", "run", "-m", str(smollm2), "-p", "Once", "-c", "4096"],
+        [
+            sys.executable,
+            "-m",
+            "entropykv.cli",
+            "run",
+            "-m",
+            str(smollm2),
+            "-p",
+            "Once",
+            "-c",
+            "4096",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -173,9 +184,7 @@ def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None
 def test_a_budget_too_small_for_what_it_protects(tiny_llama: Path, store: str) -> None:
     result = entropykv("run", "-m", tiny_llama, "-p", "x", "--kv-budget", 3, "--store", store)
     assert_refused(result, "smallest budget", "7 tokens")
-    result = entropykv(
-        "run", "-m", tiny_llama, "-p", "x", "--kv-budget", 40, "--recent-window", 60
-    )
+    result = entropykv("run", "-m", tiny_llama, "-p", "x", "--kv-budget", 40, "--recent-window", 60)
     assert_refused(result, "recent window of 60", "64 tokens")
 
 
@@ -242,6 +251,21 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
     result = entropykv(*command, "--help")
     assert result.returncode == 0
     if command == ("run",):
-        for option in "-m -p -f -n -c -t -b -ub -s --temp --top-k --top-p --min-p --seed".split():
+        for option in [
+            "-m",
+            "-p",
+            "-f",
+            "-n",
+            "-c",
+            "-t",
+            "-b",
+            "-ub",
+            "-s",
+            "--temp",
+            "--top-k",
+            "--top-p",
+            "--min-p",
+            "--seed",
+        ]:
             assert option in result.stdout
     assert "None" not in result.stdout

@@ -187,9 +187,7 @@ def test_uniform_keeps_what_gets_attention(tiny_llama: Path) -> None:
         ) as session:
             session.decode(tokens[:350])
             session.resize(200)
-            errors[policy] = relative_error(
-                session.decode(tokens[350:], all_logits=True), expected
-            )
+            errors[policy] = relative_error(session.decode(tokens[350:], all_logits=True), expected)
     assert errors["uniform"] < errors["streaming"]
 
 
@@ -229,7 +227,9 @@ def test_the_pool_never_exceeds_its_budget(
                 for head, budget in enumerate(budgets):
                     kept = session.entries(layer, head)
                     assert len(kept) <= budget
-                    assert kept.size == 0 or kept[-1] == session.position - 1
+                    assert kept.size == 0 or kept[-1] < session.position
+                    if action == "decode":
+                        assert kept[-1] == session.position - 1
 
 
 def test_resize_shrinks_and_grows_at_once(tiny_llama: Path) -> None:

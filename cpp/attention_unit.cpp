@@ -1,0 +1,299 @@
+// One unit of attention, and what the last unit of a head does: see attention.hpp.
+#include <algorithm>
+#include <cmath>
+
+#include "attention.hpp"
+
+namespace entropykv {
+namespace {
+
+constexpr float kBitsPerNat = 1.44269504f;
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------
+// one unit
+
+void Attention::run_unit(const Call& call, int unit) noexcept {
+    int head = 0;
+    while (unit >= first_unit_[index(head + 1)]) ++head;
+    const int chunks = chunks_of(call.split, total_entries(call.layer, head));
+    const int local = unit - first_unit_[index(head)];
+    const Tile tile = tile_at(call.split, head, local / chunks);
+    if (call.split.by_rows) {
+        run_rows(call, tile, local % chunks);
+    } else {
+        run_decode(call, tile, local % chunks);
+    }
+    if (unfinished_units_[index(head)].fetch_sub(1, std::memory_order_acq_rel) == 1)
+        finish_head(call, head);
+}
+
+void Attention::start_softmax(const Call& call, const Tile& tile, int chunk,
+                              const SoftmaxState& state) const noexcept {
+    const bool sinks = call.params->sinks != nullptr && chunk == 0;
+    for (int r = 0; r < tile.count; ++r) {
+        const int query_head = tile.head * call.split.group + (tile.first + r) % call.split.group;
+        state.max[r] = sinks ? call.params->sinks[query_head] : kMaskedLogit;
+        state.sum[r] = sinks ? 1.0f : 0.0f;
+        state.weighted[r] = 0.0f;
+    }
+}
+
+SoftmaxState Attention::worker_state(const Call& call) noexcept {
+    Worker& worker = workers_[index(call.thread)];
+    float* softmax = worker.softmax.data();
+    return {softmax, softmax + kRowTile, softmax + 2 * kRowTile, worker.output.data()};
+}
+
+SoftmaxState Attention::partial_state(const Call& call, const Tile& tile, int chunk) noexcept {
+    const int chunks = chunks_of(call.split, total_entries(call.layer, tile.head));
+    const std::size_t rows = index(call.split.tile_rows);
+    const std::size_t size = rows * index(store_.layout(call.layer).v_stride + 3);
+    const int slot = first_partial_[index(tile.head)] + tile.number * chunks + chunk;
+    float* start = partials_.data() + index(slot) * size;
+    return {start, start + rows, start + 2 * rows, start + 3 * rows};
+}
+
+void Attention::load_queries(const Call& call, const Tile& tile) noexcept {
+    const PageLayout& layout = store_.layout(call.layer);
+    Worker& worker = workers_[index(call.thread)];
+    float* query = worker.query.data();
+    float* positions = worker.softmax.data() + 3 * kRowTile;
+    const std::size_t lanes = call.split.by_rows ? kRowTile : 1;
+    const std::size_t stride = call.split.by_rows ? 1 : index(layout.k_stride);
+    std::fill(query, query + index(call.split.tile_rows) * index(layout.k_stride), 0.0f);
+    for (int r = 0; r < tile.count; ++r) {
+        const int row = tile.first + r;
+        const int token = row / call.split.group;
+        const float* source =
+            call.query->row(token, tile.head * call.split.group + row % call.split.group);
+        for (int d = 0; d < layout.k_dim; ++d)
+            query[index(d) * lanes + index(r) * stride] = source[d] * call.params->scale;
+        positions[r] = static_cast<float>(base_position_ + token);
+    }
+}
+
+// Visits the ranges of entries [first, last) (stored ones first, then staged ones) that rows of
+// the tile see, with whether some row does not see all of the range.
+template <typename Visit>
+void Attention::over_ranges(const Call& call, const Tile& tile, int first, int last,
+                            Visit visit) noexcept {
+    const PageLayout& layout = store_.layout(call.layer);
+    const int count = store_.count(call.layer, tile.head);
+    const bool windowed = call.params->window > 0;
+    const auto part = [&](const std::byte* const* pages, int offset, int from, int to,
+                          bool masked) {
+        from = std::max(from, first - offset);
+        to = std::min(to, last - offset);
+        if (from < to) visit(EntryRange{&layout, pages, from, to}, offset + from, masked);
+    };
+    part(store_.pages(call.layer, tile.head), 0, 0, count, windowed);
+    const int first_token = tile.first / call.split.group;
+    const int last_token = (tile.first + tile.count - 1) / call.split.group;
+    std::byte* const* staged = store_.staging(tile.head);
+    part(staged, count, 0, first_token + 1, windowed);
+    part(staged, count, first_token + 1, last_token + 1, true);
+}
+
+PromptTask Attention::prompt_task(const Call& call, const Tile& tile,
+                                  const SoftmaxState& state) noexcept {
+    Worker& worker = workers_[index(call.thread)];
+    PromptTask task{};
+    task.query = worker.query.data();
+    task.row_positions = worker.softmax.data() + 3 * kRowTile;
+    task.rows = tile.count;
+    task.softcap = call.params->softcap;
+    task.window = static_cast<float>(call.params->window);
+    task.scratch = worker.kernel.data();
+    task.state = state;
+    return task;
+}
+
+void Attention::run_rows(const Call& call, const Tile& tile, int chunk) noexcept {
+    const SoftmaxState state = worker_state(call);
+    const int total = total_entries(call.layer, tile.head);
+    const int size = call.split.by_entries ? chunk_entries(call.split, total) : total;
+    const int v_stride = store_.layout(call.layer).v_stride;
+    load_queries(call, tile);
+    start_softmax(call, tile, chunk, state);
+    std::fill(state.output, state.output + index(v_stride) * kRowTile, 0.0f);
+    PromptTask task = prompt_task(call, tile, state);
+    over_ranges(call, tile, chunk * size, std::min(total, (chunk + 1) * size),
+                [&](const EntryRange& range, int, bool masked) {
+                    task.entries = range;
+                    task.masked = masked;
+                    kernels_.prompt(task);
+                });
+    // From [v_stride][kRowTile] to a row each; the query tile is still needed, the kernel's scratch
+    // is not.
+    const SoftmaxState rows = call.split.by_entries
+                                  ? partial_state(call, tile, chunk)
+                                  : SoftmaxState{state.max, state.sum, state.weighted,
+                                                 workers_[index(call.thread)].kernel.data()};
+    for (int r = 0; r < tile.count; ++r) {
+        rows.max[r] = state.max[r];
+        rows.sum[r] = state.sum[r];
+        rows.weighted[r] = state.weighted[r];
+        for (int d = 0; d < v_stride; ++d)
+            rows.output[index(r) * index(v_stride) + index(d)] = state.output[d * kRowTile + r];
+    }
+    if (call.split.by_entries) return;
+    write_output(call, tile, rows);
+    note_entropy(call, tile, rows);
+    observe(call, tile, rows);
+}
+
+void Attention::run_decode(const Call& call, const Tile& tile, int chunk) noexcept {
+    const PageLayout& layout = store_.layout(call.layer);
+    const SoftmaxState state = partial_state(call, tile, chunk);
+    const int total = total_entries(call.layer, tile.head);
+    const int size = chunk_entries(call.split, total);
+    load_queries(call, tile);
+    start_softmax(call, tile, chunk, state);
+    std::fill(state.output, state.output + index(tile.count) * index(layout.v_stride), 0.0f);
+    DecodeTask task{};
+    task.query = workers_[index(call.thread)].query.data();
+    task.rows = tile.count;
+    task.softcap = call.params->softcap;
+    const int window = call.params->window;
+    task.oldest_position =
+        window > 0 ? static_cast<float>(base_position_ - window + 1) : kMaskedLogit;
+    task.state = state;
+    task.logits_stride = longest_;
+    const bool scored = store_.settings().score == ScoreKind::mass;
+    over_ranges(call, tile, chunk * size, std::min(total, (chunk + 1) * size),
+                [&](const EntryRange& range, int offset, bool) {
+                    task.entries = range;
+                    task.logits = scored ? logits_of(call, tile.head) + offset : nullptr;
+                    kernels_.decode(task);
+                });
+}
+
+// ------------------------------------------------------------------------------------------------
+// the end of a head
+
+void Attention::finish_head(const Call& call, int head) noexcept {
+    for (int number = 0; call.split.by_entries && number < call.split.tiles; ++number) {
+        const Tile tile = tile_at(call.split, head, number);
+        const SoftmaxState state = merge(call, tile);
+        write_output(call, tile, state);
+        note_entropy(call, tile, state);
+        if (call.split.by_rows) {
+            load_queries(call, tile);
+            observe(call, tile, state);
+        } else {
+            observe_decode(call, tile, state);
+        }
+    }
+    if (track_entropy_) {
+        LayerEntropy& entropy = entropy_[index(call.layer)];
+        for (int row = 0; row < call.split.rows; ++row)
+            entropy.sums[index(head * call.split.group + row % call.split.group)] +=
+                row_entropy_[index(head * call.split.rows + row)];
+        if (head == 0) entropy.rows += n_tokens_;
+    }
+    store_.commit(call.layer, head, n_tokens_, sum_mass(call, head), call.thread);
+}
+
+// Merges the partial softmaxes of a tile into its first chunk's.
+SoftmaxState Attention::merge(const Call& call, const Tile& tile) noexcept {
+    const int chunks = chunks_of(call.split, total_entries(call.layer, tile.head));
+    const std::size_t stride = index(store_.layout(call.layer).v_stride);
+    const SoftmaxState all = partial_state(call, tile, 0);
+    for (int chunk = 1; chunk < chunks; ++chunk) {
+        const SoftmaxState part = partial_state(call, tile, chunk);
+        for (int r = 0; r < tile.count; ++r) {
+            if (part.sum[r] == 0.0f) continue;
+            const float max = std::max(all.max[r], part.max[r]);
+            const float before = std::max(all.max[r] - max, -200.0f);
+            const float after = std::max(part.max[r] - max, -200.0f);
+            const float old_factor = std::exp(before);
+            const float new_factor = std::exp(after);
+            all.weighted[r] = old_factor * (all.weighted[r] + all.sum[r] * before) +
+                              new_factor * (part.weighted[r] + part.sum[r] * after);
+            all.sum[r] = old_factor * all.sum[r] + new_factor * part.sum[r];
+            all.max[r] = max;
+            float* output = all.output + index(r) * stride;
+            const float* more = part.output + index(r) * stride;
+            for (std::size_t d = 0; d < stride; ++d)
+                output[d] = old_factor * output[d] + new_factor * more[d];
+        }
+    }
+    return all;
+}
+
+void Attention::write_output(const Call& call, const Tile& tile,
+                             const SoftmaxState& state) noexcept {
+    const PageLayout& layout = store_.layout(call.layer);
+    const int n_head = store_.shape(call.layer).n_head;
+    for (int r = 0; r < tile.count; ++r) {
+        const int row = tile.first + r;
+        const int query_head = tile.head * call.split.group + row % call.split.group;
+        const int output_row = row / call.split.group * n_head + query_head;
+        float* output = call.output + index(output_row) * index(layout.v_dim);
+        const float* source = state.output + index(r) * index(layout.v_stride);
+        const float scale = 1.0f / state.sum[r];
+        for (int d = 0; d < layout.v_dim; ++d) output[d] = source[d] * scale;
+    }
+}
+
+void Attention::note_entropy(const Call& call, const Tile& tile,
+                             const SoftmaxState& state) noexcept {
+    if (!track_entropy_) return;
+    for (int r = 0; r < tile.count; ++r) {
+        const float nats = std::log(state.sum[r]) - state.weighted[r] / state.sum[r];
+        row_entropy_[index(tile.head * call.split.rows + tile.first + r)] =
+            std::max(nats, 0.0f) * kBitsPerNat;
+    }
+}
+
+float* Attention::logits_of(const Call& call, int head) noexcept {
+    return logits_.data() + index(head * call.split.group) * longest_;
+}
+
+float* Attention::mass_of(const Call& call, const Tile& tile) noexcept {
+    const int first = first_observed_row(call.split) / call.split.tile_rows;
+    const int observed = call.split.tiles - first;
+    return mass_.data() + index(tile.head * observed + tile.number - first) * longest_;
+}
+
+void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept {
+    const int first_row = first_observed_row(call.split) - tile.first;
+    if (store_.settings().score != ScoreKind::mass || first_row >= tile.count) return;
+    const int total = total_entries(call.layer, tile.head);
+    float* mass = mass_of(call, tile);
+    std::fill(mass, mass + total, 0.0f);
+    PromptTask task = prompt_task(call, tile, state);
+    over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {
+        task.entries = range;
+        task.masked = masked;
+        kernels_.prompt_mass(task, first_row, mass + offset);
+    });
+}
+
+void Attention::observe_decode(const Call& call, const Tile& tile,
+                               const SoftmaxState& state) noexcept {
+    if (store_.settings().score != ScoreKind::mass) return;
+    const int total = total_entries(call.layer, tile.head);
+    float* mass = mass_of(call, tile);
+    std::fill(mass, mass + total, 0.0f);
+    for (int r = 0; r < tile.count; ++r)
+        kernels_.logits_mass(logits_of(call, tile.head) + index(r) * longest_, total, state.max[r],
+                             state.sum[r], mass);
+}
+
+// The mass that the observation window gave to every entry of a head, or null.
+const float* Attention::sum_mass(const Call& call, int head) noexcept {
+    if (store_.settings().score != ScoreKind::mass) return nullptr;
+    const int first = first_observed_row(call.split) / call.split.tile_rows;
+    float* total = mass_of(call, tile_at(call.split, head, first));
+    const int n = total_entries(call.layer, head);
+    for (int number = first + 1; number < call.split.tiles; ++number) {
+        const float* more = mass_of(call, tile_at(call.split, head, number));
+        for (int j = 0; j < n; ++j) total[j] += more[j];
+    }
+    return total;
+}
+
+}  // namespace entropykv

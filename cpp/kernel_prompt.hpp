@@ -1,0 +1,254 @@
+// Part of kernels.cpp: many query rows, each with its own position. Query rows are in the lanes, so
+// that softmax needs no sums across lanes and K and V are used as they are stored.
+#pragma once
+
+#include "kernel_tile.hpp"
+
+namespace entropykv {
+namespace {
+
+// Converts `count` rows to f32, and pads with zero rows to a multiple of 4.
+template <KvType Type>
+inline void convert_rows(const std::byte* const* rows, const std::uint16_t* const* half_scales,
+                         int blocks, int count, int stride, float* scales, float* out) {
+    convert_scales(half_scales, count, blocks, scales);
+    for (int e = 0; e < count; ++e)
+        for (int d = 0; d < stride; d += kLanes)
+            store(out + e * stride + d, load_values<Type>(rows[e], scales + e * blocks, d));
+    for (int e = count; e % 4 != 0; ++e)
+        for (int d = 0; d < stride; d += kLanes) store(out + e * stride + d, zero());
+}
+
+// logits[4][kRowTile] of 4 entries for Vectors * kLanes query rows.
+template <int Vectors>
+inline void score_block(const float* query, const float* k, int stride, float* logits) {
+    Vec sums[4][Vectors];
+    for (int e = 0; e < 4; ++e)
+        for (int i = 0; i < Vectors; ++i) sums[e][i] = zero();
+    for (int d = 0; d < stride; ++d) {
+        Vec q[Vectors];
+        for (int i = 0; i < Vectors; ++i) q[i] = load(query + d * kRowTile + i * kLanes);
+        for (int e = 0; e < 4; ++e) {
+            const Vec value = broadcast(k[e * stride + d]);
+            for (int i = 0; i < Vectors; ++i) sums[e][i] = multiply_add(value, q[i], sums[e][i]);
+        }
+    }
+    for (int e = 0; e < 4; ++e)
+        for (int i = 0; i < Vectors; ++i) store(logits + e * kRowTile + i * kLanes, sums[e][i]);
+}
+
+// output[4][kRowTile] = output * factor + sum over entries of v[entry][0..4) * weights[entry].
+template <int Vectors>
+inline void value_block(const float* weights, const float* v, int stride, int count,
+                        const float* factors, float* output) {
+    Vec sums[4][Vectors];
+    for (int d = 0; d < 4; ++d)
+        for (int i = 0; i < Vectors; ++i)
+            sums[d][i] = load(output + d * kRowTile + i * kLanes) * load(factors + i * kLanes);
+    for (int e = 0; e < count; ++e) {
+        Vec w[Vectors];
+        for (int i = 0; i < Vectors; ++i) w[i] = load(weights + e * kRowTile + i * kLanes);
+        for (int d = 0; d < 4; ++d) {
+            const Vec value = broadcast(v[e * stride + d]);
+            for (int i = 0; i < Vectors; ++i) sums[d][i] = multiply_add(value, w[i], sums[d][i]);
+        }
+    }
+    for (int d = 0; d < 4; ++d)
+        for (int i = 0; i < Vectors; ++i) store(output + d * kRowTile + i * kLanes, sums[d][i]);
+}
+
+template <int Vectors>
+inline void score_rows(const float* query, const float* k, int stride, int count, float* logits) {
+    for (int e = 0; e < count; e += 4)
+        score_block<Vectors>(query, k + e * stride, stride, logits + e * kRowTile);
+}
+
+template <int Vectors>
+inline void value_rows(const float* weights, const float* v, int stride, int count,
+                       const float* factors, float* output) {
+    for (int d = 0; d < stride; d += 4)
+        value_block<Vectors>(weights, v + d, stride, count, factors, output + d * kRowTile);
+}
+
+// Runs `step<Vectors>(first row)` over the row vectors that hold the task's rows.
+template <typename Wide, typename Narrow>
+inline void over_rows(int rows, Wide wide, Narrow narrow) {
+    int row = 0;
+    for (; row + kRowVectors * kLanes <= rows; row += kRowVectors * kLanes) wide(row);
+    for (; row < rows; row += kLanes) narrow(row);
+}
+
+inline void tile_scores(const PromptTask& task, const float* k, int count, float* logits) {
+    const int stride = task.entries.layout->k_stride;
+    over_rows(
+        task.rows,
+        [&](int row) { score_rows<kRowVectors>(task.query + row, k, stride, count, logits + row); },
+        [&](int row) { score_rows<1>(task.query + row, k, stride, count, logits + row); });
+    if (task.softcap > 0.0f)
+        for (int i = 0; i < count * kRowTile; i += kLanes)
+            store(logits + i, soft_cap(load(logits + i), task.softcap));
+}
+
+inline void mask_scores(const PromptTask& task, const Tile& tile, float* logits) {
+    const Vec masked = broadcast(kMaskedLogit);
+    const float window = task.window > 0.0f ? task.window : 1e9f;
+    for (int e = 0; e < tile.count; ++e) {
+        const Vec position = broadcast(static_cast<float>(*tile.positions[e]));
+        const Vec expiry = position + broadcast(window - 0.5f);
+        for (int row = 0; row < task.rows; row += kLanes) {
+            const Vec own = load(task.row_positions + row);
+            Vec logit = load(logits + e * kRowTile + row);
+            logit = where_less(own, position, masked, logit);
+            store(logits + e * kRowTile + row, where_less(expiry, own, masked, logit));
+        }
+    }
+}
+
+// Online softmax of one vector of rows over the entries of a tile; returns the rescaling factor.
+inline Vec rows_softmax(const SoftmaxState& state, int row, int count, float* logits) {
+    const Vec old_max = load(state.max + row);
+    Vec max = old_max;
+    for (int e = 0; e < count; ++e) max = maximum(max, load(logits + e * kRowTile + row));
+    Vec factor = broadcast(1.0f);
+    Vec total = load(state.sum + row);
+    Vec weighted = load(state.weighted + row);
+    if (any_less(old_max, max)) {
+        const Vec difference = maximum(old_max - max, broadcast(-200.0f));
+        factor = exponential(difference);
+        weighted = factor * multiply_add(total, difference, weighted);
+        total = total * factor;
+        store(state.max + row, max);
+    }
+    const Vec floor = broadcast(0.5f * kMaskedLogit);
+    for (int e = 0; e < count; ++e) {
+        float* at = logits + e * kRowTile + row;
+        const Vec logit = load(at);
+        const Vec difference = logit - max;
+        const Vec weight = where_less(logit, floor, zero(), exponential(difference));
+        total = total + weight;
+        weighted = multiply_add(weight, maximum(difference, broadcast(-100.0f)), weighted);
+        store(at, weight);
+    }
+    store(state.sum + row, total);
+    store(state.weighted + row, weighted);
+    return factor;
+}
+
+inline void tile_values(const PromptTask& task, const float* weights, const float* v, int count,
+                        const float* factors) {
+    const int stride = task.entries.layout->v_stride;
+    float* output = task.state.output;
+    over_rows(
+        task.rows,
+        [&](int row) {
+            value_rows<kRowVectors>(weights + row, v, stride, count, factors + row, output + row);
+        },
+        [&](int row) {
+            value_rows<1>(weights + row, v, stride, count, factors + row, output + row);
+        });
+}
+
+struct PromptScratch {
+    float* k;        // [kEntryTile][k_stride]
+    float* v;        // [kEntryTile][v_stride]
+    float* logits;   // [kEntryTile][kRowTile]
+    float* factors;  // [kRowTile]
+    float* shifts;   // [kRowTile]
+    float* scales;   // [kEntryTile][blocks]
+};
+
+inline PromptScratch split_scratch(const PromptTask& task) {
+    const PageLayout& layout = *task.entries.layout;
+    PromptScratch scratch;
+    scratch.k = task.scratch;
+    scratch.v = scratch.k + kEntryTile * layout.k_stride;
+    scratch.logits = scratch.v + kEntryTile * layout.v_stride;
+    scratch.factors = scratch.logits + kEntryTile * kRowTile;
+    scratch.shifts = scratch.factors + kRowTile;
+    scratch.scales = scratch.shifts + kRowTile;
+    return scratch;
+}
+
+template <KvType Type>
+void prompt_typed(const PromptTask& task) {
+    const PageLayout& layout = *task.entries.layout;
+    const PromptScratch scratch = split_scratch(task);
+    Tile tile;
+    for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
+        open_tile(task.entries, first, tile);
+        convert_rows<Type>(tile.k, tile.k_scales, layout.k_blocks, tile.count, layout.k_stride,
+                           scratch.scales, scratch.k);
+        convert_rows<Type>(tile.v, tile.v_scales, layout.v_blocks, tile.count, layout.v_stride,
+                           scratch.scales, scratch.v);
+        tile_scores(task, scratch.k, tile.count, scratch.logits);
+        if (task.masked) mask_scores(task, tile, scratch.logits);
+        for (int row = 0; row < task.rows; row += kLanes)
+            store(scratch.factors + row, rows_softmax(task.state, row, tile.count, scratch.logits));
+        tile_values(task, scratch.logits, scratch.v, tile.count, scratch.factors);
+    }
+}
+
+template <KvType Type>
+void prompt_mass_typed(const PromptTask& task, int first_row, float* mass) {
+    const PageLayout& layout = *task.entries.layout;
+    const PromptScratch scratch = split_scratch(task);
+    const Vec floor = broadcast(0.5f * kMaskedLogit);
+    // Rows beyond task.rows only fill the last vector: they must not count.
+    for (int row = 0; row < kRowTile; ++row) {
+        const bool counts = row >= first_row && row < task.rows;
+        scratch.factors[row] = counts ? 1.0f / task.state.sum[row] : 0.0f;
+        scratch.shifts[row] = counts ? task.state.max[row] : -kMaskedLogit;
+    }
+    Tile tile;
+    for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
+        open_tile(task.entries, first, tile);
+        convert_rows<Type>(tile.k, tile.k_scales, layout.k_blocks, tile.count, layout.k_stride,
+                           scratch.scales, scratch.k);
+        tile_scores(task, scratch.k, tile.count, scratch.logits);
+        if (task.masked) mask_scores(task, tile, scratch.logits);
+        for (int e = 0; e < tile.count; ++e) {
+            Vec sums = zero();
+            for (int row = 0; row < task.rows; row += kLanes) {
+                const Vec logit = load(scratch.logits + e * kRowTile + row);
+                const Vec weight = where_less(logit, floor, zero(),
+                                              exponential(logit - load(scratch.shifts + row)));
+                sums = multiply_add(weight, load(scratch.factors + row), sums);
+            }
+            mass[first - task.entries.first + e] += sum(sums);
+        }
+    }
+}
+
+void prompt(const PromptTask& task) {
+    if (task.entries.layout->type == KvType::f16) {
+        prompt_typed<KvType::f16>(task);
+    } else {
+        prompt_typed<KvType::q8_0>(task);
+    }
+}
+
+void prompt_mass(const PromptTask& task, int first_row, float* mass) {
+    if (task.entries.layout->type == KvType::f16) {
+        prompt_mass_typed<KvType::f16>(task, first_row, mass);
+    } else {
+        prompt_mass_typed<KvType::q8_0>(task, first_row, mass);
+    }
+}
+
+void logits_mass(const float* logits, int n, float max, float total, float* mass) {
+    const Vec shift = broadcast(max);
+    const Vec scale = broadcast(1.0f / total);
+    int j = 0;
+    for (; j + kLanes <= n; j += kLanes) {
+        const Vec weight = exponential(load(logits + j) - shift);
+        store(mass + j, multiply_add(weight, scale, load(mass + j)));
+    }
+    if (j == n) return;
+    float rest[kLanes];
+    for (int i = 0; i < kLanes; ++i) rest[i] = j + i < n ? logits[j + i] : kMaskedLogit;
+    store(rest, exponential(load(rest) - shift) * scale);
+    for (int i = 0; j + i < n; ++i) mass[j + i] += rest[i];
+}
+
+}  // namespace
+}  // namespace entropykv
