@@ -1,0 +1,300 @@
+// The core without Python: page pool, page layout, and the store with attention on several threads
+// as ggml runs it (a barrier after every node of the graph). Prints "N passed, M failed".
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "attention.hpp"
+#include "budget.hpp"
+#include "head_store.hpp"
+#include "page_pool.hpp"
+
+namespace {
+
+using namespace entropykv;  // NOLINT: a test of all of it
+
+int passed = 0;
+int failed = 0;
+
+void check(bool ok, const char* what, const char* file, int line) {
+    ++(ok ? passed : failed);
+    if (!ok) std::printf("%s:%d: %s\n", file, line, what);
+}
+
+#define CHECK(condition) check((condition), #condition, __FILE__, __LINE__)
+
+bool refused(const std::function<void()>& action) {
+    try {
+        action();
+    } catch (const std::logic_error&) {
+        return true;
+    }
+    return false;
+}
+
+std::size_t index(int i) { return static_cast<std::size_t>(i); }
+
+std::vector<float> random_rows(std::mt19937& random, int n) {
+    std::vector<float> rows(index(n));
+    std::normal_distribution<float> normal;
+    for (float& value : rows) value = normal(random);
+    return rows;
+}
+
+void test_pool_never_exceeds_its_budget() {
+    PagePool pool(1000, 5);
+    std::set<std::byte*> pages;
+    for (int i = 0; i < 5; ++i) pages.insert(pool.allocate());
+    CHECK(pages.size() == 5 && pages.count(nullptr) == 0);
+    CHECK(pool.allocate() == nullptr);
+    CHECK(pool.used_bytes() == 5000 && pool.peak_bytes() == 5000 && pool.budget_bytes() == 5000);
+    CHECK(refused([&] { pool.set_budget(4); }));
+    pool.release(*pages.begin());
+    pool.set_budget(4);
+    CHECK(pool.allocate() == nullptr);
+    CHECK(pool.used_bytes() == 4000 && pool.peak_bytes() == 5000);
+    pool.set_budget(6);
+    CHECK(pool.allocate() != nullptr && pool.allocate() != nullptr && pool.allocate() == nullptr);
+}
+
+// Every page holds its number: what was in use survives relocation, and slabs go back.
+void test_pool_relocates_and_trims() {
+    constexpr std::size_t page_bytes = 256 * 1024;  // 8 of them in a slab
+    PagePool pool(page_bytes, 40);
+    std::vector<std::byte*> pages;
+    for (int i = 0; i < 40; ++i) {
+        pages.push_back(pool.allocate());
+        std::memset(pages.back(), i, page_bytes);
+    }
+    CHECK(pool.mapped_bytes() == 40 * page_bytes);
+    for (int i = 0; i < 40; ++i)
+        if (i % 5 != 4) pool.release(pages[index(i)]);
+    pool.trim();
+    CHECK(pool.mapped_bytes() == 40 * page_bytes);  // every slab still holds a page
+    for (int i = 4; i < 40; i += 5) pages[index(i)] = pool.relocate(pages[index(i)]);
+    pool.trim();
+    CHECK(pool.mapped_bytes() == 8 * page_bytes);
+    CHECK(pool.used_bytes() == 8 * page_bytes);
+    for (int i = 4; i < 40; i += 5) {
+        const std::byte* page = pages[index(i)];
+        CHECK(page[0] == std::byte(i) && std::memcmp(page, page + 1, page_bytes - 1) == 0);
+    }
+    std::byte stranger{};
+    CHECK(refused([&] { pool.relocate(&stranger); }));
+    while (pool.allocate() != nullptr) continue;
+    CHECK(pool.used_bytes() == 40 * page_bytes && pool.mapped_bytes() == 40 * page_bytes);
+}
+
+void test_layout_round_trip(KvType type, const KernelTable& kernels, int k_dim, int v_dim) {
+    const PageLayout layout = make_page_layout(type, k_dim, v_dim, 17);
+    // Entries written to one page and copied to another, in reverse, are those written there.
+    std::vector<std::byte> from(layout.bytes), to(layout.bytes), direct(layout.bytes);
+    std::mt19937 random(7);
+    for (int slot = 0; slot < 17; ++slot) {
+        const std::vector<float> row = random_rows(random, std::max(k_dim, v_dim));
+        const auto write = [&](std::byte* page, int target) {
+            kernels.store_k(layout, page, target, row.data());
+            kernels.store_v(layout, page, target, row.data());
+            layout.positions(page)[target] = 100 + slot;
+            layout.importance(page)[target] = 0.5f * static_cast<float>(slot);
+        };
+        write(from.data(), slot);
+        write(direct.data(), 16 - slot);
+    }
+    for (int slot = 0; slot < 17; ++slot)
+        copy_entry(layout, from.data(), slot, to.data(), 16 - slot);
+    CHECK(to == direct);
+    CHECK(layout.positions(to.data())[0] == 116 && layout.importance(to.data())[0] == 8.0f);
+    CHECK(layout.k_stride % 16 == 0 && layout.k_stride >= k_dim && layout.k_stride < k_dim + 16);
+    CHECK(layout.importance_offset + 17 * sizeof(float) <= layout.bytes && layout.bytes % 64 == 0);
+}
+
+struct Case {
+    const char* name;
+    LayerShape shape;
+    KvType type;
+    ScoreKind score;
+    int budget;  // of every KV head
+    std::vector<int> batches;
+    int window = 0;
+    bool sinks = false;
+};
+
+constexpr Protection kProtection{4, 8};
+constexpr int kMaxTokens = 300, kMaxEntries = 2000;
+
+StoreSettings settings_of(KvType type, ScoreKind score) {
+    return {type, score, kProtection, 0.5f, 0.9f, kMaxTokens, kMaxEntries};
+}
+
+RowsView view(const std::vector<float>& rows, int heads, int dim) {
+    const std::size_t head = index(dim) * sizeof(float);
+    return {reinterpret_cast<const std::byte*>(rows.data()), head * index(heads), head};
+}
+
+// One node of the graph: every thread runs it, and none goes on before all are done.
+void run_node(int n_threads, const std::function<void(int)>& node) {
+    std::vector<std::thread> threads;
+    for (int t = 1; t < n_threads; ++t) threads.emplace_back(node, t);
+    node(0);
+    for (std::thread& thread : threads) thread.join();
+}
+
+// Reads a random micro-batch; returns the outputs.
+std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
+                              std::int32_t position, std::mt19937& random, int n_threads,
+                              int window = 0, bool sinks = false) {
+    const std::vector<float> q = random_rows(random, n * shape.n_head * shape.k_dim);
+    const std::vector<float> k = random_rows(random, n * shape.n_head_kv * shape.k_dim);
+    const std::vector<float> v = random_rows(random, n * shape.n_head_kv * shape.v_dim);
+    const std::vector<float> sink_logits = random_rows(random, shape.n_head);
+    std::vector<float> output(index(n * shape.n_head * shape.v_dim), NAN);
+    AttentionParams params;
+    params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
+    params.window = window;
+    params.sinks = sinks ? sink_logits.data() : nullptr;
+    const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
+    const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
+    const RowsView q_rows = view(q, shape.n_head, shape.k_dim);
+    attention.begin(n, position);
+    run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
+    run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
+    run_node(n_threads, [&](int t) { attention.attend(0, params, q_rows, output.data(), t); });
+    return output;
+}
+
+// Outputs, what is kept with its importance, and entropies: every number that a thread computes.
+std::vector<double> run(const Case& test, const KernelTable& kernels, int n_threads) {
+    HeadStore store({test.shape}, settings_of(test.type, test.score));
+    Attention attention(store, kernels, n_threads);
+    attention.set_observation_window(40);
+    attention.set_entropy_tracking(true);
+    const std::vector<int> budgets(index(test.shape.n_head_kv), test.budget);
+    const int pages = pages_for(test.budget, store.layout(0).entries) * test.shape.n_head_kv;
+    store.set_budgets(budgets, index(pages), kProtection);
+    std::mt19937 random(42);
+    std::vector<double> results;
+    const auto note = [&](const auto& values) {
+        for (const auto value : values) results.push_back(static_cast<double>(value));
+    };
+    std::int32_t position = 0;
+    for (const int n : test.batches) {
+        note(read_batch(attention, test.shape, n, position, random, n_threads, test.window,
+                        test.sinks));
+        position += n;
+    }
+    for (int h = 0; h < test.shape.n_head_kv; ++h) {
+        note(store.positions(0, h));
+        note(store.importance(0, h));
+    }
+    note(attention.entropy_sums(0));
+    CHECK(attention.entropy_rows(0) == position);
+    CHECK((store.evicted() > 0) == (test.budget < kMaxEntries));
+    return results;
+}
+
+void test_threads_agree(const Case& test, const KernelTable& kernels) {
+    const std::vector<double> alone = run(test, kernels, 1);
+    CHECK(std::none_of(alone.begin(), alone.end(), [](double x) { return !std::isfinite(x); }));
+    for (const int n_threads : {2, 3, 4, 7})
+        check(run(test, kernels, n_threads) == alone, test.name, __FILE__, __LINE__);
+}
+
+void test_threads() {
+    const std::vector<int> decode(60, 1);
+    const std::vector<int> mixed{300, 1, 1, 5, 64, 1, 150, 2, 1, 65, 1, 1};
+    const std::vector<int> large{300, 300, 300, 200, 1, 1};
+    const LayerShape gqa{6, 2, 32, 32}, mqa{5, 1, 48, 32}, wide{16, 1, 32, 32}, many{9, 9, 16, 20};
+    const ScoreKind mass = ScoreKind::mass;
+    for (const KernelTable* kernels : available_kernels()) {
+        for (const KvType type : {KvType::f16, KvType::q8_0}) {
+            const std::vector<Case> cases{
+                {"decode", gqa, type, mass, 40, decode},
+                {"decode, wide group", wide, type, mass, 40, decode},
+                {"decode by recency", mqa, type, ScoreKind::recency, 40, decode},
+                {"mixed", gqa, type, mass, 100, mixed},
+                {"mixed by recency", gqa, type, ScoreKind::recency, 100, mixed},
+                {"mixed, window and sinks", gqa, type, mass, 100, mixed, 50, true},
+                {"mixed, MQA", mqa, type, mass, 150, mixed},
+                {"mixed, many KV heads", many, type, mass, 60, mixed},
+                {"large, nothing evicted", mqa, type, mass, kMaxEntries, large},
+            };
+            for (const Case& test : cases) test_threads_agree(test, *kernels);
+        }
+    }
+}
+
+void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::size_t most_bytes) {
+    CHECK(store.used_bytes() <= store.budget_bytes() && store.peak_bytes() <= most_bytes);
+    for (int h = 0; h < n_heads; ++h) {
+        const std::vector<std::int32_t> positions = store.positions(0, h);
+        const int n_sinks = std::min(end, kProtection.n_sinks);
+        CHECK(store.count(0, h) <= store.budget(0, h));
+        CHECK(std::set<int>(positions.begin(), positions.end()).size() == positions.size());
+        CHECK(end == 0 ? positions.empty() : positions.back() < end);
+        CHECK(n_sinks == 0 || positions.at(index(n_sinks - 1)) == n_sinks - 1);
+    }
+}
+
+// Meant for the address sanitizer: every size of micro-batch, budgets up and down, truncation.
+void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
+    const LayerShape shape{4, 2, 24, 40};
+    HeadStore store({shape}, settings_of(type, score));
+    const int n_threads = 3;
+    Attention attention(store, *available_kernels().back(), n_threads);
+    std::mt19937 random(seed);
+    const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+    std::int32_t end = 0;
+    std::size_t most_bytes = 0;
+    const auto set_budgets = [&] {
+        const std::vector<int> budgets{12 + below(300), 12 + below(300)};
+        const int per_page = store.layout(0).entries;
+        const int pages = pages_for(budgets[0], per_page) + pages_for(budgets[1], per_page);
+        store.set_budgets(budgets, index(pages + below(3)), kProtection);
+        most_bytes = std::max(most_bytes, store.budget_bytes());
+    };
+    set_budgets();
+    for (int step = 0; step < 60; ++step) {
+        const int kind = below(10);
+        if (kind == 0) {
+            set_budgets();
+        } else if (kind == 1) {
+            end = static_cast<std::int32_t>(below(end + 1));
+            store.truncate(end);
+        } else if (end < kMaxEntries - kMaxTokens) {
+            const int n = kind < 6 ? 1 : 1 + below(kind < 9 ? 20 : kMaxTokens);
+            read_batch(attention, shape, n, end, random, n_threads);
+            end += n;
+            const int n_recent = std::min(n, kProtection.recent_window);
+            for (const int head : {0, 1})
+                CHECK(store.positions(0, head).rbegin()[n_recent - 1] == end - n_recent);
+        }
+        check_store(store, 2, end, most_bytes);
+    }
+    store.truncate(0);
+    CHECK(store.entries() == 0 && store.used_bytes() == 0);
+}
+
+}  // namespace
+
+int main() {
+    test_pool_never_exceeds_its_budget();
+    test_pool_relocates_and_trims();
+    for (const KernelTable* kernels : available_kernels())
+        for (const KvType type : {KvType::f16, KvType::q8_0})
+            for (const int dim : {16, 20, 33, 64, 128})
+                test_layout_round_trip(type, *kernels, dim, 144 - dim);
+    test_threads();
+    for (const ScoreKind score : {ScoreKind::streaming, ScoreKind::recency, ScoreKind::mass})
+        for (const KvType type : {KvType::f16, KvType::q8_0})
+            for (unsigned seed = 0; seed < 8; ++seed) test_random_operations(type, score, seed);
+    std::printf("%d passed, %d failed\n", passed, failed);
+    return failed == 0 ? 0 : 1;
+}

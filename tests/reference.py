@@ -1,0 +1,299 @@
+"""The numpy oracle: every algorithm of the C++ core, written to be read, in float64.
+
+Arrays are named as in cpp/: n tokens of a micro-batch, T entries, `group` query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+F16_LARGEST = 65504.0
+QUANT_BLOCK = 32  # values that share one scale in q8_0
+DECODE_ROOM = 16  # most entries that one eviction makes room for
+
+# ---------------------------------------------------------------------------------------------
+# what K and V are after they were stored
+
+
+def round_f16(values: npt.NDArray[Any]) -> Floats:
+    """Nearest f16; beyond the range, the largest one."""
+    clipped = np.clip(values.astype(np.float32), -F16_LARGEST, F16_LARGEST)
+    return clipped.astype(np.float16).astype(np.float64)
+
+
+def round_q8_0(rows: npt.NDArray[Any]) -> Floats:
+    """Rows [..., dim] as int8 times a scale per 32 values; the scale is max |x| / 127 in f16.
+
+    In float32, as the store does it, so that halves round the same way.
+    """
+    result = np.zeros(rows.shape)
+    for first in range(0, rows.shape[-1], QUANT_BLOCK):
+        block = rows[..., first : first + QUANT_BLOCK].astype(np.float32)
+        limit = np.abs(block).max(axis=-1, keepdims=True)
+        scale = round_f16(limit / np.float32(127.0)).astype(np.float32)
+        safe = np.where(scale > 0.0, scale, np.float32(1.0))
+        steps = np.where(scale > 0.0, block * (np.float32(1.0) / safe), np.float32(0.0))
+        steps = np.clip(steps, np.float32(-127.0), np.float32(127.0))
+        away_from_zero = np.trunc(steps + np.copysign(np.float32(0.5), steps))
+        result[..., first : first + QUANT_BLOCK] = away_from_zero.astype(np.float64) * scale
+    return result
+
+
+def stored(rows: npt.NDArray[Any], kv_type: str) -> Floats:
+    """Rows of K or V as attention reads them back."""
+    return {"f16": round_f16, "q8_0": round_q8_0}[kv_type](rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# attention
+
+
+class Attention(NamedTuple):
+    """Attention of n queries: outputs [n][heads][v_dim], entropies in bits [n][heads], mass."""
+
+    outputs: Floats
+    entropies: Floats
+    mass: Floats
+    """Of a KV head: [n][T], summed over its query heads. Of a layer: [n_head_kv][n][T]."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Constants of a layer's attention, by the names that HeadwiseStore.attend gives them."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    sinks: npt.NDArray[Any] | None = None
+    """One logit per query head."""
+
+    def of_heads(self, heads: slice) -> Options:
+        """The same, with the sinks of those query heads."""
+        sinks = None if self.sinks is None else self.sinks[heads]
+        return Options(self.scale, self.softcap, self.window, sinks)
+
+
+def visible(query_positions: Ints, positions: Ints, window: int) -> Bools:
+    """[n][T]: whether a query sees an entry: not a later one, nor one that left its window."""
+    distance = query_positions[:, None] - positions[None, :]
+    seen = distance >= 0
+    return seen & (distance < window) if window > 0 else seen
+
+
+def attend_kv_head(
+    q: npt.NDArray[Any], k: Floats, v: Floats, positions: Ints, first_query: int, options: Options
+) -> Attention:
+    """One KV head: q [n][group][k_dim] at positions first_query.., k [T][k_dim], v [T][v_dim]."""
+    logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
+    if options.softcap > 0.0:
+        logits = options.softcap * np.tanh(logits / options.softcap)
+    seen = visible(first_query + np.arange(len(q)), positions, options.window)
+    logits = np.where(seen[:, None, :], logits, -np.inf)
+    if options.sinks is not None:
+        column = np.broadcast_to(options.sinks.astype(np.float64)[None, :, None], (*q.shape[:2], 1))
+        logits = np.concatenate([logits, column], axis=2)
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    entropies = -np.where(weights > 0.0, weights * np.log2(np.maximum(weights, 1e-300)), 0.0)
+    weights_of_entries = weights[:, :, : len(k)]
+    outputs = np.einsum("ngt,td->ngd", weights_of_entries, v)
+    return Attention(outputs, entropies.sum(axis=2), weights_of_entries.sum(axis=1))
+
+
+def attend_layer(
+    q: npt.NDArray[Any], k: Floats, v: Floats, first_query: int, options: Options
+) -> Attention:
+    """One layer whose entries 0..T-1 are all kept: k [T][n_head_kv][k_dim]."""
+    group = q.shape[1] // k.shape[1]
+    parts = []
+    for head in range(k.shape[1]):
+        heads = slice(head * group, (head + 1) * group)
+        of_heads = options.of_heads(heads)
+        positions = np.arange(len(k))
+        parts.append(
+            attend_kv_head(q[:, heads], k[:, head], v[:, head], positions, first_query, of_heads)
+        )
+    return Attention(
+        np.concatenate([part.outputs for part in parts], axis=1),
+        np.concatenate([part.entropies for part in parts], axis=1),
+        np.stack([part.mass for part in parts]),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# which entries stay
+
+
+def updated_importance(importance: Floats, mass: Floats, decay: float, window: int) -> Floats:
+    """After a micro-batch of n tokens with mass [n][T]: only its last `window` queries score."""
+    kept = decay ** len(mass) if decay > 0.0 else 0.0
+    updated: Floats = importance * kept + mass[-window:].sum(axis=0)
+    return updated
+
+
+def recency_score(position: int, newest: int, variation: float) -> float:
+    """The BitNet document's score; what is the newest tenth is decided in float32."""
+    span = max(newest, 1)
+    distance = newest - position
+    in_newest_tenth = np.float32(distance) < np.float32(0.1) * np.float32(span)
+    alpha = 2.0 / (span * (1.0 + variation))
+    return float(np.exp(-alpha * distance)) + (0.5 if in_newest_tenth else 0.0)
+
+
+def protected(positions: Ints, newest: int, n_sinks: int, recent_window: int) -> Bools:
+    """Entries that no eviction takes."""
+    return (positions < n_sinks) | (positions > newest - recent_window)
+
+
+def select_survivors(
+    scores: npt.NDArray[Any], positions: Ints, keep: int, n_sinks: int, recent: int, newest: int
+) -> Bools:
+    """The protected entries, then the highest scores (ties: the earlier index) up to `keep`."""
+    kept = protected(positions, newest, n_sinks, recent)
+    for index in np.argsort(-scores, kind="stable"):
+        if kept.sum() >= keep:
+            break
+        kept[index] = True
+    return kept
+
+
+def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
+    """What an eviction leaves: room for some more tokens while they come one by one."""
+    beyond_protection = budget - n_sinks - recent_window
+    room = min(max(beyond_protection // 4, 1), DECODE_ROOM)
+    return budget - max(room - n_new, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# a KV head that reads micro-batches
+
+
+@dataclass
+class Rules:
+    """What the KV heads of a store have in common."""
+
+    score: str
+    kv_type: str = "f16"
+    n_sinks: int = 4
+    recent_window: int = 8
+    variation: float = 0.0
+    decay: float = 0.0
+    observation_window: int = 64
+
+
+@dataclass
+class ReferenceHead:
+    """What one KV head keeps, in the order of positions."""
+
+    rules: Rules
+    k_dim: int
+    v_dim: int
+    budget: int
+    positions: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    k: Floats = field(init=False)
+    v: Floats = field(init=False)
+    importance: Floats = field(default_factory=lambda: np.zeros(0))
+    evicted: int = 0
+
+    def __post_init__(self) -> None:
+        """Start empty."""
+        self.k, self.v = np.zeros((0, self.k_dim)), np.zeros((0, self.v_dim))
+
+    def read(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        first_position: int,
+        options: Options,
+    ) -> Attention:
+        """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]); nothing is evicted yet."""
+        self.positions = np.append(self.positions, first_position + np.arange(len(k)))
+        self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
+        self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
+        self.importance = np.append(self.importance, np.zeros(len(k)))
+        result = attend_kv_head(q, self.k, self.v, self.positions, first_position, options)
+        if self.rules.score == "mass":
+            self.importance = updated_importance(
+                self.importance, result.mass, self.rules.decay, self.rules.observation_window
+            )
+        return result
+
+    def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Evict after a micro-batch of n_new tokens, to `theirs` if that is a right choice."""
+        if len(self.positions) > self.budget:
+            rules = self.rules
+            self._evict(
+                entries_to_keep(self.budget, n_new, rules.n_sinks, rules.recent_window), theirs
+            )
+        np.testing.assert_array_equal(theirs, self.positions)
+
+    def set_budget(self, budget: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Evict down to another budget, to `theirs` if that is a right choice."""
+        self.budget = budget
+        if len(self.positions) > budget:
+            self._evict(budget, theirs)
+        np.testing.assert_array_equal(theirs, self.positions)
+
+    def truncate(self, position: int) -> None:
+        """Forget what was read from `position` on."""
+        self._keep(self.positions < position)
+
+    def scores(self) -> Floats:
+        """Of every entry: the higher, the longer it stays."""
+        if self.rules.score == "mass":
+            return self.importance
+        if self.rules.score == "streaming":
+            return self.positions.astype(np.float64)
+        newest = int(self.positions.max())
+        scores = [recency_score(int(p), newest, self.rules.variation) for p in self.positions]
+        return np.array(scores)
+
+    def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Keep the survivors; where scores are as good as equal, those that `theirs` chose."""
+        scores, newest = self.scores(), int(self.positions.max())
+        n_sinks, recent = self.rules.n_sinks, self.rules.recent_window
+        ours = select_survivors(scores, self.positions, keep, n_sinks, recent, newest)
+        chosen = np.isin(self.positions, theirs)
+        free = ~protected(self.positions, newest, n_sinks, recent)
+        if (ours != chosen).any() and ours.sum() == chosen.sum() and (ours & free).any():
+            threshold = scores[ours & free].min()
+            nearly_equal = np.isclose(scores, threshold, rtol=1e-4, atol=1e-6)
+            if nearly_equal[ours != chosen].all():
+                ours = chosen
+        self.evicted += int((~ours).sum())
+        self._keep(ours)
+
+    def _keep(self, kept: Bools) -> None:
+        self.positions, self.importance = self.positions[kept], self.importance[kept]
+        self.k, self.v = self.k[kept], self.v[kept]
+
+
+# ---------------------------------------------------------------------------------------------
+# budgets
+
+
+def pages_for(entries: int, entries_per_page: int) -> int:
+    """Whole pages that hold so many entries."""
+    return -(-entries // entries_per_page)
+
+
+def check_shares(
+    budgets: Sequence[int], mean: int, most: int, floor: int, pages: list[int]
+) -> None:
+    """Assert what must hold for every shared budget; `pages`: entries per page of every head."""
+    mean = min(mean, most)
+    assert len(budgets) == len(pages)
+    assert all(floor <= budget <= most for budget in budgets)
+    assert sum(budgets) <= mean * len(budgets)
+    used = sum(pages_for(budget, n) for budget, n in zip(budgets, pages, strict=True))
+    assert used <= sum(pages_for(mean, n) for n in pages)

@@ -1,0 +1,298 @@
+"""Attention over pages against the numpy oracle: every kernel, every kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from entropykv import _core
+from tests.reference import (
+    F16_LARGEST,
+    Floats,
+    Options,
+    attend_layer,
+    round_f16,
+    round_q8_0,
+    stored,
+    updated_importance,
+)
+
+Array = npt.NDArray[np.float32]
+
+KERNELS = _core.available_kernels()
+KV_TYPES = ("f16", "q8_0")
+MAX_TOKENS = 256
+MAX_ENTRIES = 1536
+
+# The oracle reads the same rounded K and V, so that what is left is float32 arithmetic.
+OUTPUT_TOLERANCE = 2e-5
+ENTROPY_TOLERANCE = 1.5e-5
+IMPORTANCE_TOLERANCE = 1e-4
+
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+each_type = pytest.mark.parametrize("kv_type", KV_TYPES)
+
+
+@dataclass
+class Layer:
+    """One layer in both stores; every micro-batch is read by both and compared."""
+
+    kernel: str
+    kv_type: str
+    n_head_kv: int = 2
+    group: int = 2
+    k_dim: int = 64
+    v_dim: int = 64
+    decay: float = 0.0
+    observation_window: int = MAX_TOKENS
+    query_size: float = 2.0
+    slack: float = 1.0
+    """Factor of the tolerances of entropies and importance."""
+    seed: int = 0
+    store: _core.HeadwiseStore = field(init=False)
+    k: Floats = field(init=False)
+    v: Floats = field(init=False)
+    importance: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        """An empty store whose budget holds everything."""
+        shape = _core.LayerShape(
+            self.n_head_kv * self.group, self.n_head_kv, self.k_dim, self.v_dim
+        )
+        self.store = _core.HeadwiseStore(
+            [shape],
+            self.kv_type,
+            _core.ScoreKind.mass,
+            n_sinks=4,
+            recent_window=4,
+            variation=0.0,
+            mass_decay=self.decay,
+            observation_window=self.observation_window,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+            kernels=self.kernel,
+        )
+        _, (per_page,) = _core.page_geometry([shape], self.kv_type)
+        pages = self.n_head_kv * _core.pages_for(MAX_ENTRIES, per_page)
+        self.store.set_budgets([MAX_ENTRIES] * self.n_head_kv, pages, 4, 4)
+        self.random = np.random.default_rng(self.seed)
+        self.k = np.zeros((0, self.n_head_kv, self.k_dim))
+        self.v = np.zeros((0, self.n_head_kv, self.v_dim))
+        self.importance = np.zeros((self.n_head_kv, 0))
+
+    def normal(self, *shape: int) -> Array:
+        return self.random.standard_normal(shape, dtype=np.float32)
+
+    def read(
+        self, n_tokens: int, k_size: float = 1.0, options: Options | None = None
+    ) -> tuple[Array, Floats]:
+        """Read a random micro-batch; returns the outputs of the store and of the oracle."""
+        options = options or Options(self.k_dim**-0.5)
+        q = self.normal(n_tokens, self.n_head_kv * self.group, self.k_dim) * self.query_size
+        k = self.normal(n_tokens, self.n_head_kv, self.k_dim) * np.float32(k_size)
+        v = self.normal(n_tokens, self.n_head_kv, self.v_dim)
+        position = len(self.k)
+        self.k = np.concatenate([self.k, stored(k, self.kv_type)])
+        self.v = np.concatenate([self.v, stored(v, self.kv_type)])
+        expected = attend_layer(q, self.k, self.v, position, options)
+        self.store.track_entropy(True)
+        output = self.store.attend(0, q, k, v, position=position, **vars(options))
+        self.importance = np.stack(
+            [
+                updated_importance(
+                    np.append(old, np.zeros(n_tokens)), mass, self.decay, self.observation_window
+                )
+                for old, mass in zip(self.importance, expected.mass, strict=True)
+            ]
+        )
+        self.check_statistics(expected.entropies)
+        return output, expected.outputs
+
+    def check_statistics(self, entropies: Floats) -> None:
+        """Entropies of the last micro-batch, and importance."""
+        actual = self.store.entropies(0)
+        atol = self.slack * ENTROPY_TOLERANCE
+        np.testing.assert_allclose(actual, entropies.mean(axis=0), rtol=0, atol=atol)
+        atol = self.slack * IMPORTANCE_TOLERANCE
+        for head, expected in enumerate(self.importance):
+            importance = self.store.importance(0, head)
+            np.testing.assert_allclose(importance, expected, rtol=1e-5, atol=atol)
+
+    def check(self, batches: Sequence[int], **options: Any) -> None:
+        """Read micro-batches one after another."""
+        for n_tokens in batches:
+            layer_options = Options(self.k_dim**-0.5, **options)
+            output, expected = self.read(n_tokens, options=layer_options)
+            np.testing.assert_allclose(output, expected, rtol=0, atol=OUTPUT_TOLERANCE)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize(
+    "dims",
+    [
+        *((dim, dim) for dim in (16, 20, 64, 80, 96, 128, 256)),
+        *((64, 128), (128, 64), (20, 36), (192, 128), (48, 16)),
+    ],
+    ids=lambda dims: f"{dims[0]}x{dims[1]}",
+)
+def test_head_sizes(kernel: str, kv_type: str, dims: tuple[int, int]) -> None:
+    Layer(kernel, kv_type, k_dim=dims[0], v_dim=dims[1]).check([70, 1, 5])
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("n_head_kv", [1, 2])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 11, 12, 16])
+def test_query_heads_share_a_kv_head(kernel: str, kv_type: str, n_head_kv: int, group: int) -> None:
+    Layer(kernel, kv_type, n_head_kv=n_head_kv, group=group, k_dim=32, v_dim=32).check([65, 1, 2])
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize(
+    "batches",
+    [
+        *([n] for n in (1, 2, 7, 63, 64, 65, 200)),
+        [1] * 70,
+        [130, 7, 1, 1, 33, 1],
+        [1, 200, 2, 64, 65, 1, 63],
+        [MAX_TOKENS] * 4 + [1, 2, 1, 150, 1],  # beyond 1024 entries decode splits otherwise
+    ],
+    ids=lambda batches: "_".join(map(str, batches[:7])),
+)
+def test_micro_batches(kernel: str, kv_type: str, batches: list[int]) -> None:
+    Layer(kernel, kv_type, n_head_kv=1, group=3, k_dim=32, v_dim=32).check(batches)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("group", [3, 12])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [0, 1, 50])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_kinds_of_layers(
+    kernel: str, kv_type: str, group: int, sinks: bool, window: int, softcap: float
+) -> None:
+    layer = Layer(kernel, kv_type, group=group, k_dim=32, v_dim=32)
+    logits = layer.normal(2 * group) * 3 if sinks else None
+    layer.check([130, 1, 9, 1], softcap=softcap, window=window, sinks=logits)
+
+
+@each_kernel
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_long_layer_of_many_heads_is_not_split_by_entries(kernel: str, window: int) -> None:
+    layer = Layer(kernel, "f16", n_head_kv=4, k_dim=32, v_dim=32)
+    layer.check([200, 200, 200, 3, 1, 1], window=window)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("observation_window", [1, 16, 40])
+def test_importance_of_an_observation_window(
+    kernel: str, kv_type: str, decay: float, observation_window: int
+) -> None:
+    layer = Layer(kernel, kv_type, decay=decay, observation_window=observation_window, group=3)
+    layer.check([100, 17, 1, 1, 5, 70])
+    assert (layer.importance > 0.0).any()
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("sinks", [False, True])
+def test_entropy_of_equal_logits_is_the_logarithm_of_what_is_seen(
+    kernel: str, kv_type: str, sinks: bool
+) -> None:
+    layer = Layer(kernel, kv_type, query_size=0.0)
+    zeros = np.zeros(4, np.float32) if sinks else None
+    for n_before, n_tokens in ((0, 1), (1, 100), (101, 1)):
+        layer.check([n_tokens], sinks=zeros)
+        seen = n_before + 1 + np.arange(n_tokens) + sinks
+        bits = np.log2(seen).mean()
+        np.testing.assert_allclose(layer.store.entropies(0), [bits] * 4, rtol=0, atol=2e-5)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+def test_large_logits(kernel: str, kv_type: str, softcap: float) -> None:
+    """Logits far beyond what e^x can hold: softmax is all but a choice of one."""
+    layer = Layer(kernel, kv_type, query_size=300.0, slack=5.0)
+    logits = layer.normal(4) * 500
+    for options in (Options(64**-0.5, softcap), Options(64**-0.5, softcap, sinks=logits)):
+        for n_tokens in (70, 1, 5, 1):
+            output, expected = layer.read(n_tokens, options=options)
+            # float32 logits of 1000 are off by 1e-4: so is a weight, where two are close
+            np.testing.assert_allclose(output, expected, rtol=0, atol=2e-3)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("size", [1e6, 1e30, np.inf])
+def test_huge_keys_and_values_are_stored_finite(kernel: str, kv_type: str, size: float) -> None:
+    """An infinity in the store would turn every later row into NaN."""
+    largest = F16_LARGEST if kv_type == "f16" else min(size, F16_LARGEST * 127)
+    layer = Layer(kernel, kv_type, n_head_kv=1, group=1, k_dim=32, v_dim=32)
+    ones = np.ones((2, 1, 32), np.float32)
+    signs = np.array([1.0, -1.0], np.float32)[:, None, None]
+    output = layer.store.attend(0, ones, ones * signs * size, ones * signs * size, 32**-0.5)
+    np.testing.assert_allclose(output, np.full((2, 1, 32), largest), rtol=1e-3)
+    later = layer.store.attend(0, -ones[:1], ones[:1], ones[:1], 32**-0.5, position=2)
+    np.testing.assert_allclose(later, np.full((1, 1, 32), -largest), rtol=1e-3)
+
+
+@each_type
+@pytest.mark.parametrize("batches", [[1] * 9, [90, 1, 6]])
+def test_kernels_agree(kv_type: str, batches: list[int]) -> None:
+    outputs = {}
+    for kernel in KERNELS:
+        layer = Layer(kernel, kv_type, k_dim=80, v_dim=48)
+        outputs[kernel] = np.concatenate([layer.read(n)[0] for n in batches])
+    for kernel in KERNELS[1:]:
+        np.testing.assert_allclose(outputs[kernel], outputs[KERNELS[0]], rtol=0, atol=1e-5)
+
+
+def test_rounding_of_the_oracle() -> None:
+    """The oracle itself: f16 and q8_0 as ggml rounds them."""
+    values = np.array([1.0, 1.0 + 2**-11, 1.0 + 3 * 2**-11, 1e6, -1e30, 2**-25, 2**-24])
+    np.testing.assert_array_equal(
+        round_f16(values), [1.0, 1.0, 1.0 + 2**-9, 65504.0, -65504.0, 0.0, 2**-24]
+    )
+    row = np.zeros((1, 64))
+    row[0, :5] = [127.0, 0.5, -0.5, 1.49, -2.5]  # the scale is 1: halves go away from zero
+    row[0, 32] = 63.5  # another block, with a scale of a half
+    row[0, 33] = 0.26
+    rounded = round_q8_0(row)
+    np.testing.assert_array_equal(rounded[0, :5], [127.0, 1.0, -1.0, 1.0, -3.0])
+    np.testing.assert_array_equal(rounded[0, 32:34], [63.5, 0.5])
+    np.testing.assert_array_equal(round_q8_0(np.zeros((2, 40))), np.zeros((2, 40)))
+
+
+@pytest.mark.parametrize("wrong", ["heads", "k_dim", "tokens", "dimensions", "v_dim"])
+def test_rows_of_another_shape_are_refused(wrong: str) -> None:
+    layer = Layer(KERNELS[0], "f16")
+    q, k, v = layer.normal(3, 4, 64), layer.normal(3, 2, 64), layer.normal(3, 2, 64)
+    bad = {
+        "heads": (layer.normal(3, 2, 64), k, v),
+        "k_dim": (q, layer.normal(3, 2, 63), v),
+        "tokens": (q, layer.normal(2, 2, 64), v),
+        "dimensions": (q, k, layer.normal(3, 128)),
+        "v_dim": (q, k, layer.normal(3, 2, 65)),
+    }
+    with pytest.raises(ValueError, match=r"\[n_tokens\]\[heads\]\[dim\]"):
+        layer.store.attend(0, *bad[wrong], 0.125)
+    assert layer.store.entries == 0
+
+
+def test_a_kernel_or_type_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernels named mmx"):
+        Layer("mmx", "f16")
+    with pytest.raises(ValueError, match="kv_type must be f16 or q8_0, not q4_0"):
+        Layer(KERNELS[0], "q4_0")

@@ -1,0 +1,291 @@
+"""The headwise store under random operations: what it keeps, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entropykv import _core
+from tests.reference import Options, ReferenceHead, Rules
+
+MAX_TOKENS = 96
+MAX_ENTRIES = 400
+N_SINKS = 3
+RECENT = 6
+FLOOR = N_SINKS + RECENT
+
+# Three layers of different entries: their pages hold 16 entries and more.
+SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
+LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
+HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
+
+SCORES = ("streaming", "recency", "mass")
+KV_TYPES = ("f16", "q8_0")
+
+
+def pages_of(budgets: list[int], kv_type: str) -> int:
+    _, per_page = _core.page_geometry(LAYERS, kv_type)
+    return sum(
+        _core.pages_for(budget, per_page[layer])
+        for (layer, _), budget in zip(HEADS, budgets, strict=True)
+    )
+
+
+@dataclass
+class Pair:
+    """A store and the oracle of each of its heads, doing the same."""
+
+    rules: Rules
+    budgets: list[int]
+    seed: int = 0
+    position: int = 0
+    largest_budget: int = 0
+    store: _core.HeadwiseStore = field(init=False)
+    heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Both empty, with the same budgets."""
+        self.random = np.random.default_rng(self.seed)
+        self.store = _core.HeadwiseStore(
+            LAYERS,
+            self.rules.kv_type,
+            getattr(_core.ScoreKind, self.rules.score),
+            n_sinks=N_SINKS,
+            recent_window=RECENT,
+            variation=self.rules.variation,
+            mass_decay=self.rules.decay,
+            observation_window=self.rules.observation_window,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+        )
+        self.heads = {
+            (layer, head): ReferenceHead(self.rules, *SHAPES[layer][2:], budget=budget)
+            for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
+        }
+        self.set_budgets(self.budgets, 0)
+
+    def set_budgets(self, budgets: list[int], spare_pages: int) -> None:
+        pages = pages_of(budgets, self.rules.kv_type) + spare_pages
+        self.store.set_budgets(budgets, pages, N_SINKS, RECENT)
+        self.largest_budget = max(self.largest_budget, self.store.budget_bytes)
+        for key, budget in zip(HEADS, budgets, strict=True):
+            self.heads[key].set_budget(budget, self.store.positions(*key))
+        self.check()
+
+    def attend(self, n_tokens: int) -> None:
+        """A micro-batch through all layers; outputs show that K and V moved with their entries."""
+        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
+        if n_tokens == 0:
+            return
+        for layer in range(len(SHAPES)):
+            self.attend_layer(layer, n_tokens)
+        self.position += n_tokens
+        self.check()
+
+    def attend_layer(self, layer: int, n_tokens: int) -> None:
+        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
+        normal = self.random.standard_normal
+        q = normal((n_tokens, n_head, k_dim), np.float32) * 2
+        k = normal((n_tokens, n_head_kv, k_dim), np.float32)
+        v = normal((n_tokens, n_head_kv, v_dim), np.float32)
+        options = Options(k_dim**-0.5)
+        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        group = n_head // n_head_kv
+        for head in range(n_head_kv):
+            heads = slice(head * group, (head + 1) * group)
+            oracle = self.heads[layer, head]
+            expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
+            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=2e-5)
+            oracle.settle(n_tokens, self.store.positions(layer, head))
+
+    def truncate(self, position: int) -> None:
+        self.position = min(position, self.position)
+        self.store.truncate(self.position)
+        for oracle in self.heads.values():
+            oracle.truncate(self.position)
+        self.check()
+
+    def check(self) -> None:
+        """Everything that holds after every operation."""
+        for key, oracle in self.heads.items():
+            np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
+            assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
+            if self.rules.score == "mass":
+                importance = self.store.importance(*key)
+                np.testing.assert_allclose(importance, oracle.importance, rtol=1e-4, atol=1e-4)
+        assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())
+        assert self.store.evicted == sum(oracle.evicted for oracle in self.heads.values())
+        assert self.store.used_bytes <= self.store.budget_bytes
+        assert self.store.used_bytes <= self.store.mapped_bytes
+        assert self.store.used_bytes <= self.store.peak_bytes <= self.largest_budget
+
+
+budget_lists = st.lists(st.integers(FLOOR, 160), min_size=len(HEADS), max_size=len(HEADS))
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("attend"), st.integers(1, MAX_TOKENS)),
+        st.tuples(st.just("decode"), st.integers(1, 20)),
+        st.tuples(st.just("set_budgets"), budget_lists, st.integers(0, 3)),
+        st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
+    match operation:
+        case ("attend", n_tokens):
+            pair.attend(n_tokens)
+        case ("decode", n_steps):
+            for _ in range(n_steps):
+                pair.attend(1)
+        case ("set_budgets", budgets, spare_pages):
+            pair.set_budgets(budgets, spare_pages)
+        case ("truncate", fraction):
+            pair.truncate(round(fraction * pair.position))
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("score", SCORES)
+@settings(max_examples=150, deadline=None)
+@given(
+    budgets=budget_lists,
+    todo=operations,
+    variation=st.sampled_from([0.0, 0.7]),
+    decay=st.sampled_from([0.0, 0.9, 0.99, 1.0]),
+    observation_window=st.sampled_from([1, 16, 128]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_random_operations_keep_what_the_oracle_keeps(
+    score: str,
+    kv_type: str,
+    budgets: list[int],
+    todo: list[tuple[Any, ...]],
+    variation: float,
+    decay: float,
+    observation_window: int,
+    seed: int,
+) -> None:
+    rules = Rules(score, kv_type, N_SINKS, RECENT, variation, decay, observation_window)
+    pair = Pair(rules, budgets, seed)
+    for operation in todo:
+        perform(pair, operation)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("batches", [[1] * 120, [96, 96, 96], [50, 1, 7, 1, 1, 90]])
+def test_sinks_and_recent_window_survive_every_eviction(score: str, batches: list[int]) -> None:
+    pair = Pair(Rules(score, "q8_0", N_SINKS, RECENT), [FLOOR + 3 * i for i in range(len(HEADS))])
+    for n_tokens in batches:
+        pair.attend(n_tokens)
+        kept = {key: set(pair.store.positions(*key).tolist()) for key in HEADS}
+        newest = set(range(max(pair.position - RECENT, 0), pair.position))
+        oldest = set(range(min(N_SINKS, pair.position)))
+        assert all(oldest | newest <= positions for positions in kept.values())
+    assert pair.store.evicted > 0
+
+
+def test_the_entries_with_most_attention_are_kept() -> None:
+    """By hand: queries that point at the keys of two early tokens keep them."""
+    store = store_of_one_head(_core.ScoreKind.mass, max_entries=64)
+    store.set_budgets([FLOOR + 2], 1, N_SINKS, RECENT)
+    k = np.zeros((40, 1, 32), np.float32)
+    k[[9, 17], 0, 0] = 30.0
+    q = np.zeros((40, 1, 32), np.float32)
+    q[..., 0] = 1.0
+    store.attend(0, q, k, k, 1.0)
+    assert store.positions(0, 0).tolist() == [0, 1, 2, 9, 17, *range(34, 40)]
+    assert store.evicted == 40 - FLOOR - 2
+
+
+def test_decoding_evicts_for_several_tokens_at_once() -> None:
+    store = store_of_one_head(_core.ScoreKind.streaming, max_entries=200)
+    budget = FLOOR + 40  # a quarter of 40 is the room that one eviction makes
+    store.set_budgets([budget], 8, N_SINKS, RECENT)
+    row = np.ones((1, 1, 32), np.float32)
+    counts = []
+    for position in range(100):
+        store.attend(0, row, row, row, 1.0, position=position)
+        counts.append(store.entries)
+    assert counts[: budget + 1] == [*range(1, budget + 1), budget - 9]
+    assert max(counts) == budget
+    assert set(counts[budget:]) == set(range(budget - 9, budget + 1))
+
+
+def store_of_one_head(
+    score: _core.ScoreKind, max_entries: int, dim: int = 32
+) -> _core.HeadwiseStore:
+    shape = _core.LayerShape(1, 1, dim, dim)
+    return _core.HeadwiseStore(
+        [shape], "f16", score, N_SINKS, RECENT, 0.0, 0.0, 64, 512, max_entries, 1
+    )
+
+
+def test_memory_goes_back_after_a_large_shrink() -> None:
+    store = store_of_one_head(_core.ScoreKind.streaming, max_entries=20_000, dim=128)
+    shape = _core.LayerShape(1, 1, 128, 128)
+    page_bytes, (per_page,) = _core.page_geometry([shape], "f16")
+    pages = _core.pages_for(20_000, per_page)
+    store.set_budgets([20_000], pages, N_SINKS, RECENT)
+    assert store.mapped_bytes == 0  # nothing is taken before it is needed
+    rows = np.ones((512, 1, 128), np.float32)
+    for position in range(0, 16_384, 512):
+        store.attend(0, rows, rows, rows, 0.0, position=position, window=1)
+    full = store.mapped_bytes
+    assert full >= 16_384 * 512 > 3 * 2**20
+    store.set_budgets([1000], _core.pages_for(1000, per_page), N_SINKS, RECENT)
+    assert store.entries == 1000
+    assert store.mapped_bytes <= 2 * 2**20 < full
+    assert store.budget_bytes == _core.pages_for(1000, per_page) * page_bytes
+    expected = [*range(N_SINKS), *range(16_384 - 1000 + N_SINKS, 16_384)]
+    assert store.positions(0, 0).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("budgets", "spare_pages", "message"),
+    [
+        ([20] * 5, 0, "too few budgets"),
+        ([20] * 7, 0, "too many budgets"),
+        ([20] * 6, -1, "the budgets exceed the pool"),
+        ([20] * 5 + [FLOOR - 1], 0, "below sinks"),
+        ([20] * 5 + [MAX_ENTRIES + 1], 0, "outside of 1 .. max_entries"),
+        ([0] + [20] * 5, 0, "outside of 1 .. max_entries"),
+        ([-5] + [20] * 5, 0, "outside of 1 .. max_entries"),
+    ],
+)
+def test_impossible_budgets_are_refused_and_change_nothing(
+    budgets: list[int], spare_pages: int, message: str
+) -> None:
+    pair = Pair(Rules("mass", "f16", N_SINKS, RECENT), [30] * 6)
+    pair.attend(25)
+    pages = pages_of([*budgets, 20][:6], "f16") + spare_pages
+    with pytest.raises(ValueError, match=message):
+        pair.store.set_budgets(budgets, pages, N_SINKS, RECENT)
+    pair.check()
+    pair.attend(60)
+
+
+@pytest.mark.parametrize("n_tokens", [0, -1, MAX_TOKENS + 1])
+def test_a_micro_batch_of_impossible_length_is_refused(n_tokens: int) -> None:
+    pair = Pair(Rules("mass", "f16", N_SINKS, RECENT), [30] * 6)
+    with pytest.raises(ValueError, match=r"outside of 1 \.\. max_tokens"):
+        pair.store.begin(n_tokens, 0)
+
+
+def test_pages_of_every_layer_have_the_same_bytes() -> None:
+    """A layer with smaller entries has more of them in a page; the largest has 16."""
+    page_bytes, per_page = _core.page_geometry(LAYERS, "f16")
+    assert min(per_page) == per_page[1] == 16
+    sizes = [2 * (32 + 32) + 8, 2 * (48 + 64) + 8, 2 * (16 + 32) + 8]
+    for entries, size in zip(per_page, sizes, strict=True):
+        assert entries * size <= page_bytes < (entries + 4) * size + 4 * 64
+    alone, (entries,) = _core.page_geometry([LAYERS[2]], "q8_0")
+    assert entries == 16
+    assert alone < page_bytes
