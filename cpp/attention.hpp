@@ -42,7 +42,7 @@ public:
     Attention(HeadStore& store, const KernelTable& kernels, int n_threads);
 
     // The last `tokens` queries of a micro-batch are those that score (observation window).
-    void set_observation_window(int tokens) { observation_window_ = tokens; }
+    void set_observation_window(int tokens) { observation_window_ = tokens < 1 ? 1 : tokens; }
     void set_entropy_tracking(bool on) { track_entropy_ = on; }
 
     // Before every llama_decode: reserves pages and scratch for n_tokens at base_position. Nothing

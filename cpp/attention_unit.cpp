@@ -268,7 +268,7 @@ void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& 
     over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {
         task.entries = range;
         task.masked = masked;
-        kernels_.prompt_mass(task, first_row, mass + offset);
+        kernels_.prompt_mass(task, first_row, kNeighbourhood, mass + offset);
     });
 }
 

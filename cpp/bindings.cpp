@@ -63,6 +63,8 @@ public:
         check(q, shape.n_head, shape.k_dim);
         check(k, shape.n_head_kv, shape.k_dim);
         check(v, shape.n_head_kv, shape.v_dim);
+        if (sinks && sinks->size() != shape.n_head)
+            throw std::invalid_argument("sinks must be one for every query head");
         if (sinks) params.sinks = sinks->data();
         py::array_t<float> output({n_tokens, shape.n_head, shape.v_dim});
         const auto rows = [](const InputArray<float>& a) {
@@ -224,6 +226,7 @@ void bind_headwise(py::module_& m) {
             [](const Headwise& self, int layer) {
                 std::vector<double> means = self.attention.entropy_sums(layer);
                 const auto rows = static_cast<double>(self.attention.entropy_rows(layer));
+                if (rows == 0.0) throw std::invalid_argument("nothing was attended to yet");
                 for (double& mean : means) mean /= rows;
                 return to_array(means);
             },

@@ -18,7 +18,7 @@ std::vector<double> capped_shares(const std::vector<double>& weights, double tot
         double weight_sum = 0.0;
         for (std::size_t i = 0; i < weights.size(); ++i)
             if (!capped[i]) weight_sum += weights[i];
-        if (weight_sum <= 0.0) break;
+        if (weight_sum < 1e-6) break;
         const double unit = rest / weight_sum;
         for (std::size_t i = 0; i < weights.size(); ++i) {
             if (capped[i]) continue;
@@ -54,6 +54,13 @@ std::vector<int> share_budget(const BudgetRequest& request) {
     if (request.mean_entries < request.floor_entries)
         throw std::invalid_argument("the mean budget is below the floor");
     const std::size_t n_heads = request.entries_per_page.size();
+    if (!request.weights.empty() && request.weights.size() != n_heads)
+        throw std::invalid_argument("weights must be one for every KV head, or none");
+    for (const double weight : request.weights)
+        if (!(weight >= 0.0 && weight <= 1e6))
+            throw std::invalid_argument("a weight outside of 0 .. 1e6");
+    for (const int per_page : request.entries_per_page)
+        if (per_page < 1) throw std::invalid_argument("a page must hold an entry");
     const int mean = std::min(request.mean_entries, request.max_entries);
     std::vector<int> budgets(n_heads, mean);
     if (request.weights.empty() || mean == request.max_entries) return budgets;

@@ -13,7 +13,6 @@ namespace entropykv {
 namespace {
 
 constexpr int kOpsPerLayer = 3;  // K write, V write, attention
-constexpr int kMaxHeadDim = 1024;
 
 // ggml-impl.h's ggml_custom_op_params, which no public header has.
 struct CustomOp {

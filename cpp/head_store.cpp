@@ -9,6 +9,21 @@
 
 namespace entropykv {
 
+namespace {
+
+void check_shapes(const std::vector<LayerShape>& shapes) {
+    if (shapes.empty()) throw std::invalid_argument("a store needs layers");
+    for (const LayerShape& shape : shapes) {
+        if (shape.n_head_kv < 1 || shape.n_head < 1 || shape.n_head % shape.n_head_kv != 0)
+            throw std::invalid_argument("query heads must be a multiple of KV heads");
+        if (shape.k_dim < 1 || shape.v_dim < 1 || shape.k_dim > kMaxHeadDim ||
+            shape.v_dim > kMaxHeadDim)
+            throw std::invalid_argument("a head size outside of 1 .. 1024");
+    }
+}
+
+}  // namespace
+
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
     std::size_t bytes = 0;
     for (const LayerShape& shape : layers)
@@ -31,6 +46,9 @@ std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvTy
 
 HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings& settings)
     : settings_(settings), pool_(pool_page_bytes(shapes, settings.type), 0) {
+    check_shapes(shapes);
+    if (settings.max_tokens < 1 || settings.max_entries < 1)
+        throw std::invalid_argument("max_tokens and max_entries must be 1 or more");
     const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         Layer layer{shapes[i], layouts[i], {}};
@@ -156,9 +174,17 @@ void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index,
 void HeadStore::add_mass(const Layer& layer, const Head& head, int head_index, int n_staged,
                          const float* mass) noexcept {
     const float factor = decay_factor(settings_.mass_decay, n_staged);
+    // The mass of a prompt's queries leaves their neighbourhood out already; that of a single
+    // query does not.
+    const Slot last = staged_slot(layer, head_index, n_staged - 1);
+    const std::int32_t newest = layer.layout.positions(last.page)[last.index];
+    const std::int32_t limit = n_staged == 1 ? newest - kNeighbourhood : newest;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = layer.layout.positions(page);
         float* importance = layer.layout.importance(page);
-        for (int i = 0; i < n; ++i) importance[i] = importance[i] * factor + mass[first + i];
+        for (int i = 0; i < n; ++i)
+            importance[i] =
+                importance[i] * factor + (positions[i] <= limit ? mass[first + i] : 0.0f);
     });
 }
 
@@ -224,9 +250,13 @@ void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_
     const int total = head.count + n_staged;
     const std::int32_t newest = gather(layer, head, head_index, n_staged, workspace);
     score(total, newest, workspace);
-    const int n_kept = select_survivors(workspace.scores.data(), workspace.positions.data(), total,
-                                        keep, settings_.protection, newest, workspace.kept.data(),
-                                        workspace.scratch.data());
+    const auto select = [&](const Protection& protection) {
+        return select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
+                                protection, newest, workspace.kept.data(),
+                                workspace.scratch.data());
+    };
+    int n_kept = select(settings_.protection);
+    if (n_kept > head.budget) n_kept = select({0, 0});  // the pool's bytes come first
     apply(layer, head, head_index, n_staged, workspace.kept.data());
     evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
 }

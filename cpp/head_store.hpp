@@ -114,7 +114,7 @@ private:
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     const Head& head_at(int layer, int head) const {
-        return layers_[index(layer)].heads[index(head)];
+        return layers_.at(index(layer)).heads.at(index(head));
     }
     static Slot stored_slot(const Layer& layer, const Head& head, int i);
     Slot staged_slot(const Layer& layer, int head, int i) const;

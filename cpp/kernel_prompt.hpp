@@ -189,7 +189,7 @@ void prompt_typed(const PromptTask& task) {
 }
 
 template <KvType Type>
-void prompt_mass_typed(const PromptTask& task, int first_row, float* mass) {
+void prompt_mass_typed(const PromptTask& task, int first_row, float neighbourhood, float* mass) {
     const PageLayout& layout = *task.entries.layout;
     const PromptScratch scratch = split_scratch(task);
     const Vec floor = broadcast(0.5f * kMaskedLogit);
@@ -207,12 +207,16 @@ void prompt_mass_typed(const PromptTask& task, int first_row, float* mass) {
         tile_scores(task, scratch.k, tile.count, scratch.logits);
         if (task.masked) mask_scores(task, tile, scratch.logits);
         for (int e = 0; e < tile.count; ++e) {
+            const Vec reach =
+                broadcast(static_cast<float>(*tile.positions[e]) + neighbourhood - 0.5f);
             Vec sums = zero();
             for (int row = 0; row < task.rows; row += kLanes) {
                 const Vec logit = load(scratch.logits + e * kRowTile + row);
                 const Vec weight = where_less(logit, floor, zero(),
                                               exponential(logit - load(scratch.shifts + row)));
-                sums = multiply_add(weight, load(scratch.factors + row), sums);
+                const Vec probability = where_less(load(task.row_positions + row), reach, zero(),
+                                                   weight * load(scratch.factors + row));
+                sums = multiply_add(probability, probability, sums);
             }
             mass[first - task.entries.first + e] += sum(sums);
         }
@@ -227,11 +231,11 @@ void prompt(const PromptTask& task) {
     }
 }
 
-void prompt_mass(const PromptTask& task, int first_row, float* mass) {
+void prompt_mass(const PromptTask& task, int first_row, float neighbourhood, float* mass) {
     if (task.entries.layout->type == KvType::f16) {
-        prompt_mass_typed<KvType::f16>(task, first_row, mass);
+        prompt_mass_typed<KvType::f16>(task, first_row, neighbourhood, mass);
     } else {
-        prompt_mass_typed<KvType::q8_0>(task, first_row, mass);
+        prompt_mass_typed<KvType::q8_0>(task, first_row, neighbourhood, mass);
     }
 }
 
@@ -240,14 +244,14 @@ void logits_mass(const float* logits, int n, float max, float total, float* mass
     const Vec scale = broadcast(1.0f / total);
     int j = 0;
     for (; j + kLanes <= n; j += kLanes) {
-        const Vec weight = exponential(load(logits + j) - shift);
-        store(mass + j, multiply_add(weight, scale, load(mass + j)));
+        const Vec probability = exponential(load(logits + j) - shift) * scale;
+        store(mass + j, multiply_add(probability, probability, load(mass + j)));
     }
     if (j == n) return;
     float rest[kLanes];
     for (int i = 0; i < kLanes; ++i) rest[i] = j + i < n ? logits[j + i] : kMaskedLogit;
     store(rest, exponential(load(rest) - shift) * scale);
-    for (int i = 0; j + i < n; ++i) mass[j + i] += rest[i];
+    for (int i = 0; j + i < n; ++i) mass[j + i] += rest[i] * rest[i];
 }
 
 }  // namespace

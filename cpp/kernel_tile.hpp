@@ -7,7 +7,7 @@
 namespace entropykv {
 namespace {
 
-constexpr int kMaxBlocks = 32;  // scales per row: head sizes up to 1024
+constexpr int kMaxBlocks = kMaxHeadDim / kQuantBlock;
 
 template <typename T>
 inline T smaller(T a, T b) {

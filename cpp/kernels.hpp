@@ -64,10 +64,11 @@ struct KernelTable {
     void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
     void (*decode)(const DecodeTask&);
     void (*prompt)(const PromptTask&);
-    // mass[j - first] += sum over the rows from first_row on of the attention probability of entry
-    // j; state.max and state.sum are final.
-    void (*prompt_mass)(const PromptTask&, int first_row, float* mass);
-    // mass[j] += e^(logits[j] - max) / sum, n entries
+    // mass[j - first] += sum of the squared attention probabilities of entry j over the rows from
+    // first_row on that are `neighbourhood` or more away from it; state.max and state.sum are
+    // final.
+    void (*prompt_mass)(const PromptTask&, int first_row, float neighbourhood, float* mass);
+    // mass[j] += (e^(logits[j] - max) / sum)^2, n entries
     void (*logits_mass)(const float* logits, int n, float max, float sum, float* mass);
 };
 

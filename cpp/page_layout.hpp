@@ -8,6 +8,7 @@ namespace entropykv {
 
 enum class KvType { f16, q8_0 };
 
+constexpr int kMaxHeadDim = 1024;
 constexpr int kQuantBlock = 32;  // values that share one scale in q8_0
 
 // Offsets in bytes from the start of a page. Rows are padded with zeros to 16 values, so that no

@@ -58,12 +58,15 @@ def stored(rows: npt.NDArray[Any], kv_type: str) -> Floats:
 
 
 class Attention(NamedTuple):
-    """Attention of n queries: outputs [n][heads][v_dim], entropies in bits [n][heads], mass."""
+    """Outputs [n][heads][v_dim], entropies in bits [n][heads], squared mass [KV heads][n][T]."""
 
     outputs: Floats
     entropies: Floats
     mass: Floats
     """Of a KV head: [n][T], summed over its query heads. Of a layer: [n_head_kv][n][T]."""
+
+
+NEIGHBOURHOOD = 32  # queries nearer to an entry do not score it
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ def attend_kv_head(
     entropies = -np.where(weights > 0.0, weights * np.log2(np.maximum(weights, 1e-300)), 0.0)
     weights_of_entries = weights[:, :, : len(k)]
     outputs = np.einsum("ngt,td->ngd", weights_of_entries, v)
-    return Attention(outputs, entropies.sum(axis=2), weights_of_entries.sum(axis=1))
+    distance = first_query + np.arange(len(q))[:, None] - positions[None, :]
+    scoring = np.where(distance[:, None, :] >= NEIGHBOURHOOD, weights_of_entries**2, 0.0)
+    return Attention(outputs, entropies.sum(axis=2), scoring.sum(axis=1))
 
 
 def attend_layer(

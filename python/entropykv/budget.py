@@ -130,10 +130,12 @@ def plan_flat(
 
 def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
     if budget.kind == "fraction":
-        return int(budget.value * n_ctx)
+        return int(round(budget.value * n_ctx, 9))  # 0.29 of 100 is 29
     if budget.kind == "tokens":
         return min(int(budget.value), n_ctx)
-    low, high = 0, n_ctx
+    if bytes_of(n_ctx) <= budget.value:  # the whole context needs no room for a micro-batch
+        return n_ctx
+    low, high = 0, n_ctx - 1
     while low < high:
         middle = (low + high + 1) // 2
         if bytes_of(middle) <= budget.value:
@@ -156,7 +158,7 @@ def _protection(
         return protection
     least = next(
         n
-        for n in range(1, n_ctx + 1)
+        for n in range(2, n_ctx + 1)
         if n >= min(Protection.for_budget(n, n_sinks, recent_window).entries, n_ctx)
     )
     needed = Protection.for_budget(least, n_sinks, recent_window)

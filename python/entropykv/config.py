@@ -22,7 +22,7 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?i?B)", re.IGNORECASE)
+_BYTES = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMG]?i?B)", re.IGNORECASE | re.ASCII)
 _HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such as 64MiB"
 
 
@@ -50,8 +50,8 @@ class Budget:
     @classmethod
     def _from_number(cls, value: str | float) -> Budget:
         try:
-            number = float(value)
-        except (TypeError, ValueError):
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
             raise BudgetError(f"a KV budget cannot be {value!r}; {_HOW}") from None
         if 0.0 < number <= 1.0:
             return cls("fraction", number)

@@ -22,9 +22,9 @@ class Policy:
     """The flat store can follow it: it needs no choice of its own per head."""
     by_entropy: bool = False
     """Budgets per KV head follow an entropy profile."""
-    observation_window: int = 128
+    observation_window: int = 512
     """Queries at the end of a micro-batch that score, in tokens."""
-    mass_decay: float = 0.99
+    mass_decay: float = 0.998
     """What is left of an entry's importance after one more token; 0: only the last batch counts."""
 
 

@@ -211,7 +211,6 @@ def test_budgets_that_cannot_be_read(text: Any) -> None:
         Budget.parse(text)
 
 
-@pytest.mark.xfail(reason="OverflowError twice, and KeyError")
 @pytest.mark.parametrize("text", [10**400, "9" * 400 + "B", "1\N{KELVIN SIGN}B"], ids=range(3))
 def test_impossible_numbers_and_units_are_refused_by_name(text: Any) -> None:
     with pytest.raises(BudgetError, match="KV budget"):
@@ -244,7 +243,12 @@ def test_a_headwise_plan_fits_its_bytes_and_its_pool(n_bytes: int, n_ctx: int, k
 
 @given(st.floats(0.05, 1.0), st.integers(256, 4096))
 def test_a_fraction_is_of_the_context(fraction: float, n_ctx: int) -> None:
-    assert headwise(Budget.parse(fraction), n_ctx).mean_entries == math.floor(fraction * n_ctx)
+    entries = headwise(Budget.parse(fraction), n_ctx).mean_entries
+    assert fraction * n_ctx - 1 < entries <= fraction * n_ctx + 1e-9
+
+
+def test_a_fraction_loses_no_entry_to_rounding() -> None:
+    assert headwise(Budget.parse(0.29), 1000).mean_entries == 290
 
 
 @given(st.integers(1000, 10**6), st.integers(8, 4096), st.sampled_from([16, 256, 512]))
@@ -259,7 +263,6 @@ def test_a_flat_plan_fits_its_bytes_and_a_micro_batch(n_bytes: int, n_ctx: int, 
     assert plan.cells >= min(plan.entries + batch, n_ctx)
 
 
-@pytest.mark.xfail(reason="plan_flat searches sizes that are not monotone: the last needs least")
 def test_bytes_for_the_whole_context_give_the_whole_context() -> None:
     whole = plan_flat(Budget.parse(1.0), 1, 4096, 512, 4, None)
     assert plan_flat(Budget("bytes", whole.cells), 1, 4096, 512, 4, None) == whole
@@ -286,10 +289,7 @@ def test_the_smallest_headwise_budget_works(tokens: int, recent: int | None, n_c
         assert tokens >= min(n_ctx, 4 + (recent or 3))
 
 
-stated_bytes_fail = pytest.mark.xfail(reason="the bytes stated do not work: see above")
-
-
-@pytest.mark.parametrize("recent", [None, 100, pytest.param(600, marks=stated_bytes_fail)])
+@pytest.mark.parametrize("recent", [None, 100, 600])
 def test_the_smallest_flat_budget_works(recent: int | None) -> None:
     def plan(budget: Budget) -> FlatPlan:
         return plan_flat(budget, 100, 512, 256, 4, recent)

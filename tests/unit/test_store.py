@@ -193,16 +193,16 @@ def test_sinks_and_recent_window_survive_every_eviction(score: str, batches: lis
 
 
 def test_the_entries_with_most_attention_are_kept() -> None:
-    """By hand: queries that point at the keys of two early tokens keep them."""
-    store = store_of_one_head(_core.ScoreKind.mass, max_entries=64)
+    """By hand: queries that point at the keys of two early tokens keep them; neighbours do not."""
+    store = store_of_one_head(_core.ScoreKind.mass, max_entries=128)
     store.set_budgets([FLOOR + 2], 1, N_SINKS, RECENT)
-    k = np.zeros((40, 1, 32), np.float32)
-    k[[9, 17], 0, 0] = 30.0
-    q = np.zeros((40, 1, 32), np.float32)
+    k = np.zeros((80, 1, 32), np.float32)
+    k[[9, 17, 60], 0, 0] = 30.0
+    q = np.zeros((80, 1, 32), np.float32)
     q[..., 0] = 1.0
     store.attend(0, q, k, k, 1.0)
-    assert store.positions(0, 0).tolist() == [0, 1, 2, 9, 17, *range(34, 40)]
-    assert store.evicted == 40 - FLOOR - 2
+    assert store.positions(0, 0).tolist() == [0, 1, 2, 9, 17, *range(74, 80)]
+    assert store.evicted == 80 - FLOOR - 2
 
 
 def test_decoding_evicts_for_several_tokens_at_once() -> None:
