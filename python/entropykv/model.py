@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jinja2
 import llama_cpp
 from llama_cpp import _logger as llama_logger
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
@@ -100,12 +101,18 @@ class Model:
         template = llama_cpp.llama_model_chat_template(self.handle, None)
         if template is None:
             return None
-        formatter = Jinja2ChatFormatter(
-            template.decode("utf-8"),
-            eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
-            bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
-        )
-        prompt: str = formatter(messages=[{"role": "user", "content": text}]).prompt
+        try:
+            formatter = Jinja2ChatFormatter(
+                template.decode("utf-8"),
+                eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
+                bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
+            )
+            prompt: str = formatter(messages=[{"role": "user", "content": text}]).prompt
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise ModelFileError(
+                f"{self.geometry.path}: the model's chat template cannot be used ({error}); "
+                "use --no-chat"
+            ) from None
         return prompt
 
     def _token_text(self, token: int) -> str:

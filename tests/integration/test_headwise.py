@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.stock import StockSession
-from entropykv import BudgetError, ContextError, EntropyProfile, Session
+from entropykv import (
+    BudgetError,
+    ContextError,
+    EntropyKVError,
+    EntropyProfile,
+    ModelFileError,
+    Session,
+)
 from tests.tiny_models import write_bitnet, write_llama
 
 Logits = npt.NDArray[np.float32]
@@ -272,3 +280,22 @@ def test_context_errors(tiny_llama: Path) -> None:
             session.entries(99, 0)
         session.decode(tokens_for(64))
         assert len(list(session.entries(0, 0))) == 64
+
+
+def test_a_chat_template_that_cannot_be_used(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(tiny_llama, n_ctx=64) as session:
+        assert session.chat_prompt("hello") is None
+        for template in (b"{% for %}", b"{{ raise_exception('no user turn') }}"):
+            monkeypatch.setattr(llama_cpp, "llama_model_chat_template", lambda *_, t=template: t)
+            with pytest.raises(ModelFileError, match="--no-chat"):
+                session.chat_prompt("hello")
+
+
+def test_a_closed_session_says_so(tiny_llama: Path) -> None:
+    session = Session(tiny_llama, n_ctx=64)
+    session.close()
+    session.close()
+    with pytest.raises(EntropyKVError, match="closed"):
+        session.decode([5])
