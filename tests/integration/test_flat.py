@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 
-from entropykv import BudgetError, Session, SettingsError
+from entropykv import BudgetError, Session, SettingsError, UnsupportedModelError
 from tests.integration.test_headwise import relative_error, stock_logits, tokens_for
 
 
@@ -119,3 +120,23 @@ def test_a_byte_budget_includes_the_micro_batch(tiny_llama: Path) -> None:
     assert stats.kv_bytes_peak <= stats.kv_bytes_budget <= 2**20
     with pytest.raises(BudgetError, match="smallest budget"):
         Session(tiny_llama, n_ctx=2048, kv_budget="1KiB", store="flat")
+
+
+def test_auto_goes_on_with_flat_and_says_why(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_model_n_swa", lambda _: 128)
+    with pytest.raises(UnsupportedModelError, match=r"sliding-window layers; use --store flat"):
+        Session(tiny_llama, n_ctx=64, store="headwise")
+    with Session(tiny_llama, n_ctx=64) as session:
+        assert session.store == "flat"
+        assert session.policy.name == "recency"
+        assert session.fallback is not None
+        assert "sliding-window" in session.fallback
+    with pytest.raises(SettingsError, match="cannot follow policy uniform"):
+        Session(tiny_llama, n_ctx=64, policy="uniform")
+
+
+def test_offloaded_layers_are_for_the_flat_store(tiny_llama: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="--store flat"):
+        Session(tiny_llama, n_ctx=64, store="headwise", n_gpu_layers=1)
