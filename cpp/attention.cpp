@@ -110,7 +110,8 @@ void Attention::begin(int n_tokens, std::int32_t base_position) {
     for (int l = 0; l < store_.n_layers(); ++l)
         for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
             longest_ = std::max(longest_, index(total_entries(l, h)));
-    const bool scored = store_.settings().score == ScoreKind::mass;
+    scored_ = store_.settings().score == ScoreKind::mass &&
+              (n_tokens > 1 || base_position % kScoringInterval == 0);
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = split_of(l);
         const std::size_t n_heads = index(store_.shape(l).n_head_kv);
@@ -119,7 +120,7 @@ void Attention::begin(int n_tokens, std::int32_t base_position) {
             slots += index(split.tiles * chunks_of(split, total_entries(l, h)));
         grow(partials_, slots * index(split.tile_rows) * index(store_.layout(l).v_stride + 3));
         if (track_entropy_) grow(row_entropy_, n_heads * index(split.rows));
-        if (!scored) continue;
+        if (!scored_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
         grow(mass_, n_heads * index(observed) * longest_);
         if (!split.by_rows) grow(logits_, n_heads * index(split.group) * longest_);

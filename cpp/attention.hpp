@@ -139,6 +139,7 @@ private:
     // The micro-batch.
     int n_tokens_ = 0;
     std::int32_t base_position_ = 0;
+    bool scored_ = false;  // its queries count towards importance
 
     // The layer that is being attended to: sized by begin(), filled by prepare().
     std::vector<int> first_unit_;     // of each head, and the total

@@ -161,11 +161,10 @@ void Attention::run_decode(const Call& call, const Tile& tile, int chunk) noexce
         window > 0 ? static_cast<float>(base_position_ - window + 1) : kMaskedLogit;
     task.state = state;
     task.logits_stride = longest_;
-    const bool scored = store_.settings().score == ScoreKind::mass;
     over_ranges(call, tile, chunk * size, std::min(total, (chunk + 1) * size),
                 [&](const EntryRange& range, int offset, bool) {
                     task.entries = range;
-                    task.logits = scored ? logits_of(call, tile.head) + offset : nullptr;
+                    task.logits = scored_ ? logits_of(call, tile.head) + offset : nullptr;
                     kernels_.decode(task);
                 });
 }
@@ -260,7 +259,7 @@ float* Attention::mass_of(const Call& call, const Tile& tile) noexcept {
 
 void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept {
     const int first_row = first_observed_row(call.split) - tile.first;
-    if (store_.settings().score != ScoreKind::mass || first_row >= tile.count) return;
+    if (!scored_ || first_row >= tile.count) return;
     const int total = total_entries(call.layer, tile.head);
     float* mass = mass_of(call, tile);
     std::fill(mass, mass + total, 0.0f);
@@ -274,7 +273,7 @@ void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& 
 
 void Attention::observe_decode(const Call& call, const Tile& tile,
                                const SoftmaxState& state) noexcept {
-    if (store_.settings().score != ScoreKind::mass) return;
+    if (!scored_) return;
     const int total = total_entries(call.layer, tile.head);
     float* mass = mass_of(call, tile);
     std::fill(mass, mass + total, 0.0f);
@@ -285,7 +284,7 @@ void Attention::observe_decode(const Call& call, const Tile& tile,
 
 // The mass that the observation window gave to every entry of a head, or null.
 const float* Attention::sum_mass(const Call& call, int head) noexcept {
-    if (store_.settings().score != ScoreKind::mass) return nullptr;
+    if (!scored_) return nullptr;
     const int first = first_observed_row(call.split) / call.split.tile_rows;
     float* total = mass_of(call, tile_at(call.split, head, first));
     const int n = total_entries(call.layer, head);

@@ -173,18 +173,20 @@ void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index,
 
 void HeadStore::add_mass(const Layer& layer, const Head& head, int head_index, int n_staged,
                          const float* mass) noexcept {
-    const float factor = decay_factor(settings_.mass_decay, n_staged);
-    // The mass of a prompt's queries leaves their neighbourhood out already; that of a single
-    // query does not.
+    // A single query stands for those since the last one that scored; its neighbourhood is left out
+    // here, that of a prompt's queries was already.
+    const bool single = n_staged == 1;
+    const float factor = decay_factor(settings_.mass_decay, single ? kScoringInterval : n_staged);
+    const float weight = single ? static_cast<float>(kScoringInterval) : 1.0f;
     const Slot last = staged_slot(layer, head_index, n_staged - 1);
     const std::int32_t newest = layer.layout.positions(last.page)[last.index];
-    const std::int32_t limit = n_staged == 1 ? newest - kNeighbourhood : newest;
+    const std::int32_t limit = single ? newest - kNeighbourhood : newest;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layer.layout.positions(page);
         float* importance = layer.layout.importance(page);
         for (int i = 0; i < n; ++i)
             importance[i] =
-                importance[i] * factor + (positions[i] <= limit ? mass[first + i] : 0.0f);
+                importance[i] * factor + (positions[i] <= limit ? weight * mass[first + i] : 0.0f);
     });
 }
 

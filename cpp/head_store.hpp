@@ -66,8 +66,8 @@ public:
         return staging_pages_.data() + static_cast<std::size_t>(head) * staging_stride_;
     }
 
-    // After attention: adds `mass` (count + n_staged values, stored entries first; null where the
-    // score needs none) to the importance, and keeps what the budget holds of stored and staged
+    // After attention: adds `mass` (count + n_staged values, stored entries first; null where none
+    // was observed) to the importance, and keeps what the budget holds of stored and staged
     // entries. Called from ggml's threads, each head by one thread; workspace < max_workers().
     void commit(int layer, int head, int n_staged, const float* mass, int workspace) noexcept;
     void set_workers(int n_workers);

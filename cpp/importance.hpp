@@ -22,6 +22,10 @@ float recency_score(std::int32_t position, std::int32_t newest, float variation)
 // ones need.
 constexpr int kNeighbourhood = 32;
 
+// Of tokens that come one by one, those at multiples of this position score, for all of them: to
+// score every one would cost a tenth of decode's attention.
+constexpr int kScoringInterval = 4;
+
 // What is left of an importance after n_tokens more tokens; 0 where only the last micro-batch
 // counts.
 float decay_factor(float decay_per_token, int n_tokens);

@@ -67,6 +67,7 @@ class Attention(NamedTuple):
 
 
 NEIGHBOURHOOD = 32  # queries nearer to an entry do not score it
+SCORING_INTERVAL = 4
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,20 @@ def attend_layer(
 # which entries stay
 
 
-def updated_importance(importance: Floats, mass: Floats, decay: float, window: int) -> Floats:
-    """After a micro-batch of n tokens with mass [n][T]: only its last `window` queries score."""
-    kept = decay ** len(mass) if decay > 0.0 else 0.0
-    updated: Floats = importance * kept + mass[-window:].sum(axis=0)
+def updated_importance(
+    importance: Floats, mass: Floats, decay: float, window: int, first_position: int
+) -> Floats:
+    """After a micro-batch of n tokens with mass [n][T]: only its last `window` queries score.
+
+    Of tokens that come one by one, every fourth scores, for four.
+    """
+    n_tokens, weight = len(mass), 1.0
+    if n_tokens == 1:
+        if first_position % SCORING_INTERVAL != 0:
+            return importance
+        n_tokens, weight = SCORING_INTERVAL, float(SCORING_INTERVAL)
+    kept = decay**n_tokens if decay > 0.0 else 0.0
+    updated: Floats = importance * kept + weight * mass[-window:].sum(axis=0)
     return updated
 
 
@@ -229,7 +240,11 @@ class ReferenceHead:
         result = attend_kv_head(q, self.k, self.v, self.positions, first_position, options)
         if self.rules.score == "mass":
             self.importance = updated_importance(
-                self.importance, result.mass, self.rules.decay, self.rules.observation_window
+                self.importance,
+                result.mass,
+                self.rules.decay,
+                self.rules.observation_window,
+                first_position,
             )
         return result
 

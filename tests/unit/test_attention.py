@@ -106,7 +106,11 @@ class Layer:
         self.importance = np.stack(
             [
                 updated_importance(
-                    np.append(old, np.zeros(n_tokens)), mass, self.decay, self.observation_window
+                    np.append(old, np.zeros(n_tokens)),
+                    mass,
+                    self.decay,
+                    self.observation_window,
+                    position,
                 )
                 for old, mass in zip(self.importance, expected.mass, strict=True)
             ]
