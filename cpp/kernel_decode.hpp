@@ -182,6 +182,8 @@ void decode_typed(const DecodeTask& task) {
     const PageLayout& layout = *task.entries.layout;
     DecodeScratch scratch;
     open_tile(task.entries, task.entries.first, scratch.tiles[0]);
+    for (int e = 0; e < scratch.tiles[0].count; ++e)
+        prefetch_row(scratch.tiles[0].k[e], layout.k_stride * (Type == KvType::q8_0 ? 1 : 2));
     int current = 0;
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
         const Tile& tile = scratch.tiles[current];

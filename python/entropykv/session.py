@@ -178,11 +178,9 @@ class Session:
         ContextError for no tokens, unknown tokens, or more than the context holds.
         """
         start = time.perf_counter()
-        logits = self.decode_micro_batches(tokens, all_logits)
-        rows = np.concatenate([row for row in logits if row is not None])
-        self._prompt_tokens += len(tokens)
-        self._prompt_seconds += time.perf_counter() - start
-        return rows
+        parts = [p for p in self.decode_micro_batches(tokens, all_logits) if p is not None]
+        self.count_prompt(len(tokens), time.perf_counter() - start)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode_micro_batches(
         self, tokens: Sequence[int], all_logits: bool

@@ -100,19 +100,10 @@ def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
 
 
 def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
+    prompt = "Once upon a time, in a village by the sea,"  # does not end soon
+    options = ("-m", str(smollm2), "-p", prompt, "--no-chat", "--temp", "0", "-c", "4096")
     with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "entropykv.cli",
-            "run",
-            "-m",
-            str(smollm2),
-            "-p",
-            "Once",
-            "-c",
-            "4096",
-        ],
+        [sys.executable, "-m", "entropykv.cli", "run", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
