@@ -51,7 +51,6 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
         }
     }
     first_unit_.resize(index(most_heads + 1));
-    first_partial_.resize(index(most_heads));
     unfinished_units_ = std::make_unique<std::atomic<int>[]>(index(most_heads));
 }
 
@@ -133,7 +132,6 @@ void Attention::prepare(int layer) noexcept {
     for (int h = 0; h < store_.shape(layer).n_head_kv; ++h) {
         const int of_head = split.tiles * chunks_of(split, total_entries(layer, h));
         first_unit_[index(h)] = units;
-        first_partial_[index(h)] = units;
         unfinished_units_[index(h)].store(of_head, std::memory_order_relaxed);
         units += of_head;
     }

@@ -142,8 +142,7 @@ private:
     bool scored_ = false;  // its queries count towards importance
 
     // The layer that is being attended to: sized by begin(), filled by prepare().
-    std::vector<int> first_unit_;     // of each head, and the total
-    std::vector<int> first_partial_;  // slot of each head
+    std::vector<int> first_unit_;  // of each head, and the total
     std::unique_ptr<std::atomic<int>[]> unfinished_units_;
     std::atomic<int> next_unit_{0};
     std::size_t longest_ = 0;  // entries of the longest head, staged ones included

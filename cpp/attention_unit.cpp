@@ -50,7 +50,7 @@ SoftmaxState Attention::partial_state(const Call& call, const Tile& tile, int ch
     const int chunks = chunks_of(call.split, total_entries(call.layer, tile.head));
     const std::size_t rows = index(call.split.tile_rows);
     const std::size_t size = rows * index(store_.layout(call.layer).v_stride + 3);
-    const int slot = first_partial_[index(tile.head)] + tile.number * chunks + chunk;
+    const int slot = first_unit_[index(tile.head)] + tile.number * chunks + chunk;
     float* start = partials_.data() + index(slot) * size;
     return {start, start + rows, start + 2 * rows, start + 3 * rows};
 }

@@ -93,9 +93,7 @@ class HeadwiseStore:
         self._forget_cells()
         if self._hook.refusal or not self._hook.nodes:
             why = self._hook.refusal or "it has no attention layers"
-            raise UnsupportedModelError(
-                f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
-            )
+            raise _unsupported(model, why)
         layers = [node.shape for node in self._hook.nodes]
         if self._profile:
             first = layers[0]
@@ -175,6 +173,12 @@ class HeadwiseStore:
             self.context = None
 
 
+def _unsupported(model: Model, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
+    )
+
+
 def _refuse_by_kind(model: Model) -> None:
     """Refuse what the graph does not show."""
     kinds = {
@@ -186,6 +190,4 @@ def _refuse_by_kind(model: Model) -> None:
     }
     for why, applies in kinds.items():
         if applies:
-            raise UnsupportedModelError(
-                f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
-            )
+            raise _unsupported(model, why)
