@@ -10,6 +10,7 @@
 #include "attention.hpp"
 #include "budget.hpp"
 #include "flat_store.hpp"
+#include "gate_hook.hpp"
 #include "graph_hook.hpp"
 #include "head_store.hpp"
 
@@ -139,6 +140,18 @@ void bind_decisions(py::module_& m) {
         py::arg("n_sinks"), py::arg("recent_window"));
 }
 
+// What both hooks are for llama_context_params, and around every llama_decode.
+template <typename Hook>
+void bind_hook(py::class_<Hook>& hook) {
+    hook.def_property_readonly(
+            "callback",
+            [](const Hook&) { return reinterpret_cast<std::uintptr_t>(&Hook::on_node); })
+        .def_property_readonly("user_data",
+                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); })
+        .def("begin_step", &Hook::begin_step)
+        .def("check_step", &Hook::check_step);
+}
+
 void bind_graph(py::module_& m) {
     py::class_<LayerShape>(m, "LayerShape")
         .def(py::init<int, int, int, int>(), py::arg("n_head"), py::arg("n_head_kv"),
@@ -153,20 +166,17 @@ void bind_graph(py::module_& m) {
         .def_readonly("scale", &AttentionNode::scale)
         .def_readonly("softcap", &AttentionNode::softcap)
         .def_readonly("has_sinks", &AttentionNode::has_sinks);
-    py::class_<GraphHook>(m, "GraphHook")
-        .def(py::init<>())
-        .def_property_readonly(
-            "callback",
-            [](const GraphHook&) { return reinterpret_cast<std::uintptr_t>(&GraphHook::on_node); })
-        .def_property_readonly(
-            "user_data", [](GraphHook& self) { return reinterpret_cast<std::uintptr_t>(&self); })
+    py::class_<GateHook> gate_hook(m, "GateHook");
+    gate_hook.def(py::init<int>(), py::arg("n_layers"));
+    bind_hook(gate_hook);
+    py::class_<GraphHook> graph_hook(m, "GraphHook");
+    bind_hook(graph_hook);
+    graph_hook.def(py::init<int>(), py::arg("relu2_layers"))
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
         .def(
             "serve", [](GraphHook& self, Headwise& store) { self.serve(store.attention); },
-            py::arg("store"), py::keep_alive<1, 2>())
-        .def("begin_step", &GraphHook::begin_step)
-        .def("check_step", &GraphHook::check_step);
+            py::arg("store"), py::keep_alive<1, 2>());
 }
 
 void bind_headwise(py::module_& m) {

@@ -9,18 +9,12 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "custom_op.hpp"
+
 namespace entropykv {
 namespace {
 
 constexpr int kOpsPerLayer = 3;  // K write, V write, attention
-
-// ggml-impl.h's ggml_custom_op_params, which no public header has.
-struct CustomOp {
-    ggml_custom_op_t function;
-    int n_tasks;
-    void* user_data;
-};
-static_assert(sizeof(CustomOp) <= GGML_MAX_OP_PARAMS, "a custom op must fit into op_params");
 
 const ggml_tensor* root_of(const ggml_tensor* tensor) {
     while (tensor->view_src != nullptr) tensor = tensor->view_src;
@@ -59,9 +53,14 @@ bool is_recurrent(ggml_op op) {
 
 }  // namespace
 
+GraphHook::GraphHook(int relu2_layers) {
+    if (relu2_layers > 0) gates_.emplace(relu2_layers);
+}
+
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     if (!ask) return true;
     auto* hook = static_cast<GraphHook*>(user_data);
+    if (hook->gates_) hook->gates_->change(node);
     if (hook->attention_ == nullptr) return hook->look(node);
     hook->change(node);
     return false;
@@ -141,19 +140,14 @@ GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
 }
 
 void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook& layer) {
-    const CustomOp op{function, GGML_N_TASKS_MAX, const_cast<LayerHook*>(&layer)};
-    std::memset(node->op_params, 0, sizeof node->op_params);
-    std::memcpy(node->op_params, &op, sizeof op);
-    node->op = GGML_OP_CUSTOM;
+    make_custom(node, function, const_cast<LayerHook*>(&layer));
     ++served_;
 }
 
 void GraphHook::change(ggml_tensor* node) {
     if (node->op == GGML_OP_CUSTOM) {  // a reused graph
-        CustomOp op;
-        std::memcpy(&op, node->op_params, sizeof op);
-        if (op.function == stage_k_op || op.function == stage_v_op || op.function == attend_op)
-            ++served_;
+        const OpFunction function = custom_op_of(node).function;
+        if (function == stage_k_op || function == stage_v_op || function == attend_op) ++served_;
         return;
     }
     if (node->op == GGML_OP_SET_ROWS) {
@@ -177,6 +171,7 @@ void GraphHook::change(ggml_tensor* node) {
 void GraphHook::begin_step() {
     served_ = 0;
     fault_ = nullptr;
+    if (gates_) gates_->begin_step();
 }
 
 void GraphHook::check_step() const {
@@ -185,6 +180,7 @@ void GraphHook::check_step() const {
     if (served_ != expected)
         throw std::runtime_error("only " + std::to_string(served_) + " of " +
                                  std::to_string(expected) + " attention nodes were served");
+    if (gates_) gates_->check_step();
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "attention.hpp"
+#include "gate_hook.hpp"
 
 struct ggml_tensor;
 
@@ -26,7 +28,8 @@ struct AttentionNode {
 
 class GraphHook {
 public:
-    GraphHook() = default;
+    // relu2_layers: of a model with squared ReLU, whose gates are changed too; 0 for any other.
+    explicit GraphHook(int relu2_layers);
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 
@@ -42,7 +45,8 @@ public:
     void serve(Attention& attention);
 
     void begin_step();
-    // Throws std::runtime_error unless every layer was served, for all tokens, since begin_step().
+    // Throws std::runtime_error unless every layer was served, for all tokens, since begin_step(),
+    // its gate included.
     void check_step() const;
 
 private:
@@ -67,6 +71,7 @@ private:
     static void attend_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
     Attention* attention_ = nullptr;
+    std::optional<GateHook> gates_;  // while probing too
     std::vector<AttentionNode> nodes_;
     std::vector<LayerHook> layers_;
     std::string refusal_;

@@ -85,8 +85,12 @@ def write_llama(
     weight_type: str = "F16",
     seed: int = 0,
     rope_freq_base: float = 10000.0,
+    activation: str | None = None,
 ) -> None:
-    """Write a llama model; AssertionError for a shape that llama.cpp cannot load."""
+    """Write a llama model; AssertionError for a shape that llama.cpp cannot load.
+
+    `activation` is what entropykv.activation of the file says.
+    """
     shape = TinyShape(
         "llama",
         n_layer=n_layer,
@@ -99,7 +103,7 @@ def write_llama(
         weight_type=weight_type,
         rope_freq_base=rope_freq_base,
     )
-    _TinyWriter(path, shape, seed).write()
+    _TinyWriter(path, shape, seed, activation).write()
 
 
 def write_bitnet(
@@ -115,8 +119,12 @@ def write_bitnet(
     weight_type: str = "F16",
     seed: int = 0,
     rope_freq_base: float = 10000.0,
+    activation: str | None = None,
 ) -> None:
-    """Write a BitNet model (sub-norms, tied head); the weights are dense, not ternary."""
+    """Write a BitNet model (sub-norms, tied head); the weights are dense, not ternary.
+
+    `activation` is what entropykv.activation of the file says: silu, relu2, or nothing.
+    """
     shape = TinyShape(
         "bitnet",
         n_layer=n_layer,
@@ -129,12 +137,32 @@ def write_bitnet(
         weight_type=weight_type,
         rope_freq_base=rope_freq_base,
     )
-    _TinyWriter(path, shape, seed).write()
+    _TinyWriter(path, shape, seed, activation).write()
+
+
+def write_gemma(path: str | os.PathLike[str], *, activation: str | None = None) -> None:
+    """Write a gemma model: its feed-forward gates are GELU, not SiLU."""
+    shape = TinyShape(
+        "gemma",
+        n_layer=2,
+        n_head=4,
+        n_head_kv=2,
+        head_dim=32,
+        n_ff=64,
+        n_vocab=320,
+        n_ctx_train=2048,
+        weight_type="F16",
+        rope_freq_base=10000.0,
+    )
+    _TinyWriter(path, shape, 0, activation).write()
 
 
 class _TinyWriter:
-    def __init__(self, path: str | os.PathLike[str], shape: TinyShape, seed: int) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], shape: TinyShape, seed: int, activation: str | None
+    ) -> None:
         self.shape = shape
+        self.activation = activation
         self.random = np.random.default_rng(seed)
         self.writer = GGUFWriter(path, shape.architecture)
 
@@ -160,6 +188,8 @@ class _TinyWriter:
         writer.add_rope_freq_base(shape.rope_freq_base)
         writer.add_layer_norm_rms_eps(RMS_EPSILON)
         writer.add_vocab_size(shape.n_vocab)
+        if self.activation is not None:
+            writer.add_string("entropykv.activation", self.activation)
 
     def _add_tokenizer(self) -> None:
         """Add a sentencepiece vocabulary: any text works, because every byte is a token."""

@@ -44,10 +44,28 @@ class AttentionNode:
     @property
     def has_sinks(self) -> bool: ...
 
+class GateHook:
+    """Makes the SwiGLU gates in the graphs of one llama_context squared ReLU."""
+
+    def __init__(self, n_layers: int) -> None: ...
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+
+    @property
+    def user_data(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+
+    def begin_step(self) -> None: ...
+    def check_step(self) -> None:
+        """RuntimeError unless the gate of every layer was changed once since begin_step()."""
+
 class GraphHook:
     """Looks at, then changes, the graphs of one llama_context."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, relu2_layers: int) -> None:
+        """`relu2_layers`: layers whose gates become squared ReLU too, all or 0."""
+
     @property
     def callback(self) -> int:
         """Address for llama_context_params.cb_eval."""

@@ -15,12 +15,12 @@ from entropykv.config import Budget, Settings
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
-from entropykv.store import context_parameters
+from entropykv.store import Store, context_parameters, let_hook_change, relu2_layers
 
 _GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 
 
-class FlatStore:
+class FlatStore(Store):
     """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
 
     name = "flat"
@@ -35,7 +35,10 @@ class FlatStore:
         policy: Policy,
         profile: EntropyProfile | None,
     ) -> None:
-        """Make a context whose cells are the budget plus one micro-batch."""
+        """Make a context whose cells are the budget plus one micro-batch.
+
+        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded.
+        """
         geometry = model.geometry
         if profile:
             profile.check_geometry(
@@ -50,6 +53,8 @@ class FlatStore:
         values = self.n_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
         self.bytes_full_per_token = 2 * values
         self._cell_bytes = values * 34 // 32 if settings.kv_type == "q8_0" else 2 * values
+        n_gates = relu2_layers(model, settings)
+        self._gates = _core.GateHook(n_gates) if n_gates else None
         plan = self._plan(budget)
         self._cells = plan.cells
         self.context = self._new_context(plan.cells)
@@ -78,14 +83,20 @@ class FlatStore:
         parameters.type_k = parameters.type_v = kv_type
         if self._settings.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        if self._gates:
+            let_hook_change(parameters, self._gates)
         return self._model.new_context(parameters)
 
     def before(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """Compact where holes would cost attention time."""
         self._store.make_room(n_tokens)
+        if self._gates:
+            self._gates.begin_step()
 
     def after(self, n_tokens: int, position: int) -> None:
-        """Evict down to the budget."""
+        """Check that every gate was changed where that is needed; evict down to the budget."""
+        if self._gates:
+            self._gates.check_step()
         self._store.settle(position, n_tokens)
 
     def resize(self, budget: Budget) -> None:
@@ -123,12 +134,6 @@ class FlatStore:
             "evictions": self._store.evicted * self.n_kv_heads,
             "eviction_seconds": self._store.eviction_seconds,
         }
-
-    def close(self) -> None:
-        """Free the context."""
-        if self.context:
-            llama_cpp.llama_free(self.context)
-            self.context = None
 
 
 def _address(context: Any) -> int:

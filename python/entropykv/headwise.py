@@ -15,12 +15,12 @@ from entropykv.errors import EntropyKVError, UnsupportedModelError
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
-from entropykv.store import context_parameters
+from entropykv.store import Store, context_parameters, let_hook_change, relu2_layers
 
 _USE_FLAT = "use --store flat (store='flat'), which serves any model"
 
 
-class HeadwiseStore:
+class HeadwiseStore(Store):
     """Paged entries per (layer, KV head); llama.cpp's own cells only count one micro-batch."""
 
     name = "headwise"
@@ -43,13 +43,13 @@ class HeadwiseStore:
         self._policy = policy
         self._profile = profile
         self._n_ctx = n_ctx
-        self._hook = _core.GraphHook()
         if settings.n_gpu_layers:
             raise UnsupportedModelError(
                 "the headwise store runs on the CPU, but layers are offloaded; use --store flat "
                 "or no --n-gpu-layers"
             )
         _refuse_by_kind(model)
+        self._hook = _core.GraphHook(relu2_layers(model, settings))
         self.context = self._hooked_context(model, n_ubatch)
         try:
             self.layers = self._probe(model)
@@ -81,8 +81,7 @@ class HeadwiseStore:
         parameters = context_parameters(self._settings, n_ubatch, n_ubatch)
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
-        parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self._hook.callback)
-        parameters.cb_eval_user_data = self._hook.user_data
+        let_hook_change(parameters, self._hook)
         return model.new_context(parameters)
 
     def _probe(self, model: Model) -> list[_core.LayerShape]:
@@ -130,9 +129,9 @@ class HeadwiseStore:
         self._hook.begin_step()
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Check that every layer was served; llama.cpp's cells are free again."""
-        self._hook.check_step()
+        """llama.cpp's cells are free again; check that every layer was served."""
         self._forget_cells()
+        self._hook.check_step()
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads, evicting where they hold more."""
@@ -165,12 +164,6 @@ class HeadwiseStore:
             "evictions": self._store.evicted,
             "eviction_seconds": self._store.eviction_seconds,
         }
-
-    def close(self) -> None:
-        """Free the context."""
-        if self.context:
-            llama_cpp.llama_free(self.context)
-            self.context = None
 
 
 def _unsupported(model: Model, why: str) -> UnsupportedModelError:

@@ -19,6 +19,13 @@ from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelErr
 I2_S_TYPE = 36
 """Tensor type of Microsoft's BitNet fork; removed from, and unknown to, stock llama.cpp."""
 
+ACTIVATION_KEY = "entropykv.activation"
+"""Metadata of our own: what the feed-forward gates compute, where the architecture leaves it open.
+
+BitNet files have both kinds: SiLU (1bitLLM) and squared ReLU (Microsoft's 2B-4T).
+"""
+ACTIVATIONS = ("silu", "relu2")
+
 _SUPPORTED_VERSIONS = (2, 3)
 _PREFIX = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
 _LENGTH = struct.Struct("<Q")
@@ -39,6 +46,8 @@ class ModelGeometry:
     `n_head` is the maximum of `heads_per_layer`; recurrent layers count 0 heads. Head sizes are
     elements of one head, `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of
     this file (of a split model: of this part); `weight_types` is (type, bytes), largest first.
+    `activation` is the file's `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for
+    what llama.cpp's graph of the architecture computes.
     """
 
     path: Path
@@ -55,13 +64,14 @@ class ModelGeometry:
     weights_bytes: int
     file_bytes: int
     weight_types: tuple[tuple[str, int], ...]
+    activation: str | None
 
 
 def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
     """Read the header of a GGUF file; tensor data is not read.
 
     Raises ModelFileError for a file that is missing, truncated, damaged or not GGUF, and
-    UnsupportedModelError for an I2_S file of Microsoft's BitNet fork.
+    UnsupportedModelError for an I2_S file of Microsoft's BitNet fork or an unknown activation.
     """
     path = Path(path)
     file_bytes = _check_prefix(path)
@@ -187,7 +197,7 @@ class _HeaderReader(GGUFReader):
         if raw_type == I2_S_TYPE:
             raise UnsupportedModelError(
                 f"{self.path}: is an I2_S file of Microsoft's BitNet fork, which stock llama.cpp "
-                "cannot load; convert it first with `entropykv convert`"
+                f"cannot load; make one that it can with `entropykv convert {self.path} OUT.gguf`"
             )
         try:
             kind = GGMLQuantizationType(raw_type)
@@ -232,6 +242,17 @@ def _geometry_of(reader: _HeaderReader, path: Path, file_bytes: int) -> ModelGeo
         weights_bytes=reader.type_bytes.total(),
         file_bytes=file_bytes,
         weight_types=tuple(reader.type_bytes.most_common()),
+        activation=_activation(reader),
+    )
+
+
+def _activation(reader: _HeaderReader) -> str | None:
+    activation = _text(reader, ACTIVATION_KEY)
+    if activation is None or activation in ACTIVATIONS:
+        return activation
+    raise UnsupportedModelError(
+        f"{reader.path}: its {ACTIVATION_KEY} is {activation[:40]!r}, which is none of "
+        f"{', '.join(ACTIVATIONS)}; update entropykv or convert the model again"
     )
 
 

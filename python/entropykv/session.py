@@ -175,7 +175,8 @@ class Session:
         """Read tokens inside the budget; returns their logits.
 
         Shape (len(tokens), n_vocab) with `all_logits`, else (1, n_vocab) of the last token. Raises
-        ContextError for no tokens, unknown tokens, or more than the context holds.
+        ContextError for no tokens, unknown tokens, or more than the context holds, and
+        UnsupportedModelError where the graph turns out not to be what the store must change.
         """
         start = time.perf_counter()
         parts = [p for p in self.decode_micro_batches(tokens, all_logits) if p is not None]
@@ -212,9 +213,12 @@ class Session:
 
     def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
         self._broken = True
-        self._store.before(len(tokens), self._position)
-        logits = self._batch.decode(self._store.context, tokens, self._position, n_rows=n_rows)
-        self._store.after(len(tokens), self._position)
+        try:
+            self._store.before(len(tokens), self._position)
+            logits = self._batch.decode(self._store.context, tokens, self._position, n_rows=n_rows)
+            self._store.after(len(tokens), self._position)
+        except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
+            raise UnsupportedModelError(f"{self._model.name}: {error}") from error
         self._position += len(tokens)
         self._broken = False
         return logits

@@ -8,7 +8,10 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from entropykv import _core
 from entropykv.config import Budget, Settings
+from entropykv.errors import UnsupportedModelError
+from entropykv.model import Model
 
 
 class Store(Protocol):
@@ -45,6 +48,9 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Free the context."""
+        if self.context:
+            llama_cpp.llama_free(self.context)
+            self.context = None
 
 
 def context_parameters(settings: Settings, n_ubatch: int, cells: int) -> Any:
@@ -58,3 +64,25 @@ def context_parameters(settings: Settings, n_ubatch: int, cells: int) -> Any:
     parameters.n_threads_batch = settings.threads_batch
     parameters.no_perf = True
     return parameters
+
+
+def relu2_layers(model: Model, settings: Settings) -> int:
+    """Layers whose gates a hook must make squared ReLU: all of them, or 0.
+
+    Raises UnsupportedModelError where layers are offloaded: the hook's op runs on the CPU.
+    """
+    if model.geometry.activation != "relu2":
+        return 0
+    if settings.n_gpu_layers:
+        raise UnsupportedModelError(
+            f"{model.name}: its squared ReLU is computed on the CPU, but layers are offloaded; "
+            "use no --n-gpu-layers"
+        )
+    return model.geometry.n_layer
+
+
+def let_hook_change(parameters: Any, hook: _core.GraphHook | _core.GateHook) -> None:
+    """Let a hook change the graphs of a context; it must live as long as the context."""
+    parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
+    parameters.cb_eval_user_data = hook.user_data
+    parameters.op_offload = False  # the nodes around a large product would go to the device too

@@ -74,6 +74,7 @@ def test_geometry_of_a_llama_file(tiny: Path) -> None:
         weights_bytes=sum(tensor.n_bytes for tensor in tensors),
         file_bytes=tiny.stat().st_size,
         weight_types=geometry.weight_types,
+        activation=None,
     )
     assert [kind for kind, _ in geometry.weight_types] == ["Q8_0", "F32"]
     assert sum(size for _, size in geometry.weight_types) == geometry.weights_bytes
@@ -88,6 +89,19 @@ def test_geometry_of_bitnet_files(tmp_path: Path, weight_type: str) -> None:
     assert geometry.kv_heads_per_layer == (1, 1)
     assert geometry.weight_types[0][0] == weight_type
     assert geometry.weights_bytes == sum(tensor.n_bytes for tensor in GGUFReader(path).tensors)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_activation_of_the_file(tmp_path: Path, activation: str) -> None:
+    write_bitnet(tmp_path / "bitnet.gguf", activation=activation)
+    assert read_geometry(tmp_path / "bitnet.gguf").activation == activation
+
+
+@pytest.mark.parametrize("activation", ["ReLU2", "x" * 1000])
+def test_an_unknown_activation_is_refused(tmp_path: Path, activation: str) -> None:
+    write_bitnet(tmp_path / "bitnet.gguf", activation=activation)
+    with pytest.raises(UnsupportedModelError, match=r"bitnet\.gguf: .* none of silu, relu2; "):
+        read_geometry(tmp_path / "bitnet.gguf")
 
 
 def test_heads_per_layer_and_explicit_head_sizes(tmp_path: Path) -> None:
@@ -124,6 +138,7 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
         (lambda w: (w.add_head_count(4), w.add_head_count_kv(3)), "no multiple"),
         (lambda w: (w.add_head_count(4), w.add_string("llama.vocab_size", "x")), "not an integer"),
         (lambda w: (w.add_head_count(4), w.add_uint32("general.name", 1)), "is not a text"),
+        (lambda w: (w.add_head_count(4), w.add_bool("entropykv.activation", True)), "not a text"),
     ],
 )
 def test_impossible_metadata_is_named(
