@@ -1,0 +1,253 @@
+"""Convert a BitNet model to a GGUF file that stock llama.cpp loads.
+
+The weights stay exact: -1, 0 and 1 in TQ2_0 or Q4_0, and the F32 scale of a tensor beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from gguf import GGUFValueType, GGUFWriter
+
+from entropykv.convert.gguf_source import RawValue, read_gguf
+from entropykv.convert.hf_source import read_hf
+from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES, OutputTensor, plan_outputs
+from entropykv.convert.source import ARCHITECTURE, Source, TernaryTensor
+from entropykv.convert.ternary import I2S_LAYOUTS
+from entropykv.errors import EntropyKVError, ModelFileError, SettingsError, UnsupportedModelError
+from entropykv.model_file import ACTIVATION_KEY, ACTIVATIONS
+
+Progress = Callable[[int, int], None]
+
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37}
+"""llama_ftype of llama.h, by the type of most weights."""
+_ALIGNMENT = 32
+_HEADER_ROOM = 1 << 20
+_RAW = np.dtype(np.void)  # the writer looks only at raw_dtype, and takes shapes as they are
+
+
+@dataclass(frozen=True)
+class ConversionSummary:
+    """What a conversion did; `tensor_types` is (type, tensors), most bytes first."""
+
+    source: Path
+    target: Path
+    architecture: str
+    activation: str
+    tensor_types: tuple[tuple[str, int], ...]
+    source_bytes: int
+    target_bytes: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    weight_type: str | None = None,
+    embedding_type: str | None = None,
+    i2s_layout: str = "x86",
+    activation: str = "auto",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ConversionSummary:
+    """Convert an I2_S or other BitNet GGUF, or a Hugging Face directory, to `target`.
+
+    `weight_type`: tq2_0 (the default), q4_0, f16 or f32; a tensor whose rows do not fit gets the
+    next of these. f16 and f32 keep master weights of a Hugging Face model as they are; the others
+    quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None: the first that fits, and
+    an embedding that is quantised already is kept. `i2s_layout`: x86, arm64 or rows4. `activation`:
+    relu2, silu, or auto: what the model says. `progress` gets (bytes written, bytes in all).
+
+    Nothing is left at `target` unless all went well. Raises ModelFileError, UnsupportedModelError,
+    SettingsError.
+    """
+    source, target = Path(source), Path(target)
+    _check_options(weight_type, embedding_type, i2s_layout, activation)
+    _check_target(source, target, force)
+    model = _read(source, weight_type, i2s_layout)
+    activation = _activation(model, activation)
+    outputs = plan_outputs(model, weight_type or WEIGHT_TYPES[0], embedding_type)
+    with _new_file(target) as part:
+        _write(model, activation, outputs, part, progress)
+        target_bytes = part.stat().st_size
+    kinds: Counter[str] = Counter()
+    for output in sorted(outputs, key=lambda output: -output.n_bytes):
+        kinds[output.kind.name] += 1
+    return ConversionSummary(
+        source=source,
+        target=target,
+        architecture=model.architecture,
+        activation=activation,
+        tensor_types=tuple(kinds.items()),
+        source_bytes=model.n_bytes,
+        target_bytes=target_bytes,
+    )
+
+
+def _activation(model: Source, wanted: str) -> str:
+    activation = model.activation if wanted == "auto" else wanted
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{model.path}: has the activation {activation!r}, but a BitNet model has one of "
+            f"{', '.join(ACTIVATIONS)}; if it is one of them, say so with --activation"
+        )
+    return activation
+
+
+def _main_type(outputs: list[OutputTensor]) -> str:
+    """Type of most bytes of the layers."""
+    sizes: Counter[str] = Counter()
+    for output in outputs:
+        if output.name.startswith("blk."):
+            sizes[output.kind.name] += output.n_bytes
+    return sizes.most_common(1)[0][0]
+
+
+def _check_options(
+    weight_type: str | None, embedding_type: str | None, i2s_layout: str, activation: str
+) -> None:
+    for name, value, allowed in (
+        ("weight_type", weight_type, (None, *WEIGHT_TYPES)),
+        ("embedding_type", embedding_type, (None, *EMBEDDING_TYPES)),
+        ("i2s_layout", i2s_layout, I2S_LAYOUTS),
+        ("activation", activation, ("auto", *ACTIVATIONS)),
+    ):
+        if value not in allowed:
+            choices = ", ".join(choice for choice in allowed if choice is not None)
+            raise SettingsError(f"{name} cannot be {value!r}; use one of {choices}")
+
+
+def _check_target(source: Path, target: Path, force: bool) -> None:
+    """Find out before the work whether its result can be written."""
+    try:
+        if not source.exists():
+            raise ModelFileError(
+                f"{source}: no such file; give a GGUF file or the directory of a Hugging Face model"
+            )
+        if not target.exists():
+            if not target.parent.is_dir():
+                raise SettingsError(f"{target.parent}: no such directory; make it first")
+        elif target.samefile(source):
+            raise SettingsError(f"{target}: is the model itself; give another path for the output")
+        elif not target.is_file():
+            kind = "a directory" if target.is_dir() else "not a regular file"
+            raise SettingsError(f"{target}: is {kind}; give the path of a new file")
+        elif not force:
+            raise SettingsError(f"{target}: exists already; give another path, or --force")
+    except OSError as error:  # no permission, a name too long
+        raise _unwritable(target, error) from error
+
+
+def _read(path: Path, weight_type: str | None, i2s_layout: str) -> Source:
+    if path.is_dir():
+        return read_hf(path, dense=weight_type in {"f16", "f32"})
+    model = read_gguf(path, i2s_layout=i2s_layout)
+    if weight_type and not any(isinstance(t, TernaryTensor) for t in model.tensors.values()):
+        raise SettingsError(
+            f"{path}: has no I2_S weights, so its weights are copied; leave --weight-type out"
+        )
+    return model
+
+
+@contextmanager
+def _new_file(target: Path) -> Iterator[Path]:
+    """A file beside `target` that becomes it in the end, or is removed."""
+    part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "xb"):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise _unwritable(target, error) from error
+    try:
+        yield part
+        os.replace(part, target)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _unwritable(target: Path, error: Exception) -> SettingsError:
+    reason = getattr(error, "strerror", None) or error
+    return SettingsError(f"{target}: cannot be written ({reason}); choose another place")
+
+
+class _Writer(GGUFWriter):
+    """GGUFWriter that also takes values as the bytes of another file."""
+
+    def _pack_val(
+        self,
+        val: Any,
+        vtype: GGUFValueType,
+        add_vtype: bool,
+        sub_type: GGUFValueType | None = None,
+    ) -> bytes:
+        if isinstance(val, RawValue):
+            return bytes(self._pack("I", vtype)) + val.data
+        packed: bytes = super()._pack_val(val, vtype, add_vtype, sub_type)
+        return packed
+
+
+def _write(
+    model: Source,
+    activation: str,
+    outputs: list[OutputTensor],
+    part: Path,
+    progress: Progress | None,
+) -> None:
+    total = sum(output.n_bytes for output in outputs)
+    free = shutil.disk_usage(part.parent).free
+    if total + _HEADER_ROOM > free:
+        raise SettingsError(
+            f"{part.parent}: has {free / 2**20:.0f} MiB free, but the converted model needs "
+            f"{total / 2**20:.0f}; choose another place"
+        )
+    _write_header(model, activation, outputs, part)
+    with open(part, "ab") as file:
+        _pad(file)
+        done = 0
+        for output in outputs:
+            start = file.tell()
+            for chunk in output.chunks():
+                chunk.tofile(file)
+                done += chunk.nbytes
+                if progress is not None:
+                    progress(done, total)
+            if file.tell() != start + output.n_bytes:
+                raise EntropyKVError(f"tensor {output.name} came out with a wrong size")
+            _pad(file)
+
+
+def _write_header(model: Source, activation: str, outputs: list[OutputTensor], part: Path) -> None:
+    """Metadata, and name, type and shape of every tensor."""
+    writer = _Writer(part, ARCHITECTURE)
+    try:
+        model.add_metadata(writer)
+        writer.add_string(ACTIVATION_KEY, activation)
+        file_type = _FILE_TYPES.get(_main_type(outputs))
+        if file_type is not None:
+            writer.add_file_type(file_type)
+        writer.add_quantization_version(2)
+        for output in outputs:
+            writer.add_tensor_info(
+                output.name, output.shape, _RAW, output.n_bytes, raw_dtype=output.kind
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % _ALIGNMENT))

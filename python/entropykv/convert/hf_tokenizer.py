@@ -1,0 +1,120 @@
+"""Write the tokenizer of a Hugging Face checkpoint into a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, SpecialVocab, TokenType
+
+from entropykv.convert.sentencepiece import Piece, read_pieces
+from entropykv.errors import ModelFileError, UnsupportedModelError
+
+# How tokenizer.json splits a text first, and what llama.cpp calls that.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
+    """Add vocabulary, merges, special tokens and chat template; `no_vocab` without a tokenizer.
+
+    Reads a tokenizer.json of byte-level BPE, else the tokenizer.model of sentencepiece. Raises
+    UnsupportedModelError for another tokenizer, and ModelFileError for a damaged one.
+    """
+    bpe, sentencepiece = directory / "tokenizer.json", directory / "tokenizer.model"
+    path = sentencepiece
+    try:
+        if bpe.is_file():
+            path = bpe
+            tokenizer = json.loads(bpe.read_text(encoding="utf-8"))
+            split = _split_name(tokenizer)
+            if split is not None:
+                _add_bpe(writer, tokenizer, split, n_vocab)
+                _add_special(writer, directory, n_vocab, load_merges=True)
+                return
+            if not sentencepiece.is_file():
+                raise UnsupportedModelError(
+                    f"{bpe}: is not the byte-level BPE of Llama 3 or GPT-2, which alone are "
+                    "converted; remove it to convert the weights alone and feed token ids"
+                )
+        path = sentencepiece
+        if sentencepiece.is_file():
+            _add_sentencepiece(writer, directory, read_pieces(path.read_bytes()), n_vocab)
+            _add_special(writer, directory, n_vocab, load_merges=False)
+        else:
+            writer.add_tokenizer_model("no_vocab")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ModelFileError(f"{path}: is damaged ({reason}); download it again") from error
+
+
+def _add_special(writer: GGUFWriter, directory: Path, n_vocab: int, *, load_merges: bool) -> None:
+    special = SpecialVocab(directory, load_merges=load_merges, n_vocab=n_vocab)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _add_bpe(writer: GGUFWriter, tokenizer: dict[str, Any], split: str, n_vocab: int) -> None:
+    tokens, types = _vocabulary(tokenizer, n_vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+
+
+def _add_sentencepiece(
+    writer: GGUFWriter, directory: Path, pieces: list[Piece], n_vocab: int
+) -> None:
+    """Pieces, and what tokenizer_config.json adds to them."""
+    if len(pieces) > n_vocab:
+        raise ValueError(f"it has {len(pieces)} tokens for a vocabulary of {n_vocab}")
+    unused = (Piece(f"[PAD{index}]", 0.0, TokenType.UNUSED) for index in range(n_vocab))
+    pieces = pieces + list(unused)[len(pieces) :]
+    config = directory / "tokenizer_config.json"
+    if config.is_file():
+        added = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder") or {}
+        for key, token in added.items():
+            index = int(key)
+            if not 0 <= index < n_vocab:
+                raise ValueError(f"token {token['content']!r} has id {index} of {n_vocab}")
+            kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+            if pieces[index].text != token["content"] or pieces[index].kind == TokenType.NORMAL:
+                pieces[index] = Piece(token["content"], 0.0, kind)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([piece.text for piece in pieces])
+    writer.add_token_scores([piece.score for piece in pieces])
+    writer.add_token_types([int(piece.kind) for piece in pieces])
+
+
+def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], list[int]]:
+    """Tokens by id and their types; ids that nothing has are unused ones."""
+    tokens = [f"[PAD{index}]" for index in range(n_vocab)]
+    types = [TokenType.UNUSED] * n_vocab
+    added = {token["id"]: token for token in tokenizer.get("added_tokens") or []}
+    entries = [(index, token) for token, index in tokenizer["model"]["vocab"].items()]
+    entries += [(index, token["content"]) for index, token in added.items()]
+    for index, token in entries:
+        if not isinstance(token, str) or not 0 <= index < n_vocab:
+            raise ValueError(f"token {token!r} has id {index} in a vocabulary of {n_vocab}")
+        tokens[index] = token
+        types[index] = TokenType.NORMAL
+    for index, token in added.items():
+        types[index] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+    return tokens, [int(kind) for kind in types]
+
+
+def _split_name(tokenizer: dict[str, Any]) -> str | None:
+    """Name that llama.cpp has for the first split of a text; None for one that it is not."""
+    splits = tokenizer.get("pre_tokenizer") or {}
+    steps = splits.get("pretokenizers", [splits])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    if tokenizer["model"].get("type") == "BPE" and len(byte_level) == 1:
+        if patterns == [_LLAMA3_SPLIT]:
+            return "llama-bpe"
+        if not patterns and byte_level[0].get("use_regex", True):
+            return "gpt-2"
+    return None

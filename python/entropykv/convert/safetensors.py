@@ -1,0 +1,111 @@
+"""Tensors of a safetensors checkpoint, one file or many: where they are, checked before use."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf.utility import SafetensorsLocal
+
+from entropykv.convert.source import read_bytes
+from entropykv.convert.ternary import Bytes
+from entropykv.errors import ModelFileError
+
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
+_ITEM_BYTES = {"U8": 1, "I8": 1, "BOOL": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8}
+_AGAIN = "download it again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of `dtype` (as safetensors names it) at `offset` of `path`."""
+
+    path: Path
+    offset: int
+    n_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def raw(self) -> Bytes:
+        """All bytes."""
+        return read_bytes(self.path, self.offset, self.n_bytes)
+
+
+def read_safetensors(directory: Path) -> dict[str, StoredTensor]:
+    """Tensors of every shard, by name. ModelFileError for a missing or damaged shard."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in _shards(directory):
+        for name, tensor in _read(path).items():
+            if name in tensors:
+                raise ModelFileError(f"{path}: repeats tensor {name} of another file; {_AGAIN}")
+            tensors[name] = tensor
+    return tensors
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
+        for shard in shards:
+            if not shard.is_file():
+                raise ModelFileError(
+                    f"{shard}: no such file, but {_INDEX} names it; download the missing part"
+                )
+        return shards
+    shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise ModelFileError(
+            f"{directory}: has no *.safetensors; download them (pytorch_model.bin cannot be read)"
+        )
+    if len(shards) > 1:
+        raise ModelFileError(
+            f"{directory}: has {len(shards)} *.safetensors but no {_INDEX}; download that too"
+        )
+    return shards
+
+
+def _read(path: Path) -> dict[str, StoredTensor]:
+    file_bytes = path.stat().st_size
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+    if file_bytes < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        raise ModelFileError(f"{path}: is truncated or no safetensors file; {_AGAIN}")
+    try:
+        found = SafetensorsLocal(path).tensors
+        tensors = {
+            name: StoredTensor(
+                path,
+                tensor.data_range.offset,
+                tensor.data_range.size,
+                tensor.dtype,
+                tensor.shape,
+            )
+            for name, tensor in found.items()
+        }
+        for name, tensor in tensors.items():
+            _check(name, tensor, 8 + header_bytes, file_bytes)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ModelFileError(f"{path}: is damaged ({reason}); {_AGAIN}") from error
+    return tensors
+
+
+def _check(name: str, tensor: StoredTensor, start: int, file_bytes: int) -> None:
+    end = tensor.offset + tensor.n_bytes
+    if tensor.dtype not in _ITEM_BYTES:
+        raise ValueError(f"tensor {name} has the unknown type {tensor.dtype}")
+    if not all(isinstance(size, int) and size > 0 for size in tensor.shape):
+        raise ValueError(f"tensor {name} has shape {list(tensor.shape)}")
+    if math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype] != tensor.n_bytes:
+        raise ValueError(f"tensor {name} has {tensor.n_bytes} bytes for {list(tensor.shape)}")
+    if tensor.offset < start:
+        raise ValueError(f"tensor {name} overlaps the header")
+    if end > file_bytes:
+        raise ModelFileError(
+            f"{tensor.path}: is truncated, {end - file_bytes} bytes of tensor {name} are missing; "
+            f"{_AGAIN}"
+        )

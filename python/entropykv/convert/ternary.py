@@ -1,0 +1,123 @@
+"""Ternary weights as other programs store them, and as stock llama.cpp reads them.
+
+Everything here is numpy on whole tensors. `ternary` is an int8 array of -1, 0, 1 with shape
+(rows, columns): one row per output, as in GGUF and PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I2S_LAYOUTS = ("x86", "arm64", "rows4")
+"""How I2_S codes are packed, see unpack_i2s; nothing in a file tells."""
+I2S_TAIL_BYTES = 32
+"""Bytes behind the codes of an I2_S tensor: one F32 scale, then padding."""
+TQ2_0_ROW = 256
+Q4_0_ROW = 32
+
+Ternary = npt.NDArray[np.int8]
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_I2S_BLOCK_BYTES = {"x86": 32, "arm64": 16}  # four elements to a byte
+_SCALE_ONE = np.array([1.0], dtype="<f2").view(np.uint8)
+
+
+def _without_threes() -> Bytes:
+    """Map a byte of four codes to the same with 1 in place of every 3."""
+    codes = np.arange(256, dtype=np.uint8)
+    threes = codes & (codes >> 1) & 0b01010101  # the low bit of every 3
+    return codes - 2 * threes
+
+
+_WITHOUT_THREES = _without_threes()
+
+
+def i2s_multiple(layout: str) -> int:
+    """Number that the elements of a tensor must be a multiple of, in this layout of I2_S."""
+    return 4 * _I2S_BLOCK_BYTES.get(layout, 1)
+
+
+def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ternary:
+    """Codes of an I2_S tensor (Microsoft's BitNet fork, type 36), without its tail.
+
+    `codes`: rows * columns / 4 bytes. Codes are 0: -1, 1: 0, 2: +1, 3: 0.
+    x86: 128 elements in 32 bytes, element j in byte j % 32, highest bits first. arm64: the same
+    with 64 elements in 16 bytes. In both, blocks run over the flat tensor. rows4: a byte holds
+    one column of four rows. Source: quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
+    """
+    columns = shape[1]
+    # Shape (blocks, 4, n): the four pairs of bits, highest first, are n elements apart.
+    width = columns if layout == "rows4" else _I2S_BLOCK_BYTES[layout]
+    return _unpack_pairs(_WITHOUT_THREES[codes].reshape(-1, width), (6, 4, 2, 0)).reshape(shape)
+
+
+def unpack_hf(packed: Bytes) -> Ternary:
+    """Unpack a uint8 weight of transformers' BitNet, shape (rows / 4, columns).
+
+    Row r of the weight is in bits 2 * (r // packed rows). Source: unpack_weights in transformers'
+    integrations/bitnet.py. A code of 3 comes out as 2, as there: see is_ternary.
+    """
+    columns = packed.shape[1]
+    return _unpack_pairs(packed.reshape(1, -1), (0, 2, 4, 6)).reshape(-1, columns)
+
+
+def _unpack_pairs(blocks: Bytes, shifts: tuple[int, ...]) -> Ternary:
+    """Pairs of bits of `blocks`, shape (n, width), less one; shape (n, 4, width)."""
+    codes = np.empty((blocks.shape[0], 4, blocks.shape[1]), dtype=np.uint8)
+    for index, shift in enumerate(shifts):
+        np.right_shift(blocks, shift, out=codes[:, index])
+    codes &= 3
+    ternary = codes.view(np.int8)
+    ternary -= 1
+    return ternary
+
+
+def is_ternary(values: npt.NDArray[Any]) -> bool:
+    """Whether every value is -1, 0 or 1."""
+    return bool(((values == 0) | (values == 1) | (values == -1)).all())
+
+
+def quantize_absmean(weights: Floats) -> tuple[Ternary, np.float32]:
+    """Quantise a master weight: ternary * scale, the scale being its mean absolute value.
+
+    The rounding is that of WeightQuant in transformers' integrations/bitnet.py, in F32.
+    """
+    mean = np.float32(np.abs(weights).mean(dtype=np.float64))
+    inverse = np.float32(1.0) / np.maximum(mean, np.float32(1e-5))
+    ternary = np.clip(np.rint(weights * inverse), -1, 1).astype(np.int8)
+    return ternary, np.float32(1.0) / inverse
+
+
+def pack_tq2_0(ternary: Ternary) -> Bytes:
+    """Pack as ggml's TQ2_0 with a scale of 1: shape (rows, columns / 256 * 66).
+
+    A block: 64 bytes of codes t + 1 (element j of each half in byte j % 32, lowest bits first),
+    then the F16 scale.
+    """
+    rows, columns = ternary.shape
+    codes = (ternary + np.int8(1)).view(np.uint8).reshape(-1, 2, 4, 32)
+    packed = np.empty((codes.shape[0], 66), dtype=np.uint8)
+    halves = packed[:, :64].reshape(-1, 2, 32)
+    np.bitwise_or(codes[:, :, 0], codes[:, :, 1] << 2, out=halves)
+    halves |= codes[:, :, 2] << 4
+    halves |= codes[:, :, 3] << 6
+    packed[:, 64:] = _SCALE_ONE
+    return packed.reshape(rows, columns // TQ2_0_ROW * 66)
+
+
+def pack_q4_0(ternary: Ternary) -> Bytes:
+    """Pack as ggml's Q4_0 with a scale of 1, exactly: shape (rows, columns / 32 * 18).
+
+    A block: the F16 scale, then 16 bytes of codes t + 8, element j in the low and j + 16 in the
+    high half of byte j. ggml's own quantiser cannot be used: its scale is max / -8.
+    """
+    rows, columns = ternary.shape
+    codes = (ternary + np.int8(8)).view(np.uint8).reshape(-1, 2, 16)
+    packed = np.empty((codes.shape[0], 18), dtype=np.uint8)
+    packed[:, :2] = _SCALE_ONE
+    np.bitwise_or(codes[:, 0], codes[:, 1] << 4, out=packed[:, 2:])
+    return packed.reshape(rows, columns // Q4_0_ROW * 18)

@@ -1,0 +1,226 @@
+"""The header of a GGUF file: metadata and tensor infos, read without trusting any number in it."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
+
+from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
+
+I2_S_TYPE = 36
+"""Tensor type of Microsoft's BitNet fork; removed from, and unknown to, stock llama.cpp."""
+
+_SUPPORTED_VERSIONS = (2, 3)
+_PREFIX = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
+_LENGTH = struct.Struct("<Q")
+# Limits far above any real model: a damaged count must not cost seconds or gigabytes.
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS of llama.cpp
+_MAX_ENTRIES = 1 << 16  # keys, tensors
+_MAX_STRINGS = 1 << 22  # vocabulary, merges
+_MAX_STRING_BYTES = 1 << 24
+_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_MAX_NUMBER = (1 << 31) - 1
+AGAIN = "download or convert it again"
+
+
+def read_header(path: str | os.PathLike[str]) -> bytes:
+    """All bytes before the tensor data: metadata and tensor infos. Raises as read_geometry."""
+    path = Path(path)
+    check_prefix(path)
+    try:
+        reader = HeaderReader(path)
+        return reader.data[: int(reader.data_offset)].tobytes()
+    except EntropyKVError:
+        raise
+    except Exception as error:  # as in read_geometry
+        raise ModelFileError(f"{path}: is truncated or damaged ({error}); {AGAIN}") from error
+
+
+def check_prefix(path: Path) -> int:
+    """Check magic, version and counts in the first 24 bytes; return the size of the file."""
+    try:
+        if path.is_dir():
+            raise ModelFileError(f"{path}: is a directory; give the path of a GGUF file")
+        if path.exists() and not path.is_file():
+            raise ModelFileError(f"{path}: is not a regular file; give the path of a GGUF file")
+        with open(path, "rb") as file:
+            prefix = file.read(_PREFIX.size)
+            file_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise ModelFileError(f"{path}: no such file; give the path of a GGUF file") from None
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"{path}: cannot be read ({error}); give the path of a GGUF file"
+        ) from error
+    if not prefix:
+        raise ModelFileError(f"{path}: is empty; {AGAIN}")
+    if not prefix.startswith(b"GGUF"[: len(prefix)]):
+        raise ModelFileError(f"{path}: is not a GGUF file; give a model converted to GGUF")
+    if len(prefix) < _PREFIX.size:
+        raise ModelFileError(f"{path}: is truncated after {len(prefix)} bytes; {AGAIN}")
+    _, version, n_tensors, n_keys = _PREFIX.unpack(prefix)
+    if version not in _SUPPORTED_VERSIONS:
+        raise ModelFileError(
+            f"{path}: has GGUF version {version}, but only little-endian files of version 2 or 3 "
+            "can be read; convert the model again"
+        )
+    if max(n_tensors, n_keys) > _MAX_ENTRIES:
+        raise ModelFileError(
+            f"{path}: is damaged (it declares {n_tensors} tensors and {n_keys} keys); {AGAIN}"
+        )
+    return file_bytes
+
+
+class HeaderReader(GGUFReader):
+    """GGUFReader that never reads past the file, skips over arrays, and leaves tensors alone.
+
+    The base class makes numpy objects for every element of an array: seconds for a vocabulary.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the header; KeyError, ValueError and others where it is damaged."""
+        self.path = path
+        self.type_bytes: Counter[str] = Counter()
+        super().__init__(path)
+
+    def _check_end(self, end: int) -> None:
+        if end > len(self.data):
+            raise ValueError(f"its header asks for byte {end} of {len(self.data)}")
+
+    def _get(
+        self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None
+    ) -> npt.NDArray[Any]:
+        self._check_end(int(offset) + int(count) * np.dtype(dtype).itemsize)
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_str(self, offset: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+        length = int(self._get(offset, np.uint64)[0])
+        if length > _MAX_STRING_BYTES:
+            raise ValueError(f"a text of {length} bytes in the header")
+        return super()._get_str(offset)
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        raw_item, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        item, count, start = GGUFValueType(raw_item[0]), int(length[0]), orig_offs + 12
+        types = [GGUFValueType.ARRAY, item]
+        if item == GGUFValueType.STRING:
+            return 12 + self._strings_bytes(start, count), [raw_item, length], [], types
+        items = self._get(start, self.gguf_scalar_to_np[item], count)  # KeyError: nested array
+        return 12 + items.nbytes, [raw_item, length, items], [2], types
+
+    def _strings_bytes(self, start: int, count: int) -> int:
+        """Size in bytes of `count` strings at offset `start`."""
+        if count > _MAX_STRINGS:
+            raise ValueError(f"an array of {count} texts in the header")
+        offset = start
+        with self.data.data as view:
+            for _ in range(count):
+                self._check_end(offset + _LENGTH.size)
+                offset += _LENGTH.size + _LENGTH.unpack_from(view, offset)[0]
+        self._check_end(offset)
+        return offset - start
+
+    def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
+        field = super()._get_tensor_info_field(orig_offs)
+        n_dims = int(field.parts[2][0])
+        if not 1 <= n_dims <= _MAX_DIMENSIONS or not field.name:  # stops early among zeros
+            raise ValueError(f"tensor {field.name!r} has {n_dims} dimensions")
+        return field
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """Add up the bytes of every tensor type, and check that no tensor ends past the file."""
+        end = 0
+        for field in fields:
+            _, _, _, dims, raw_type, offset = field.parts
+            kind, n_bytes = self._tensor_bytes(field.name, int(raw_type[0]), dims.tolist())
+            self.type_bytes[kind] += n_bytes
+            end = max(end, int(start_offs) + int(offset[0]) + n_bytes)
+        if end > len(self.data):
+            raise ModelFileError(
+                f"{self.path}: is truncated, {end - len(self.data)} of at least {end} bytes "
+                f"are missing; {AGAIN}"
+            )
+
+    def _tensor_bytes(self, name: str, raw_type: int, dims: list[int]) -> tuple[str, int]:
+        """Type name and size in bytes of one tensor of `dims` elements."""
+        if raw_type == I2_S_TYPE:
+            raise UnsupportedModelError(
+                f"{self.path}: is an I2_S file of Microsoft's BitNet fork, which stock llama.cpp "
+                f"cannot load; make one that it can with `entropykv convert {self.path} OUT.gguf`"
+            )
+        try:
+            kind = GGMLQuantizationType(raw_type)
+        except ValueError:
+            raise ValueError(f"tensor {name} has the unknown type {raw_type}") from None
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if min(dims) < 1 or dims[0] % block != 0:
+            raise ValueError(f"tensor {name} of type {kind.name} has shape {dims}")
+        return kind.name, math.prod(dims) // block * block_bytes
+
+
+def text_value(reader: HeaderReader, key: str) -> str | None:
+    """Return the text under a key, or None where there is no such key."""
+    field = reader.get_field(key)
+    if field is None:
+        return None
+    if field.types != [GGUFValueType.STRING]:
+        raise ValueError(f"{key} is not a text")
+    return str(field.contents())
+
+
+def integers(reader: HeaderReader, key: str) -> npt.NDArray[Any] | None:
+    """Return the integer or integers under a key, each between 0 and 2^31 - 1."""
+    field = reader.get_field(key)
+    if field is None:
+        return None
+    values = field.parts[field.data[0]] if field.data else np.empty(0)
+    if values.dtype.kind not in "iu" or GGUFValueType.STRING in field.types:
+        raise ValueError(f"{key} is not an integer")
+    if values.size == 0 or values.min() < 0 or values.max() > _MAX_NUMBER:
+        raise ValueError(f"{key} has impossible values")
+    return values
+
+
+def number(reader: HeaderReader, key: str) -> int | None:
+    """Return the integer under a key, or None where there is no such key."""
+    values = integers(reader, key)
+    if values is None:
+        return None
+    if values.size != 1:
+        raise ValueError(f"{key} has {values.size} values, not one")
+    return int(values[0])
+
+
+def required(reader: HeaderReader, key: str) -> int:
+    """Return the integer above 0 under a key; ModelFileError where there is none."""
+    value = number(reader, key)
+    if value is None:
+        raise ModelFileError(f"{reader.path}: lacks {key}; {AGAIN}")
+    if value == 0:
+        raise ValueError(f"{key} is 0")
+    return value
+
+
+def per_layer(reader: HeaderReader, key: str, n_layer: int) -> tuple[int, ...] | None:
+    """One value per layer, from a number for all layers or an array."""
+    values = integers(reader, key)
+    if values is None:
+        return None
+    field = reader.fields[key]
+    if field.types[0] != GGUFValueType.ARRAY:
+        return (int(values[0]),) * n_layer
+    if values.size != n_layer:
+        raise ValueError(f"{key} has {values.size} values for {n_layer} layers")
+    return tuple(int(value) for value in values)

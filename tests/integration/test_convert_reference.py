@@ -1,0 +1,296 @@
+"""Converted Hugging Face checkpoints against transformers' own BitNetForCausalLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+from entropykv import Session, UnsupportedModelError
+from entropykv.convert import convert
+from tests.integration.test_convert import Logits, exact_logits
+from tests.integration.test_headwise import kl_divergence, relative_error
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes seconds, and a compiler
+_WHY = "needs torch and transformers: pip install entropykv[reference]"
+torch = pytest.importorskip("torch", reason=_WHY)
+transformers = pytest.importorskip("transformers", reason=_WHY)
+bitnet = pytest.importorskip("transformers.integrations.bitnet", reason=_WHY)
+safetensors_torch = pytest.importorskip("safetensors.torch", reason=_WHY)
+
+N_VOCAB = 320
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, N_VOCAB, 90)]
+PROJECTIONS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+pytestmark = [
+    pytest.mark.reference,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def random_model(hidden_act: str = "relu2", n_head_kv: int = 2, **changes: Any) -> Any:
+    """A small BitNet model with weights that spread its logits over a few units."""
+    config = transformers.BitNetConfig(
+        vocab_size=N_VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=n_head_kv,
+        hidden_act=hidden_act,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+        bos_token_id=1,
+        eos_token_id=2,
+        **changes,
+    )
+    model = transformers.BitNetForCausalLM(config).eval().float()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:
+                weight.copy_(1.0 + 0.1 * noise)
+            else:
+                gain = 2.5 if "embed" in name else 1.3
+                weight.copy_(noise * gain / weight.shape[1] ** 0.5)
+    return model
+
+
+def reference_logits(model: Any) -> Logits:
+    with torch.no_grad():
+        logits: Logits = model(torch.tensor([TOKENS])).logits[0].float().numpy()
+    return logits
+
+
+def projections(model: Any) -> dict[str, Any]:
+    """Projections by the name that llama.cpp has for them."""
+    found = {}
+    for layer, block in enumerate(model.model.layers):
+        for theirs, ours in PROJECTIONS.items():
+            found[f"blk.{layer}.{ours}"] = block.get_submodule(theirs)
+    return found
+
+
+def make_ternary(model: Any) -> None:
+    """Replace every projection by what WeightQuant makes of it."""
+    with torch.no_grad():
+        for module in projections(model).values():
+            module.weight.copy_(bitnet.WeightQuant.apply(module.weight))
+
+
+def converted_weights(path: Path) -> dict[str, tuple[npt.NDArray[np.float32], np.float32]]:
+    """(ternary as floats, scale) of every projection."""
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    weights = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".scale"):
+            weight = tensors[name.removesuffix("scale") + "weight"]
+            values = dequantize(weight.data, weight.tensor_type)
+            weights[name.removesuffix(".scale")] = (values, tensor.data[0])
+    return weights
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
+@pytest.mark.parametrize("hidden_act", ["silu", "relu2"])
+def test_dense_weights_give_the_logits_of_transformers(
+    tmp_path: Path, hidden_act: str, n_head_kv: int
+) -> None:
+    model = random_model(hidden_act, n_head_kv)
+    model.save_pretrained(tmp_path / "hf")
+    target = tmp_path / "out.gguf"
+    summary = convert(tmp_path / "hf", target, weight_type="f32", embedding_type="f32")
+    assert summary.activation == hidden_act
+    expected = reference_logits(model)
+    assert expected.std() > 1.0
+    assert np.abs(exact_logits(target, TOKENS) - expected).max() < 1e-4
+    with Session(target, n_ctx=128, kv_type="f16", n_threads=2) as session:
+        ours = session.decode(TOKENS, all_logits=True)
+    assert relative_error(ours, expected) < 1e-2  # an f16 cache
+    other = {"silu": "relu2", "relu2": "silu"}[hidden_act]
+    convert(tmp_path / "hf", target, weight_type="f32", activation=other, force=True)
+    assert relative_error(exact_logits(target, TOKENS), expected) > 0.3
+
+
+def test_shards_and_bf16_are_read(tmp_path: Path) -> None:
+    model = random_model().bfloat16()
+    model.save_pretrained(tmp_path / "hf", max_shard_size="1MB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    target = tmp_path / "out.gguf"
+    convert(tmp_path / "hf", target, weight_type="f32", embedding_type="keep")
+    kinds = {t.name: t.tensor_type.name for t in GGUFReader(target).tensors}
+    assert kinds["token_embd.weight"] == "BF16"  # noqa: S105
+    convert(tmp_path / "hf", target, weight_type="f32", embedding_type="f32", force=True)
+    logits = exact_logits(target, TOKENS)
+    reference = transformers.BitNetForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert np.abs(logits - reference_logits(reference)).max() < 1e-4
+
+
+@pytest.mark.parametrize("weight_type", ["tq2_0", "q4_0"])
+@pytest.mark.parametrize("hidden_act", ["silu", "relu2"])
+def test_ternary_weights_give_nearly_the_logits_of_transformers(
+    tmp_path: Path, hidden_act: str, weight_type: str
+) -> None:
+    model = random_model(hidden_act)
+    model.save_pretrained(tmp_path / "hf")
+    make_ternary(model)
+    target = tmp_path / "out.gguf"
+    convert(tmp_path / "hf", target, weight_type=weight_type, embedding_type="f32")
+    expected, ours = reference_logits(model), exact_logits(target, TOKENS)
+    assert relative_error(ours, expected) < 5e-2
+    assert kl_divergence(expected, ours) < 2e-2
+
+
+@pytest.mark.parametrize("config", ["none", "online"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_masters_are_quantised_as_transformers_does(
+    tmp_path: Path, dtype: str, config: str
+) -> None:
+    model = random_model().to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "hf")
+    if config == "online":
+        add_quantization(tmp_path / "hf", "autobitlinear", "online")
+    convert(tmp_path / "hf", tmp_path / "out.gguf")
+    weights = converted_weights(tmp_path / "out.gguf")
+    modules = projections(model)
+    assert weights.keys() == modules.keys()
+    for name, (ternary, scale) in weights.items():
+        expected = bitnet.WeightQuant.apply(modules[name].weight).float().detach().numpy()
+        assert np.array_equal(ternary, np.sign(expected)), name
+        # float32: torch and numpy may add up the mean in another order.
+        tolerance = 1e-6 if dtype == "float32" else 0.0
+        assert abs(scale - np.abs(expected).max()) <= tolerance * scale, name
+
+
+def add_quantization(directory: Path, linear_class: str, mode: str) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": linear_class,
+        "quantization_mode": mode,
+    }
+    path.write_text(json.dumps(config))
+
+
+def pack_checkpoint(directory: Path, model: Any, linear_class: str) -> dict[str, Any]:
+    """Pack a saved model with transformers' own pack_weights; returns the modules it would run."""
+    path = directory / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    running = {}
+    random = np.random.default_rng(3)
+    for name, module in projections(model).items():
+        out_features, in_features = module.weight.shape
+        scale = torch.tensor([random.uniform(0.01, 0.1)], dtype=torch.float32)
+        ternary = torch.sign(bitnet.WeightQuant.apply(module.weight.detach()))
+        packed = bitnet.pack_weights(ternary.clone())
+        layer, projection = name.split(".")[1:]
+        theirs = next(key for key, value in PROJECTIONS.items() if value == projection)
+        key = f"model.layers.{layer}.{theirs}"
+        stored = scale if linear_class == "autobitlinear" else 1.0 / scale
+        tensors[f"{key}.weight"], tensors[f"{key}.weight_scale"] = packed, stored
+        runs = {"autobitlinear": bitnet.AutoBitLinear, "bitlinear": bitnet.BitLinear}[linear_class]
+        running[name] = runs(in_features, out_features, bias=False, dtype=torch.float32)
+        running[name].load_state_dict({"weight": packed, "weight_scale": stored})
+    safetensors_torch.save_file(tensors, path, {"format": "pt"})
+    add_quantization(directory, linear_class, "offline")
+    return running
+
+
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+def test_packed_weights_do_what_the_modules_of_transformers_do(
+    tmp_path: Path, linear_class: str
+) -> None:
+    """Times a unit vector, which int8 holds exactly, a module gives a column of its weight."""
+    model = random_model()
+    model.save_pretrained(tmp_path / "hf")
+    running = pack_checkpoint(tmp_path / "hf", model, linear_class)
+    convert(tmp_path / "hf", tmp_path / "out.gguf", weight_type="q4_0")
+    weights = converted_weights(tmp_path / "out.gguf")
+    assert weights.keys() == running.keys()
+    for name, (ternary, scale) in weights.items():
+        module = running[name]
+        with torch.no_grad():
+            expected = module(127.0 * torch.eye(module.in_features))[:, :].numpy().T / 127.0
+        unpacked = expected / np.abs(expected).max()
+        assert np.array_equal(ternary, np.rint(unpacked)), name
+        assert np.allclose(ternary * scale, expected, rtol=1e-5, atol=1e-7), name
+
+
+def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
+    """A byte-level BPE trained here, with the split of Llama 3."""
+    tokenizers = pytest.importorskip("tokenizers", reason=_WHY)
+    split = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    text = Path(__file__).read_text(encoding="utf-8")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=N_VOCAB - 4,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",  # noqa: S106
+        eos_token="<|end|>",  # noqa: S106
+    )
+    fast.chat_template = "{% for m in messages %}User: {{ m['content'] }}{% endfor %}"
+    random_model().save_pretrained(tmp_path / "hf")
+    fast.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "out.gguf")
+    with Session(tmp_path / "out.gguf", n_ctx=128) as session:
+        sample = "It's 12345 Ünïcödé things,\n\n  don't   you THINK?<|end|> yes"
+        assert session.tokenize(sample, add_bos=False) == fast.encode(
+            sample, add_special_tokens=False
+        )
+        assert session.chat_prompt("hi") == "User: hi"
+        assert session.is_end(fast.eos_token_id)
+
+
+def test_untied_heads_are_refused_and_equal_ones_dropped(tmp_path: Path) -> None:
+    model = random_model()
+    model.save_pretrained(tmp_path / "hf")
+    path, target = tmp_path / "hf" / "model.safetensors", tmp_path / "out.gguf"
+    tensors = safetensors_torch.load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    safetensors_torch.save_file({**tensors, "lm_head.weight": head}, path, {"format": "pt"})
+    convert(tmp_path / "hf", target, weight_type="f32", embedding_type="f32")
+    assert np.abs(exact_logits(target, TOKENS) - reference_logits(model)).max() < 1e-4
+    head[-1, -1] += 1
+    safetensors_torch.save_file({**tensors, "lm_head.weight": head}, path, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="untied head"):
+        convert(tmp_path / "hf", tmp_path / "other.gguf")
+    assert not (tmp_path / "other.gguf").exists()

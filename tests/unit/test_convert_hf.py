@@ -1,0 +1,231 @@
+"""Hugging Face directories: storages, refusals, random damage. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from entropykv import cli
+from entropykv.convert import convert
+from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
+from tests.hf_files import hf_config, hf_tensors, write_hf, write_safetensors
+from tests.i2s_files import I2sModel
+from tests.unit.test_convert import assert_weights_are, read_weights
+from tests.unit.test_convert_refusals import refused
+from tests.unit.test_hf_tokenizer import write_tokenizer
+
+TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+LINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+
+
+def halves(model: I2sModel) -> list[dict[str, Any]]:
+    tensors = list(hf_tensors(model).items())
+    return [dict(tensors[:9]), dict(tensors[9:])]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_packed_weights_are_exact(tmp_path: Path, shards: int) -> None:
+    parts = [hf_tensors(TINY)] if shards == 1 else halves(TINY)
+    source, target = write_hf(tmp_path / "hf", hf_config(TINY), *parts), tmp_path / "out.gguf"
+    summary = convert(source, target)
+    assert_weights_are(target, TINY)
+    assert (summary.architecture, summary.activation) == ("bitnet", "relu2")
+    fields = {name: field.contents() for name, field in GGUFReader(target).fields.items()}
+    assert fields["tokenizer.ggml.model"] == "no_vocab"
+    assert fields["bitnet.vocab_size"] == TINY.n_vocab
+    assert fields["bitnet.attention.head_count_kv"] == TINY.n_head_kv
+    assert fields["bitnet.rope.freq_base"] == 500000.0
+    assert fields["bitnet.rope.dimension_count"] == 32
+    assert fields["general.name"] == "hf"
+
+
+def test_bitlinear_divides_by_its_scale(tmp_path: Path) -> None:
+    tensors = hf_tensors(TINY)
+    for name in [name for name in tensors if name.endswith("_scale")]:
+        tensors[name] = (1.0 / tensors[name]).astype(np.float32)
+    for config in ({**LINEAR, "linear_class": "bitlinear"}, {"quant_method": "bitnet"}):
+        source = write_hf(tmp_path / "hf", hf_config(TINY, quantization_config=config), tensors)
+        convert(source, tmp_path / "out.gguf", force=True)
+        weights = read_weights(tmp_path / "out.gguf")
+        for name, scale in TINY.scales.items():
+            assert weights[f"{name}.scale"][0] == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_master_weights_are_quantised_unless_dense(tmp_path: Path, online: bool) -> None:
+    """Masters that are ternary already: the mean is not their scale, the signs stay."""
+    config = {**LINEAR, "quantization_mode": "online"} if online else None
+    tensors = hf_tensors(TINY, packed=False)
+    source = write_hf(tmp_path / "hf", hf_config(TINY, quantization_config=config), tensors)
+    convert(source, tmp_path / "ternary.gguf")
+    convert(source, tmp_path / "dense.gguf", weight_type="f32")
+    ternary, dense = (read_weights(tmp_path / f"{n}.gguf") for n in ("ternary", "dense"))
+    for name, values in TINY.ternary.items():
+        assert np.array_equal(ternary[f"{name}.weight"], values)
+        mean = TINY.scales[name] * np.abs(values).mean()
+        assert ternary[f"{name}.scale"][0] == pytest.approx(mean, rel=1e-5)
+        assert np.array_equal(dense[f"{name}.weight"], values * np.float32(TINY.scales[name]))
+        assert f"{name}.scale" not in dense
+
+
+def test_names_of_1bitllm_and_its_silu(tmp_path: Path) -> None:
+    renamed = {
+        name.replace("attn_sub_norm", "inner_attn_ln").replace("ffn_sub_norm", "ffn_layernorm"): t
+        for name, t in hf_tensors(TINY, packed=False).items()
+    }
+    renamed["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, dtype=np.float32)
+    changes = {"architectures": ["BitnetForCausalLM"], "model_type": "llama"}
+    config = hf_config(
+        TINY, **changes, hidden_act="silu", quantization_config=None, rope_theta=None
+    )
+    convert(write_hf(tmp_path / "hf", config, renamed), tmp_path / "out.gguf")
+    fields = GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["entropykv.activation"].contents() == "silu"
+    assert fields["bitnet.rope.freq_base"].contents() == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "of type 'llama'"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"head_dim": 48}, "2 heads of 48 do not make up a hidden size of 64"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "not BitNet's"),
+        ({"quantization_config": {**LINEAR, "use_rms_norm": True}}, "use_rms_norm"),
+    ],
+)
+def test_other_models_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY, **changes), hf_tensors(TINY))
+    refused(source, tmp_path / "out.gguf", f"hf: .*{message}", UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"num_hidden_layers": 2}, "lacks tensor blk.1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": 300}, r"token_embd.weight has shape \[264, 64\]"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"num_attention_heads": 128}, "head_dim is 0"),
+        ({"num_hidden_layers": 2**31 - 1}, "2147483647 layers"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads and 3 KV heads"),
+    ],
+)
+def test_impossible_configs_are_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY, **changes), hf_tensors(TINY))
+    refused(source, tmp_path / "out.gguf", f"hf: .*{message}")
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    source, target = write_hf(tmp_path / "hf", hf_config(TINY), *halves(TINY)), tmp_path / "o.gguf"
+    second = source / "model-00002-of-00002.safetensors"
+    kept = second.read_bytes()
+    second.unlink()
+    refused(source, target, "model-00002-of-00002.safetensors: no such file, but model.saf")
+    assert cli.main(["convert", str(source), str(target)]) == 2
+    second.write_bytes(kept)
+    (source / "model.safetensors.index.json").unlink()
+    refused(source, target, "has 2 [*].safetensors but no model.safetensors.index.json")
+    for path in source.glob("*.safetensors"):
+        path.unlink()
+    refused(source, target, r"has no \*.safetensors")
+    (source / "config.json").unlink()
+    refused(source, target, "hf: has no config.json")
+    (source / "config.json").write_text("[1]")
+    refused(source, target, "hf: is damaged")
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY), *halves(TINY))
+    write_safetensors(tmp_path / "other.safetensors", hf_tensors(TINY))
+    index = {"weight_map": {"a": "../other.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(source, tmp_path / "out.gguf", "hf/other.safetensors: no such file")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"dtype": "F8_E4M3"}, "unknown type F8_E4M3"),
+        ({"shape": [16, 65]}, "has 1024 bytes for"),
+        ({"shape": [-16, -64]}, "has shape"),
+        ({"data_offsets": [-40, 984]}, "overlaps the header"),
+        ({"data_offsets": [1 << 40, (1 << 40) + 1024]}, "is truncated"),
+        ({"data_offsets": 7}, "is damaged"),
+    ],
+)
+def test_damaged_headers_are_named(tmp_path: Path, header: dict[str, Any], message: str) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY))
+    write_safetensors(source / "model.safetensors", hf_tensors(TINY), {Q_PROJ: header})
+    refused(source, tmp_path / "out.gguf", f"model.safetensors: .*{message}")
+
+
+def test_wrong_weights_are_named(tmp_path: Path) -> None:
+    source, target = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY)), tmp_path / "o"
+    for changes, kind, message in (
+        ({f"{Q_PROJ}_scale": np.array([0.0], np.float32)}, ModelFileError, "the scale of .*q_proj"),
+        ({f"{Q_PROJ}_scale": np.ones(2, np.float32)}, ModelFileError, "has no weight_scale"),
+        ({Q_PROJ: np.full((16, 64), 255, np.uint8)}, ModelFileError, "other than -1, 0 and 1"),
+        ({Q_PROJ: np.zeros((64, 64), np.float32)}, UnsupportedModelError, "is not packed"),
+        ({Q_PROJ: np.zeros((8, 64), np.uint8)}, ModelFileError, "attn_q.weight has shape"),
+        ({"model.norm.weight": np.zeros(64, np.int64)}, UnsupportedModelError, "has type I64"),
+        ({"model.norm.bias": np.zeros(64, np.float32)}, UnsupportedModelError, "has no place"),
+        (
+            {"lm_head.weight": np.zeros((264, 64), np.float16)},
+            UnsupportedModelError,
+            "has an untied head",
+        ),
+    ):
+        write_safetensors(source / "model.safetensors", hf_tensors(TINY) | changes)
+        refused(source, target, message, kind)
+    tensors = hf_tensors(TINY, packed=False)
+    tensors[Q_PROJ] = np.full((64, 64), np.nan, np.float32)
+    source = write_hf(tmp_path / "nan", hf_config(TINY, quantization_config=None), tensors)
+    refused(source, target, "q_proj.weight is not finite")
+    tensors[Q_PROJ] = np.full((64, 64), 1e6, np.float32)
+    write_safetensors(source / "model.safetensors", tensors)
+    refused(source, target, "too large for the type", weight_type="f16")
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_random_damage(tmp_path: Path, data: st.DataObject) -> None:
+    """Truncations and changed bytes of config.json, tokenizer.json and the header of the shard."""
+    source, target = tmp_path / "hf", tmp_path / "out.gguf"
+    write_hf(source, hf_config(TINY), hf_tensors(TINY))
+    write_tokenizer(source)
+    name = data.draw(st.sampled_from(["config.json", "tokenizer.json", "model.safetensors"]))
+    content = bytearray((source / name).read_bytes())
+    limit = min(len(content), 4000)
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, limit - 1))]
+    else:
+        for _ in range(data.draw(st.integers(1, 3))):
+            offset = data.draw(st.integers(0, limit - 1))
+            content[offset] = data.draw(st.sampled_from([*b'0-9",:[]{}x', 0, 255]))
+    (source / name).write_bytes(content)
+    message = ""
+    try:
+        convert(source, target, force=True)
+    except EntropyKVError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert target.exists() == (not message)
+    target.unlink(missing_ok=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

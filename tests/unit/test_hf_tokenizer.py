@@ -1,0 +1,124 @@
+"""Tokenizers of Hugging Face directories: byte-level BPE, sentencepiece, none."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+
+from entropykv.convert import convert
+from entropykv.errors import ModelFileError, UnsupportedModelError
+from tests.hf_files import hf_config, hf_tensors, write_hf
+from tests.i2s_files import I2sModel, byte_level_vocabulary
+from tests.unit.test_convert_refusals import refused
+
+TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
+
+
+def write_tokenizer(directory: Path, **changes: Any) -> None:
+    tokens, merges = byte_level_vocabulary(TINY.n_vocab - 2)
+    specials = [
+        {"id": len(tokens) - 2 + index, "content": token, "special": True}
+        for index, token in enumerate(tokens[-2:])
+    ]
+    tokenizer = {
+        "added_tokens": specials,
+        "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: index for index, token in enumerate(tokens[:-2])},
+            "merges": [merge.split() for merge in merges],
+        },
+    } | changes
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": "{{ messages }}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_tokenizer(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY))
+    write_tokenizer(source)
+    convert(source, tmp_path / "out.gguf")
+    fields = {
+        name: field.contents() for name, field in GGUFReader(tmp_path / "out.gguf").fields.items()
+    }
+    tokens, merges = byte_level_vocabulary(TINY.n_vocab - 2)
+    assert fields["tokenizer.ggml.tokens"] == [*tokens, "[PAD262]", "[PAD263]"]
+    assert fields["tokenizer.ggml.token_type"] == [1] * 260 + [3, 3, 5, 5]
+    assert fields["tokenizer.ggml.merges"] == merges
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert fields["tokenizer.ggml.bos_token_id"] == 260
+    assert fields["tokenizer.ggml.eos_token_id"] == 261
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+
+
+def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
+    source, target = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY)), tmp_path / "o"
+    for changes, kind, message in (
+        ({"pre_tokenizer": {"type": "Metaspace"}}, UnsupportedModelError, "byte-level BPE"),
+        ({"pre_tokenizer": None}, UnsupportedModelError, "byte-level BPE"),
+        (
+            {"model": {"type": "Unigram", "vocab": {}}},
+            UnsupportedModelError,
+            "byte-level BPE",
+        ),
+        ({"model": {"type": "BPE", "vocab": {"a": 999}}}, ModelFileError, "'a' has id 999"),
+        ({"model": None}, ModelFileError, "tokenizer.json: is damaged"),
+        ({"added_tokens": [{"id": 1}]}, ModelFileError, "tokenizer.json: is damaged"),
+    ):
+        write_tokenizer(source, **changes)
+        refused(source, target, message, kind)
+    (source / "tokenizer.json").unlink()
+    for content, message in (
+        (b"\n", "is truncated"),
+        (b"\x0f", "is damaged"),
+        (b"", "not a BPE model"),
+        (sentencepiece_model(1), "not a BPE model"),
+        (sentencepiece_model(2, [("a", 0.0, 1)] * 265), "265 tokens for a vocabulary of 264"),
+    ):
+        (source / "tokenizer.model").write_bytes(content)
+        refused(source, target, f"tokenizer.model: .*{message}")
+
+
+PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581th", -1.0, 1)]
+PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+
+
+def sentencepiece_model(model_type: int, pieces: list[tuple[str, float, int]] = PIECES) -> bytes:
+    """The protobuf message, field by field."""
+    content = b""
+    for text, score, kind in pieces:
+        encoded = text.encode()
+        piece = b"\x0a" + bytes([len(encoded)]) + encoded + b"\x15" + struct.pack("<f", score)
+        piece += b"\x18" + bytes([kind])
+        content += b"\x0a" + bytes([len(piece)]) + piece
+    trainer = b"\x18" + bytes([model_type]) + b"\x20" + b"\x80\xfa\x01"  # vocab_size 32000
+    return content + b"\x12" + bytes([len(trainer)]) + trainer
+
+
+def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    """Beside a tokenizer.json that is not byte-level, as 1bitLLM has it."""
+    config = hf_config(TINY, bos_token_id=1, eos_token_id=2)
+    source = write_hf(tmp_path / "hf", config, hf_tensors(TINY))
+    write_tokenizer(source, pre_tokenizer=None)
+    (source / "tokenizer.model").write_bytes(sentencepiece_model(2))
+    added = {
+        "1": {"content": "<s>", "special": True},
+        "260": {"content": "<pad>", "special": True},
+        "261": {"content": "<mark>", "special": False},
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    convert(source, tmp_path / "out.gguf")
+    fields = {
+        name: field.contents() for name, field in GGUFReader(tmp_path / "out.gguf").fields.items()
+    }
+    assert fields["tokenizer.ggml.model"] == "llama"
+    texts = [text for text, _, _ in PIECES]
+    assert fields["tokenizer.ggml.tokens"] == [*texts, "<pad>", "<mark>", "[PAD262]", "[PAD263]"]
+    assert fields["tokenizer.ggml.scores"] == [score for _, score, _ in PIECES] + [0.0] * 4
+    assert fields["tokenizer.ggml.token_type"] == [2, 3, 3, 1] + [6] * 256 + [3, 4, 5, 5]
+    assert fields["tokenizer.ggml.bos_token_id"] == 1
+    assert fields["tokenizer.ggml.eos_token_id"] == 2

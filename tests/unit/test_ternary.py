@@ -1,0 +1,89 @@
+"""Ternary packing: against packers written apart from it, and gguf's own dequantisers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entropykv.convert import ternary
+from tests.hf_files import pack_hf
+from tests.i2s_files import pack_i2s
+
+Int8s = npt.NDArray[np.int8]
+
+
+def random_ternary(rows: int, columns: int, seed: int = 0) -> Int8s:
+    return np.random.default_rng(seed).integers(-1, 2, (rows, columns)).astype(np.int8)
+
+
+# 8 x 48 and 4 x 160: rows straddle blocks of 128 and of 64.
+@pytest.mark.parametrize("shape", [(4, 32), (8, 48), (4, 160), (16, 256), (128, 33), (4, 3 * 128)])
+@pytest.mark.parametrize("layout", ternary.I2S_LAYOUTS)
+def test_i2s_unpacks_what_the_fork_packs(layout: str, shape: tuple[int, int]) -> None:
+    values = random_ternary(*shape)
+    codes = pack_i2s(values, 1.0, layout)[: values.size // 4]
+    assert np.array_equal(ternary.unpack_i2s(codes, shape, layout), values)
+
+
+def test_i2s_bytes_by_hand() -> None:
+    """Element 0 is in the highest bits of byte 0; 3 reads as 0."""
+    codes = np.full(32, 0b01_01_01_01, dtype=np.uint8)
+    codes[0] = 0b10_00_01_11
+    values = ternary.unpack_i2s(codes, (1, 128), "x86")[0]
+    assert values[[0, 32, 64, 96]].tolist() == [1, -1, 0, 0]
+    assert np.count_nonzero(values) == 2
+    values = ternary.unpack_i2s(codes, (1, 128), "arm64")[0]
+    assert values[[0, 16, 32, 48]].tolist() == [1, -1, 0, 0]
+    values = ternary.unpack_i2s(codes, (4, 32), "rows4")
+    assert values[:, 0].tolist() == [1, -1, 0, 0]
+
+
+def test_every_byte_of_i2s() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    values = ternary.unpack_i2s(codes, (4, 256), "rows4")
+    meaning = {0: -1, 1: 0, 2: 1, 3: 0}
+    for byte in range(256):
+        assert values[:, byte].tolist() == [meaning[byte >> shift & 3] for shift in (6, 4, 2, 0)]
+
+
+@pytest.mark.parametrize("layout", ternary.I2S_LAYOUTS)
+def test_multiples(layout: str) -> None:
+    assert ternary.i2s_multiple(layout) == {"x86": 128, "arm64": 64, "rows4": 4}[layout]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 40), seed=st.integers(0, 99))
+def test_hf_unpacks_quarters_of_the_rows(rows: int, columns: int, seed: int) -> None:
+    values = random_ternary(4 * rows, columns, seed)
+    assert np.array_equal(ternary.unpack_hf(pack_hf(values)), values)
+
+
+def test_hf_threes_are_seen() -> None:
+    assert not ternary.is_ternary(ternary.unpack_hf(np.array([[3]], dtype=np.uint8)))
+    assert ternary.is_ternary(ternary.unpack_hf(np.array([[0b10_01_00_01]], dtype=np.uint8)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 5), blocks=st.integers(1, 3), seed=st.integers(0, 99))
+def test_packed_weights_are_exact(rows: int, blocks: int, seed: int) -> None:
+    values = random_ternary(rows, 256 * blocks, seed)
+    packed = ternary.pack_tq2_0(values)
+    assert np.array_equal(dequantize(packed, GGMLQuantizationType.TQ2_0), values)
+    values = random_ternary(rows, 32 * blocks, seed)
+    packed = ternary.pack_q4_0(values)
+    assert np.array_equal(dequantize(packed, GGMLQuantizationType.Q4_0), values)
+
+
+def test_absmean() -> None:
+    weights = np.array([[0.1, -3.0, 0.9, 0.0], [-0.2, 1.2, -1.4, 1.2]], dtype=np.float32)
+    values, scale = ternary.quantize_absmean(weights)  # the mean is 1
+    assert values.tolist() == [[0, -1, 1, 0], [0, 1, -1, 1]]
+    assert scale == pytest.approx(1.0)
+    values, scale = ternary.quantize_absmean(np.zeros((2, 2), dtype=np.float32))
+    assert not values.any()
+    assert scale == pytest.approx(1e-5)
