@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) $(wildcard python/entropykv/*.py)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) \
+	$(shell find python/entropykv -type f -not -name '*.pyc')
 
-.PHONY: demo test test-cpp lint bench install clean
+.PHONY: demo test test-cpp test-reference lint bench install clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +32,10 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
 	build/cpp/store_test
+
+test-reference: install  ## the tests against torch and transformers (a download of 200 MB or more)
+	$(BIN)/pip install -q --no-build-isolation ".[reference]"
+	$(BIN)/python -m pytest -m reference
 
 lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/pip install -q ".[lint]" --no-build-isolation

@@ -1,0 +1,1 @@
+"""How the BitNet model in the package was made."""
