@@ -42,7 +42,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
     for (int l = 0; l < store_.n_layers(); ++l) {
         const PageLayout& layout = store_.layout(l);
         most_heads = std::max(most_heads, store_.shape(l).n_head_kv);
-        entropy_.push_back({std::vector<double>(index(store_.shape(l).n_head), 0.0), 0});
+        entropy_.push_back({std::vector<double>(index(store_.shape(l).n_head), 0.0), 0, {}});
         for (Worker& worker : workers_) {
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
@@ -50,6 +50,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.softmax, index(4 * kRowTile));
         }
     }
+    captures_.resize(index(store_.n_layers()));
     first_unit_.resize(index(most_heads + 1));
     unfinished_units_ = std::make_unique<std::atomic<int>[]>(index(most_heads));
 }
@@ -65,6 +66,34 @@ void Attention::reset_entropy() {
         std::fill(layer.sums.begin(), layer.sums.end(), 0.0);
         layer.rows = 0;
     }
+}
+
+std::vector<float> Attention::row_entropies(int layer) const {
+    const Split split = split_of(layer);
+    const std::vector<float>& last = entropy_.at(index(layer)).last;
+    const int n_head = store_.shape(layer).n_head;
+    std::vector<float> rows(index(n_tokens_ * n_head), 0.0f);
+    if (last.size() < rows.size()) return {};
+    for (int token = 0; token < n_tokens_; ++token)
+        for (int head = 0; head < n_head; ++head)
+            rows[index(token * n_head + head)] = last[index(
+                head / split.group * split.rows + token * split.group + head % split.group)];
+    return rows;
+}
+
+void Attention::capture_queries(const Call& call) noexcept {
+    const LayerShape& shape = store_.shape(call.layer);
+    Capture& capture = captures_[index(call.layer)];
+    float* out = capture.queries.data();
+    for (int token = 0; token < n_tokens_; ++token)
+        for (int head = 0; head < shape.n_head; ++head)
+            for (int d = 0; d < shape.k_dim; ++d)
+                *out++ = call.query->row(token, head)[d] * call.params->scale;
+    const float* sinks = call.params->sinks;
+    for (std::size_t head = 0; head < capture.sinks.size(); ++head)
+        capture.sinks[head] = sinks != nullptr ? sinks[head] : kMaskedLogit;
+    capture.softcap = call.params->softcap;
+    capture.window = call.params->window;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -118,7 +147,12 @@ void Attention::begin(int n_tokens, std::int32_t base_position) {
         for (int h = 0; split.by_entries && h < store_.shape(l).n_head_kv; ++h)
             slots += index(split.tiles * chunks_of(split, total_entries(l, h)));
         grow(partials_, slots * index(split.tile_rows) * index(store_.layout(l).v_stride + 3));
-        if (track_entropy_) grow(row_entropy_, n_heads * index(split.rows));
+        if (track_entropy_) grow(entropy_[index(l)].last, n_heads * index(split.rows));
+        if (capture_queries_) {
+            const LayerShape& shape = store_.shape(l);
+            captures_[index(l)].queries.resize(index(n_tokens * shape.n_head * shape.k_dim));
+            captures_[index(l)].sinks.resize(index(shape.n_head));
+        }
         if (!scored_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
         grow(mass_, n_heads * index(observed) * longest_);
@@ -169,6 +203,7 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
 void Attention::attend(int layer, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
     const Call call{layer, split_of(layer), &params, &query, output, thread};
+    if (capture_queries_ && thread == 0) capture_queries(call);
     const int n_units = first_unit_[index(store_.shape(layer).n_head_kv)];
     while (true) {
         const int unit = next_unit_.fetch_add(1, std::memory_order_relaxed);

@@ -44,6 +44,8 @@ public:
     // The last `tokens` queries of a micro-batch are those that score (observation window).
     void set_observation_window(int tokens) { observation_window_ = tokens < 1 ? 1 : tokens; }
     void set_entropy_tracking(bool on) { track_entropy_ = on; }
+    // Keeps the queries of every micro-batch, for those who look at single attention rows.
+    void set_query_capture(bool on) { capture_queries_ = on; }
 
     // Before every llama_decode: reserves pages and scratch for n_tokens at base_position. Nothing
     // after it allocates.
@@ -63,6 +65,19 @@ public:
     const std::vector<double>& entropy_sums(int layer) const;
     std::int64_t entropy_rows(int layer) const;
     void reset_entropy();
+
+    // Of the last micro-batch, while entropies are tracked: the entropy (bits) of every attention
+    // row of a layer, [n_tokens][n_head].
+    std::vector<float> row_entropies(int layer) const;
+
+    // Of the last micro-batch, while queries are captured: what a layer's rows were made from.
+    struct Capture {
+        std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
+        std::vector<float> sinks;    // one logit per query head; kMaskedLogit: none
+        float softcap = 0.0f;
+        int window = 0;
+    };
+    const Capture& capture(int layer) const { return captures_.at(index(layer)); }
 
 private:
     struct Split {      // how the micro-batch of one layer becomes units
@@ -96,6 +111,7 @@ private:
     struct LayerEntropy {
         std::vector<double> sums;
         std::int64_t rows = 0;
+        std::vector<float> last;  // of the last micro-batch, [KV head][row]
     };
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
@@ -117,6 +133,7 @@ private:
     void observe_decode(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     const float* sum_mass(const Call& call, int head) noexcept;
+    void capture_queries(const Call& call) noexcept;
 
     PromptTask prompt_task(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     template <typename Visit>
@@ -133,7 +150,9 @@ private:
     const KernelTable& kernels_;
     int observation_window_ = 64;
     bool track_entropy_ = false;
+    bool capture_queries_ = false;
     std::vector<LayerEntropy> entropy_;
+    std::vector<Capture> captures_;
     std::vector<Worker> workers_;
 
     // The micro-batch.
@@ -147,9 +166,8 @@ private:
     std::atomic<int> next_unit_{0};
     std::size_t longest_ = 0;  // entries of the longest head, staged ones included
     std::vector<float> partials_;
-    std::vector<float> logits_;       // decode: [head][row][longest_]
-    std::vector<float> mass_;         // [head][observed tile][longest_]
-    std::vector<float> row_entropy_;  // [head][row]
+    std::vector<float> logits_;  // decode: [head][row][longest_]
+    std::vector<float> mass_;    // [head][observed tile][longest_]
 };
 
 }  // namespace entropykv

@@ -189,7 +189,7 @@ void Attention::finish_head(const Call& call, int head) noexcept {
         LayerEntropy& entropy = entropy_[index(call.layer)];
         for (int row = 0; row < call.split.rows; ++row)
             entropy.sums[index(head * call.split.group + row % call.split.group)] +=
-                row_entropy_[index(head * call.split.rows + row)];
+                entropy.last[index(head * call.split.rows + row)];
         if (head == 0) entropy.rows += n_tokens_;
     }
     store_.commit(call.layer, head, n_tokens_, sum_mass(call, head), call.thread);
@@ -240,9 +240,10 @@ void Attention::write_output(const Call& call, const Tile& tile,
 void Attention::note_entropy(const Call& call, const Tile& tile,
                              const SoftmaxState& state) noexcept {
     if (!track_entropy_) return;
+    std::vector<float>& last = entropy_[index(call.layer)].last;
     for (int r = 0; r < tile.count; ++r) {
         const float nats = std::log(state.sum[r]) - state.weighted[r] / state.sum[r];
-        row_entropy_[index(tile.head * call.split.rows + tile.first + r)] =
+        last[index(tile.head * call.split.rows + tile.first + r)] =
             std::max(nats, 0.0f) * kBitsPerNat;
     }
 }

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "attention.hpp"
+#include "bandwidth.hpp"
 #include "budget.hpp"
 #include "flat_store.hpp"
 #include "gate_hook.hpp"
@@ -22,6 +23,11 @@ namespace {
 template <typename T>
 py::array_t<T> to_array(const std::vector<T>& values) {
     return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// A copy in rows of any shape.
+py::array_t<float> to_rows(const std::vector<float>& values, std::vector<py::ssize_t> shape) {
+    return py::array_t<float>(std::move(shape), values.data());
 }
 
 template <typename T>
@@ -85,6 +91,8 @@ public:
 };
 
 void bind_decisions(py::module_& m) {
+    m.def("read_bandwidth", &read_bandwidth, py::arg("n_bytes"), py::arg("n_threads"),
+          py::call_guard<py::gil_scoped_release>());
     m.def("available_kernels", [] {
         std::vector<std::string> names;
         for (const KernelTable* table : available_kernels()) names.emplace_back(table->name);
@@ -118,6 +126,22 @@ void bind_decisions(py::module_& m) {
         },
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
         py::arg("entries_per_page"), py::arg("weights"));
+    m.def(
+        "curve_shares",
+        [](std::vector<double> knots, std::vector<double> losses, double total) {
+            return curve_shares({std::move(knots), std::move(losses)}, total);
+        },
+        py::arg("knots"), py::arg("losses"), py::arg("total"));
+    m.def(
+        "share_by_curves",
+        [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
+           std::vector<double> knots, std::vector<double> losses) {
+            return share_by_curves(
+                {mean_entries, max_entries, floor_entries, std::move(entries_per_page), {}},
+                {std::move(knots), std::move(losses)});
+        },
+        py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
+        py::arg("entries_per_page"), py::arg("knots"), py::arg("losses"));
     m.def("pages_for", &pages_for, py::arg("entries"), py::arg("entries_per_page"));
     m.def(
         "page_geometry",
@@ -179,8 +203,51 @@ void bind_graph(py::module_& m) {
             py::arg("store"), py::keep_alive<1, 2>());
 }
 
+// What calibration looks at: attention rows of the last micro-batch, and entries.
+void bind_observation(py::class_<Headwise>& store) {
+    store
+        .def(
+            "row_entropies",
+            [](const Headwise& self, int layer) {
+                const std::vector<float> rows = self.attention.row_entropies(layer);
+                if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
+                return to_rows(rows, {self.attention.n_tokens(), self.store.shape(layer).n_head});
+            },
+            py::arg("layer"))
+        .def(
+            "capture_queries",
+            [](Headwise& self, bool on) { self.attention.set_query_capture(on); }, py::arg("on"))
+        .def(
+            "queries",
+            [](const Headwise& self, int layer) {
+                const Attention::Capture& capture = self.attention.capture(layer);
+                const LayerShape& shape = self.store.shape(layer);
+                const int n_tokens = self.attention.n_tokens();
+                const auto size = static_cast<std::size_t>(n_tokens * shape.n_head * shape.k_dim);
+                if (capture.queries.size() != size)
+                    throw std::invalid_argument("queries were not captured");
+                return py::make_tuple(
+                    to_rows(capture.queries, {n_tokens, shape.n_head, shape.k_dim}),
+                    to_array(capture.sinks), capture.softcap, capture.window);
+            },
+            py::arg("layer"))
+        .def(
+            "rows",
+            [](const Headwise& self, int layer, int head) {
+                const StoredRows rows = self.store.rows(layer, head);
+                const auto n = static_cast<py::ssize_t>(rows.positions.size());
+                const LayerShape& shape = self.store.shape(layer);
+                return py::make_tuple(to_array(rows.positions), to_array(rows.importance),
+                                      to_rows(rows.k, {n, shape.k_dim}),
+                                      to_rows(rows.v, {n, shape.v_dim}));
+            },
+            py::arg("layer"), py::arg("kv_head"));
+}
+
 void bind_headwise(py::module_& m) {
-    py::class_<Headwise>(m, "HeadwiseStore")
+    py::class_<Headwise> store(m, "HeadwiseStore");
+    bind_observation(store);
+    store
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
                          ScoreKind score, int n_sinks, int recent_window, float variation,
                          float mass_decay, int observation_window, int max_tokens, int max_entries,

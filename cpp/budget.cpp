@@ -35,45 +35,24 @@ std::vector<double> capped_shares(const std::vector<double>& weights, double tot
     return shares;
 }
 
-}  // namespace
-
-int pages_for(int entries, int entries_per_page) {
-    return (entries + entries_per_page - 1) / entries_per_page;
-}
-
-std::vector<double> entropy_weights(const std::vector<double>& entropies, double mean, double low,
-                                    double high) {
-    std::vector<double> weights(entropies.size(), 1.0);
-    if (mean <= 0.0) return weights;
-    for (std::size_t i = 0; i < entropies.size(); ++i)
-        weights[i] = std::clamp(entropies[i] / mean, low, high);
-    return weights;
-}
-
-std::vector<int> share_budget(const BudgetRequest& request) {
+void check(const BudgetRequest& request) {
     if (request.mean_entries < request.floor_entries)
         throw std::invalid_argument("the mean budget is below the floor");
-    const std::size_t n_heads = request.entries_per_page.size();
-    if (!request.weights.empty() && request.weights.size() != n_heads)
-        throw std::invalid_argument("weights must be one for every KV head, or none");
-    for (const double weight : request.weights)
-        if (!(weight >= 0.0 && weight <= 1e6))
-            throw std::invalid_argument("a weight outside of 0 .. 1e6");
     for (const int per_page : request.entries_per_page)
         if (per_page < 1) throw std::invalid_argument("a page must hold an entry");
-    const int mean = std::min(request.mean_entries, request.max_entries);
-    std::vector<int> budgets(n_heads, mean);
-    if (request.weights.empty() || mean == request.max_entries) return budgets;
+}
 
+// Entries of every head from what it should get beyond the floor, in whole pages: rounded down
+// first; then a page more for the heads that lost most by rounding.
+std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double>& shares) {
+    const std::size_t n_heads = request.entries_per_page.size();
+    const int mean = std::min(request.mean_entries, request.max_entries);
     const int floor = request.floor_entries;
-    const std::vector<double> shares = capped_shares(
-        request.weights, static_cast<double>(mean - floor) * static_cast<double>(n_heads),
-        static_cast<double>(request.max_entries - floor));
     long entries_left = static_cast<long>(mean) * static_cast<long>(n_heads);
     long pages_left = 0;
     for (const int per_page : request.entries_per_page) pages_left += pages_for(mean, per_page);
 
-    // Whole pages first, rounded down; then a page more for the heads that lost most by rounding.
+    std::vector<int> budgets(n_heads);
     std::vector<double> wanted(n_heads);
     for (std::size_t i = 0; i < n_heads; ++i) {
         const int per_page = request.entries_per_page[i];
@@ -108,6 +87,50 @@ std::vector<int> share_budget(const BudgetRequest& request) {
         budgets[i] = next;
     }
     return budgets;
+}
+
+}  // namespace
+
+int pages_for(int entries, int entries_per_page) {
+    return (entries + entries_per_page - 1) / entries_per_page;
+}
+
+std::vector<double> entropy_weights(const std::vector<double>& entropies, double mean, double low,
+                                    double high) {
+    std::vector<double> weights(entropies.size(), 1.0);
+    if (mean <= 0.0) return weights;
+    for (std::size_t i = 0; i < entropies.size(); ++i)
+        weights[i] = std::clamp(entropies[i] / mean, low, high);
+    return weights;
+}
+
+std::vector<int> share_budget(const BudgetRequest& request) {
+    check(request);
+    const std::size_t n_heads = request.entries_per_page.size();
+    if (!request.weights.empty() && request.weights.size() != n_heads)
+        throw std::invalid_argument("weights must be one for every KV head, or none");
+    for (const double weight : request.weights)
+        if (!(weight >= 0.0 && weight <= 1e6))
+            throw std::invalid_argument("a weight outside of 0 .. 1e6");
+    const int mean = std::min(request.mean_entries, request.max_entries);
+    if (request.weights.empty() || mean == request.max_entries)
+        return std::vector<int>(n_heads, mean);
+    const int floor = request.floor_entries;
+    return in_pages(request,
+                    capped_shares(request.weights,
+                                  static_cast<double>(mean - floor) * static_cast<double>(n_heads),
+                                  static_cast<double>(request.max_entries - floor)));
+}
+
+std::vector<int> share_by_curves(const BudgetRequest& request, const LossCurves& curves) {
+    check(request);
+    const std::size_t n_heads = request.entries_per_page.size();
+    if (curves.losses.size() != n_heads * curves.knots.size())
+        throw std::invalid_argument("losses must be [head][knot]");
+    const int mean = std::min(request.mean_entries, request.max_entries);
+    if (mean == request.max_entries) return std::vector<int>(n_heads, mean);
+    const double beyond = mean - request.floor_entries;
+    return in_pages(request, curve_shares(curves, beyond * static_cast<double>(n_heads)));
 }
 
 }  // namespace entropykv

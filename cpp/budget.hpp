@@ -27,4 +27,19 @@ std::vector<double> entropy_weights(const std::vector<double>& entropies, double
 // below floor_entries.
 std::vector<int> share_budget(const BudgetRequest& request);
 
+// What heads lose when they keep so many entries beyond their floor.
+struct LossCurves {
+    std::vector<double> knots;   // entries beyond the floor, ascending from 0
+    std::vector<double> losses;  // [head][knot], 0 or more
+};
+
+// Shares `total` entries so that the summed loss is least, each head's loss taken as the lower
+// convex hull of its curve: the steepest segments of all hulls come first, and segments that are
+// equally steep share in proportion to their lengths. No head gets more than the last knot.
+std::vector<double> curve_shares(const LossCurves& curves, double total);
+
+// As share_budget, with what is beyond the floor shared by curve_shares; the request's weights are
+// not used. The last knot should be max_entries - floor_entries.
+std::vector<int> share_by_curves(const BudgetRequest& request, const LossCurves& curves);
+
 }  // namespace entropykv

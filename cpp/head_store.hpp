@@ -33,6 +33,14 @@ struct StoreSettings {
     int max_entries = 0;             // no KV head ever keeps more (the context)
 };
 
+// Entries of one KV head as attention reads them, positions ascending.
+struct StoredRows {
+    std::vector<std::int32_t> positions;
+    std::vector<float> importance;
+    std::vector<float> k;  // [entries][k_dim]
+    std::vector<float> v;  // [entries][v_dim]
+};
+
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
 
 // Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
@@ -77,6 +85,7 @@ public:
 
     std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
     std::vector<float> importance(int layer, int head) const;        // of positions(), in order
+    StoredRows rows(int layer, int head) const;
 
     std::size_t entries() const;
     std::size_t evicted() const { return evicted_.load(std::memory_order_relaxed); }

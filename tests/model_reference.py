@@ -31,6 +31,8 @@ class ModelReference:
 
     def __init__(self, path: Path, activation: str) -> None:
         """`activation` is what the gates compute, whatever the file says."""
+        self.attended: list[tuple[Array, Array, Array, Array]] = []
+        self.stored: Callable[[Array], Array] = np.asarray  # what K and V are after they were kept
         reader = GGUFReader(path)
         self.activation = ACTIVATIONS[activation]
         self.weights = {
@@ -62,11 +64,12 @@ class ModelReference:
         k = self.rotated(self.heads(normed, layer, "attn_k", self.n_head_kv))
         v = self.heads(normed, layer, "attn_v", self.n_head_kv)
         group = self.n_head // self.n_head_kv
-        k, v = k.repeat(group, axis=0), v.repeat(group, axis=0)
+        k, v = self.stored(k).repeat(group, axis=0), self.stored(v).repeat(group, axis=0)
         scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[2])
         scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
+        self.attended.append((q, k, v, weights))
         mixed = (weights @ v).transpose(1, 0, 2).reshape(len(x), -1)
         return self.project(
             self.sub_norm(mixed, f"blk.{layer}.attn_sub_norm"), layer, "attn_output"

@@ -317,3 +317,71 @@ def check_shares(
     assert sum(budgets) <= mean * len(budgets)
     used = sum(pages_for(budget, n) for budget, n in zip(budgets, pages, strict=True))
     assert used <= sum(pages_for(mean, n) for n in pages)
+
+
+def convex_hull_at(knots: Sequence[float], losses: Sequence[float], at: float) -> float:
+    """The lower convex hull of a curve: the lowest of all chords over a point."""
+    best = np.inf
+    for i, left in enumerate(knots):
+        for j, right in enumerate(knots):
+            if i == j and left == at:
+                best = min(best, losses[i])
+            elif left <= at <= right and left < right:
+                share = (at - left) / (right - left)
+                best = min(best, losses[i] + share * (losses[j] - losses[i]))
+    return float(best)
+
+
+def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats:
+    """Entries of every head, losses [head][knot]: the least summed hull.
+
+    By the price of an entry: at a price, every head takes the smallest and the largest number of
+    entries that are optimal for it; at the price where `total` lies between the two sums, all take
+    the same part of the way.
+    """
+    hulls = np.array([[convex_hull_at(knots, head, k) for k in knots] for head in losses])
+    slopes = (hulls[:, :-1] - hulls[:, 1:]) / np.diff(knots)
+    steps = np.broadcast_to(np.diff(knots), slopes.shape)
+    tolerance = 1e-9 * max(1.0, float(slopes.max(initial=0.0)))
+    for price in sorted(set(slopes.ravel().tolist()), reverse=True):
+        least = np.where(slopes > price + tolerance, steps, 0.0).sum(axis=1)
+        most = np.where(slopes >= price - tolerance, steps, 0.0).sum(axis=1)
+        if most.sum() >= total:
+            part = (total - least.sum()) / max(most.sum() - least.sum(), 1e-300)
+            return np.asarray(least + np.clip(part, 0.0, 1.0) * (most - least))
+    return np.full(len(losses), float(knots[-1]))
+
+
+# ---------------------------------------------------------------------------------------------
+# loss curves
+
+
+def curve_losses(
+    q: Floats, k: Floats, v: Floats, importance: Floats, rules: Any, options: Options
+) -> tuple[Floats, Floats, float]:
+    """Mass lost, mean square of the dropped and of the whole outputs, of one KV head.
+
+    q [n][group][k_dim] are the last queries of a text; k, v [T]; importance [n_read]. Every number
+    of rules.keep by itself: what is kept is what select_survivors keeps.
+    """
+    first = len(k) - len(q)
+    positions = np.arange(len(k))
+    mass, dropped = [], []
+    logits = np.einsum("ngd,td->ngt", q, k) * options.scale
+    if options.softcap > 0.0:
+        logits = options.softcap * np.tanh(logits / options.softcap)
+    seen = visible(first + np.arange(len(q)), positions, options.window)
+    weights = np.exp(np.where(seen[:, None, :], logits, -np.inf))
+    sinks = 0.0 if options.sinks is None else np.exp(options.sinks)[None, :]
+    p = weights / (weights.sum(axis=2) + sinks)[:, :, None]
+    whole = np.einsum("ngt,td->ngd", p, v)
+    for extra in rules.keep:
+        keep = rules.n_sinks + rules.recent_window + extra
+        kept = select_survivors(
+            importance, positions[:first], keep, rules.n_sinks, rules.recent_window, first - 1
+        )
+        gone = np.flatnonzero(~kept)
+        mass.append(p[:, :, gone].sum(axis=2).mean())
+        lost = np.einsum("ngt,td->ngd", p[:, :, gone], v[gone])
+        dropped.append((lost**2).sum(axis=2).mean())
+    return np.array(mass), np.array(dropped), float((whole**2).sum(axis=2).mean())

@@ -13,6 +13,7 @@ _version.check()
 from entropykv.config import Budget  # noqa: E402
 from entropykv.errors import (  # noqa: E402
     BudgetError,
+    CalibrationError,
     ContextError,
     EntropyKVError,
     ModelFileError,
@@ -30,6 +31,7 @@ __version__ = _version.VERSION
 __all__ = [
     "Budget",
     "BudgetError",
+    "CalibrationError",
     "ContextError",
     "EntropyKVError",
     "EntropyProfile",

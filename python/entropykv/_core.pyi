@@ -127,6 +127,18 @@ class HeadwiseStore:
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:
         """Mean entropy in bits of every query head since track_entropy()."""
 
+    def row_entropies(self, layer: int) -> _Floats:
+        """Bits of every attention row of the last micro-batch, (n_tokens, n_head)."""
+
+    def capture_queries(self, on: bool) -> None: ...
+    def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int]:
+        """Of the last micro-batch: scaled queries (n_tokens, n_head, k_dim), attention sinks
+        (n_head,), soft cap (0: none) and sliding window in tokens (0: none).
+        """
+
+    def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
+        """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
+
     def truncate(self, position: int) -> None: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
     def importance(self, layer: int, kv_head: int) -> _Floats: ...
@@ -180,6 +192,9 @@ class FlatStore:
     @property
     def eviction_seconds(self) -> float: ...
 
+def read_bandwidth(n_bytes: int, n_threads: int) -> float:
+    """Bytes per second of a plain read of memory."""
+
 def available_kernels() -> list[str]:
     """Instruction sets that this machine runs, the slowest first."""
 
@@ -205,6 +220,19 @@ def share_budget(
     weights: Sequence[float],
 ) -> list[int]:
     """Entries of every KV head; ValueError where the mean is below the floor."""
+
+def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
+    """Entries of every head from `total`; losses are [head][knot], one after the other."""
+
+def share_by_curves(
+    mean_entries: int,
+    max_entries: int,
+    floor_entries: int,
+    entries_per_page: Sequence[int],
+    knots: Sequence[float],
+    losses: Sequence[float],
+) -> list[int]:
+    """As share_budget, for the least summed loss; knots count entries beyond the floor."""
 
 def pages_for(entries: int, entries_per_page: int) -> int: ...
 def page_geometry(layers: Sequence[LayerShape], kv_type: str) -> tuple[int, list[int]]:

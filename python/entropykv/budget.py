@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from entropykv import _core
 from entropykv.config import Budget
-from entropykv.errors import BudgetError
+from entropykv.errors import BudgetError, ProfileError
 from entropykv.policy import ENTROPY_CLAMP, Policy
 from entropykv.profile import EntropyProfile
 
@@ -74,7 +74,7 @@ def plan_headwise(
     """Share a budget among the KV heads.
 
     `layers` are the model's attention layers. Raises BudgetError where the budget cannot hold
-    sinks and recent window in every KV head.
+    sinks and recent window in every KV head, ProfileError where the policy needs loss curves.
     """
     page_bytes, entries_per_page = _core.page_geometry(layers, kv_type)
     per_head = [
@@ -89,13 +89,7 @@ def plan_headwise(
 
     mean = _mean_entries(budget, n_ctx, bytes_of)
     protection = _protection(budget, mean, n_ctx, n_sinks, recent_window, bytes_of)
-    flat = _core.share_budget(
-        mean_entries=mean,
-        max_entries=n_ctx,
-        floor_entries=min(protection.entries, n_ctx),
-        entries_per_page=per_head,
-        weights=_weights(policy, profile),
-    )
+    flat = _share(policy, profile, mean, n_ctx, min(protection.entries, n_ctx), per_head)
     budgets: list[tuple[int, ...]] = []
     for shape in layers:
         budgets.append(tuple(flat[: shape.n_head_kv]))
@@ -167,6 +161,28 @@ def _protection(
         f"sinks and a recent window of {needed.recent_window}; the smallest budget that holds them "
         f"is {least} tokens ({bytes_of(least)} bytes)"
     )
+
+
+def _share(
+    policy: Policy,
+    profile: EntropyProfile | None,
+    mean: int,
+    n_ctx: int,
+    floor: int,
+    per_page: list[int],
+) -> list[int]:
+    """Entries of every KV head, all layers in order."""
+    if not policy.by_curves:
+        weights = _weights(policy, profile)
+        return _core.share_budget(mean, n_ctx, floor, per_page, weights)
+    if profile is None or profile.curves is None:
+        missing = "a profile" if profile is None else "loss curves, which the profile does not have"
+        raise ProfileError(
+            f"policy {policy.name} needs {missing}; make a profile with them by `entropykv "
+            "calibrate` and give it with --entropy-config (entropy_config)"
+        )
+    knots, losses = profile.curves.knots(n_ctx, n_ctx - floor)
+    return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses)
 
 
 def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:

@@ -15,6 +15,10 @@ class ProfileError(EntropyKVError, ValueError):
     """An entropy profile that is missing, damaged, or made for another model."""
 
 
+class CalibrationError(EntropyKVError, ValueError):
+    """Texts or results that no profile can be made of, or a package that calibration lacks."""
+
+
 class ModelFileError(EntropyKVError, ValueError):
     """A model file that is missing, truncated, damaged, or not a GGUF file."""
 

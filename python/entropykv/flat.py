@@ -12,6 +12,7 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
+from entropykv.fingerprint import check_model
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
@@ -41,9 +42,7 @@ class FlatStore(Store):
         """
         geometry = model.geometry
         if profile:
-            profile.check_geometry(
-                geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), model.name
-            )
+            check_model(profile, model.geometry)
         self._model = model
         self._settings = settings
         self._n_ctx = n_ctx

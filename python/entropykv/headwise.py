@@ -12,6 +12,7 @@ from entropykv import _core
 from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.config import Budget, Settings
 from entropykv.errors import EntropyKVError, UnsupportedModelError
+from entropykv.fingerprint import check_model
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
@@ -97,6 +98,7 @@ class HeadwiseStore(Store):
         if self._profile:
             first = layers[0]
             self._profile.check_geometry(len(layers), first.n_head, first.n_head_kv, model.name)
+            check_model(self._profile, model.geometry)
         return layers
 
     def _plan(self, budget: Budget) -> HeadwisePlan:
@@ -122,6 +124,11 @@ class HeadwiseStore(Store):
 
     def _forget_cells(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
+
+    @property
+    def core(self) -> _core.HeadwiseStore:
+        """The extension's store, for those who look at attention rows."""
+        return self._store
 
     def before(self, n_tokens: int, position: int) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""

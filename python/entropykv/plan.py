@@ -10,6 +10,7 @@ from entropykv import _core
 from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.config import Budget, Settings
 from entropykv.errors import ModelFileError
+from entropykv.fingerprint import check_model
 from entropykv.model_file import ModelGeometry, read_geometry
 from entropykv.policy import Policy, policy_named
 from entropykv.profile import EntropyProfile
@@ -78,9 +79,7 @@ def make_plan(
     chosen = policy_named(policy, has_profile=profile is not None, store="headwise")
     geometry = read_geometry(path)
     if profile is not None:
-        profile.check_geometry(
-            geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), geometry.name
-        )
+        check_model(profile, geometry)
     layers = attention_layers(geometry)
     context = settings.n_ctx or geometry.n_ctx_train
     values = context * sum(s.n_head_kv * (s.k_dim + s.v_dim) for s in layers)

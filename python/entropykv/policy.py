@@ -22,6 +22,8 @@ class Policy:
     """The flat store can follow it: it needs no choice of its own per head."""
     by_entropy: bool = False
     """Budgets per KV head follow an entropy profile."""
+    by_curves: bool = False
+    """Budgets per KV head follow the loss curves of an entropy profile."""
     observation_window: int = 512
     """Queries at the end of a micro-batch that score, in tokens."""
     mass_decay: float = 0.998
@@ -48,6 +50,13 @@ POLICIES = {
             "budgets per KV head from an entropy profile, each keeping what gets most attention",
             ScoreKind.mass,
             by_entropy=True,
+        ),
+        Policy(
+            "profile",
+            "budgets per KV head that lose least by the profile's loss curves, each keeping what "
+            "gets most attention",
+            ScoreKind.mass,
+            by_curves=True,
         ),
     )
 }

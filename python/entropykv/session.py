@@ -13,6 +13,7 @@ import numpy.typing as npt
 from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import ContextError, EntropyKVError, UnsupportedModelError
+from entropykv.fingerprint import other_file
 from entropykv.flat import FlatStore
 from entropykv.generate import Sampling, generate
 from entropykv.headwise import HeadwiseStore
@@ -256,6 +257,10 @@ class Session:
     def budgets(self) -> list[tuple[int, ...]]:
         """Entries that every KV head may keep, as [layer][KV head]."""
         return self._store.budgets()
+
+    def other_file(self) -> str | None:
+        """A sentence where the profile was made with another file of the model's shape."""
+        return None if self.profile is None else other_file(self.profile, self._model.geometry)
 
     def resize(self, kv_budget: Budget | str | float) -> None:
         """Change the budget while running: it grows at once, and shrinks by evicting.

@@ -1,0 +1,210 @@
+"""Calibration: the entropy of every query head over texts, and what a KV head loses.
+
+The BitNet document: H = -sum p log2 p of the attention rows at 25, 50, 75 and 100 % of every text,
+averaged over 20 texts. The attention op of the headwise store computes the entropy of every row
+anyway, so that one pass over a text, quantised as users run the model, gives all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _version
+from entropykv.calibration.observe import Observer
+from entropykv.calibration.texts import Excerpt, Text, choose_sequences, long_sequences
+from entropykv.curves import CurveRules, LossCurves, average_curves
+from entropykv.errors import CalibrationError, SettingsError
+from entropykv.fingerprint import fingerprint_of
+from entropykv.model_file import read_geometry
+from entropykv.profile import EntropyProfile
+from entropykv.profile_file import FloatArray
+from entropykv.profile_parts import ROWS, Measurement
+
+RowEntropies = Callable[[Sequence[int]], npt.NDArray[np.float32]]
+"""Tokens of a text -> entropy of every attention row in bits, (n_layer, n_tokens, n_head)."""
+
+Progress = Callable[[int], None]
+"""Told how many more tokens were read."""
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """What to read; the defaults are those of the BitNet document.
+
+    `rows`: see entropykv.profile_parts.ROWS. `curve_texts` texts of `curve_length` tokens each
+    give the loss curves; 0: no curves. Raises SettingsError, naming the field.
+    """
+
+    n_sequences: int = 20
+    max_length: int = 128
+    seed: int = 0
+    rows: str = "quarters"
+    kv_type: str = "f16"
+    n_threads: int = 0
+    curve_length: int = 1024
+    curve_texts: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        least = {"n_sequences": 1, "max_length": 4, "seed": 0, "n_threads": 0, "curve_texts": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise SettingsError(f"{name} must be {low} or more, not {getattr(self, name)}")
+        if self.curve_texts and self.curve_length < 64:
+            raise SettingsError(
+                f"curve_length must be 64 or more, not {self.curve_length}; "
+                "without curves, curve_texts is 0"
+            )
+        if self.rows not in ROWS:
+            raise SettingsError(f"rows must be one of {', '.join(ROWS)}, not {self.rows!r}")
+
+
+def calibrate(
+    path: str | os.PathLike[str],
+    texts: Sequence[Text],
+    settings: CalibrationSettings,
+    on_start: Progress = lambda _: None,
+    on_progress: Progress = lambda _: None,
+) -> EntropyProfile:
+    """Measure a GGUF model. `on_start` gets the number of tokens that will be read.
+
+    Raises ModelFileError, UnsupportedModelError, SettingsError and CalibrationError.
+    """
+    trained = _trained_context(path, settings)
+    longest = max(settings.max_length, settings.curve_length if settings.curve_texts else 0)
+    n_ctx = min(longest, trained)
+    with Observer(
+        path, n_ctx=n_ctx, kv_type=settings.kv_type, n_threads=settings.n_threads
+    ) as observer:
+        excerpts = excerpts_of(texts, observer.tokenize, settings)
+        long_texts = long_sequences(
+            texts,
+            observer.tokenize,
+            n_sequences=settings.curve_texts,
+            length=min(settings.curve_length, trained),
+            seed=settings.seed,
+        )
+        on_start(sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, long_texts)))
+        measured = measure(observer.entropies, excerpts, on_progress)
+        curves = _curves(observer, long_texts, on_progress)
+        return EntropyProfile(
+            n_layer=observer.n_layer,
+            n_head=observer.n_head,
+            n_head_kv=observer.n_head_kv,
+            n_ctx=trained,
+            head_entropies=measured.chosen(settings.rows).mean(axis=0),
+            model=observer.name,
+            source=f"entropykv calibrate, {len(excerpts)} texts",
+            fingerprint=fingerprint_of(observer.geometry),
+            measurement=measured.summary(settings, settings.kv_type),
+            curves=curves,
+        )
+
+
+def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings) -> int:
+    """Tokens that the model was trained for; SettingsError where a text is to be longer."""
+    trained = read_geometry(path).n_ctx_train
+    if settings.max_length > trained:
+        raise SettingsError(
+            f"max_length {settings.max_length} is more than the {trained} tokens that the model "
+            "was trained for; use a smaller --max-length"
+        )
+    return trained
+
+
+def excerpts_of(
+    texts: Sequence[Text], tokenize: Callable[[str], list[int]], settings: CalibrationSettings
+) -> list[Excerpt]:
+    """What to read of the texts."""
+    return choose_sequences(
+        texts,
+        tokenize,
+        n_sequences=settings.n_sequences,
+        max_length=settings.max_length,
+        seed=settings.seed,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Mean entropies of every text, in bits: (n_texts, n_layer, n_head)."""
+
+    excerpts: Sequence[Excerpt]
+    quarters: FloatArray
+    all_rows: FloatArray
+
+    def chosen(self, rows: str) -> FloatArray:
+        """Of the rows of that name."""
+        return self.quarters if rows == "quarters" else self.all_rows
+
+    def summary(self, settings: CalibrationSettings, kv_type: str) -> Measurement:
+        """Mean and spread over the texts, and the stability between two halves of them."""
+        chosen = self.chosen(settings.rows)
+        halves = [
+            chosen[[excerpt.half == half for excerpt in self.excerpts]].reshape(
+                -1, *chosen[0].shape
+            )
+            for half in (0, 1)
+        ]
+        return Measurement(
+            engine=f"entropykv {_version.VERSION}",
+            rows=settings.rows,
+            max_length=settings.max_length,
+            seed=settings.seed,
+            kv_type=kv_type,
+            texts=tuple((excerpt.name, len(excerpt.tokens)) for excerpt in self.excerpts),
+            stability=correlation(*(half.mean(axis=0) for half in halves))
+            if all(map(len, halves))
+            else None,
+            quarters=self.quarters.mean(axis=0),
+            all_rows=self.all_rows.mean(axis=0),
+            spread=chosen.std(axis=0),
+        )
+
+
+def measure(
+    entropies: RowEntropies, excerpts: Sequence[Excerpt], on_progress: Progress
+) -> Measured:
+    """Read every text; CalibrationError where an entropy is no number."""
+    quarters, all_rows = [], []
+    for excerpt in excerpts:
+        rows = entropies(excerpt.tokens).astype(np.float64)
+        if not np.isfinite(rows).all():
+            raise CalibrationError(
+                f"{excerpt.name}: the model computes attention that is no number; "
+                "check the model file"
+            )
+        quarters.append(rows[:, quarter_rows(len(excerpt.tokens))].mean(axis=1))
+        all_rows.append(rows.mean(axis=1))
+        on_progress(len(excerpt.tokens))
+    return Measured(excerpts, np.array(quarters), np.array(all_rows))
+
+
+def quarter_rows(n_tokens: int) -> list[int]:
+    """Rows at 25, 50, 75 and 100 % of a text: the last tokens of its quarters, rounded up."""
+    return [-(-n_tokens * quarter // 4) - 1 for quarter in (1, 2, 3, 4)]
+
+
+def correlation(a: FloatArray, b: FloatArray) -> float | None:
+    """Pearson's r between the entropies of all heads; None where one of them does not vary."""
+    if a.std() < 1e-12 or b.std() < 1e-12:
+        return None
+    return float(np.clip(np.corrcoef(a.ravel(), b.ravel())[0, 1], -1.0, 1.0))
+
+
+def _curves(
+    observer: Observer, texts: Sequence[Sequence[int]], on_progress: Progress
+) -> LossCurves | None:
+    if not texts:
+        return None
+    rules = CurveRules.for_length(len(texts[0]))
+    losses = []
+    for tokens in texts:
+        losses.append(observer.losses(tokens, rules))
+        on_progress(len(tokens))
+    return average_curves(rules, losses)

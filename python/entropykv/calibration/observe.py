@@ -1,0 +1,151 @@
+"""A GGUF model that reads texts with a full cache, and its attention rows as they are computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.batch import MicroBatch
+from entropykv.config import Budget, Settings
+from entropykv.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
+from entropykv.errors import UnsupportedModelError
+from entropykv.headwise import HeadwiseStore
+from entropykv.model import Model
+from entropykv.policy import POLICIES
+
+Entropies = npt.NDArray[np.float32]
+
+
+class Observer:
+    """Reads one text after the other, quantised as users run the model.
+
+    `n_ctx`: the longest text, in tokens; `kv_type`: how K and V are stored while it reads. Memory:
+    the weights, and one pool that holds n_ctx tokens. Raises ModelFileError and
+    UnsupportedModelError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_ctx: int,
+        kv_type: str = "f16",
+        n_threads: int = 0,
+        n_ubatch: int = 512,
+    ) -> None:
+        """Load the model and take over its attention."""
+        settings = Settings(
+            kv_type=kv_type,
+            store="headwise",
+            n_ctx=n_ctx,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+        )
+        self._n_ubatch = min(n_ubatch, n_ctx)
+        self._model = Model(path, n_gpu_layers=0, verbose=False)
+        self.geometry = self._model.geometry
+        try:
+            self._store = self._full_store(settings)
+        except BaseException:
+            self._model.close()
+            raise
+        self._batch = MicroBatch(self._n_ubatch, self._model.n_vocab)
+        self._core = self._store.core
+        self._core.track_entropy(True)
+        try:
+            self.n_layer, self.n_head, self.n_head_kv = self._shape()
+        except UnsupportedModelError:
+            self.close()
+            raise
+
+    def _full_store(self, settings: Settings) -> HeadwiseStore:
+        """A store that evicts nothing; importance is that of the policies by attention mass."""
+        budget, policy = Budget("fraction", 1.0), POLICIES["uniform"]
+        return HeadwiseStore(
+            self._model, settings, settings.n_ctx, self._n_ubatch, budget, policy, None
+        )
+
+    def _shape(self) -> tuple[int, int, int]:
+        """Layers, query heads and KV heads."""
+        layers = self._store.layers
+        shapes = {(layer.n_head, layer.n_head_kv) for layer in layers}
+        if len(shapes) > 1:
+            raise UnsupportedModelError(
+                f"{self._model.name}: its layers have different numbers of heads, which no entropy "
+                "profile describes; use --policy uniform, which needs none"
+            )
+        return (len(layers), *shapes.pop())
+
+    def __enter__(self) -> Observer:
+        """Use the observer as a context manager: it closes at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        self._batch.close()
+        self._store.close()
+        self._model.close()
+
+    @property
+    def name(self) -> str:
+        """The model's name, or its file's."""
+        return self._model.name
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text as a prompt has them, BOS included where the model wants it."""
+        return self._model.tokenize(text, add_bos=self._model.adds_bos, special=False)
+
+    def entropies(self, tokens: Sequence[int]) -> Entropies:
+        """Entropy of every attention row of a text, in bits: (n_layer, len(tokens), n_head)."""
+        self._store.truncate(0)
+        rows = np.empty((self.n_layer, len(tokens), self.n_head), np.float32)
+        for first in range(0, len(tokens), self._n_ubatch):
+            part = tokens[first : first + self._n_ubatch]
+            self._read(part, first)
+            for layer in range(self.n_layer):
+                rows[layer, first : first + len(part)] = self._core.row_entropies(layer)
+        return rows
+
+    def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
+        """What every KV head loses in a text of rules.length tokens: [layer][KV head]."""
+        self._store.truncate(0)
+        for first in range(0, rules.n_read, self._n_ubatch):
+            self._read(tokens[first : min(first + self._n_ubatch, rules.n_read)], first)
+        importance = [
+            [self._core.importance(layer, head) for head in range(self.n_head_kv)]
+            for layer in range(self.n_layer)
+        ]
+        self._core.capture_queries(True)
+        self._read(tokens[rules.n_read : rules.length], rules.n_read)
+        self._core.capture_queries(False)
+        return [
+            self._layer_losses(layer, importance[layer], rules) for layer in range(self.n_layer)
+        ]
+
+    def _layer_losses(
+        self, layer: int, importance: Sequence[npt.NDArray[np.float32]], rules: CurveRules
+    ) -> list[HeadLoss]:
+        queries = Queries(*self._core.queries(layer))
+        group = self.n_head // self.n_head_kv
+        losses = []
+        for head in range(self.n_head_kv):
+            _, _, k, v = self._core.rows(layer, head)
+            of_group = queries.of_heads(slice(head * group, (head + 1) * group))
+            losses.append(head_loss(of_group, Entries(k, v, importance[head]), rules))
+        return losses
+
+    def _read(self, tokens: Sequence[int], position: int) -> None:
+        try:
+            self._store.before(len(tokens), position)
+            self._batch.decode(self._store.context, tokens, position, n_rows=0)
+            self._store.after(len(tokens), position)
+        except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
+            raise UnsupportedModelError(f"{self._model.name}: {error}") from error

@@ -1,0 +1,124 @@
+"""Texts for calibration, cut into sequences of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.errors import CalibrationError
+
+LEAST_TOKENS = 4
+"""Of a sequence: its quarters are different tokens."""
+
+_SHIPPED = Path(__file__).parent / "texts"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to read, and where it is from."""
+
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Tokens of one part of a text. The texts of different halves are disjoint."""
+
+    name: str
+    tokens: tuple[int, ...]
+    half: int
+
+
+def read_texts(files: Sequence[Path] | None) -> list[Text]:
+    """The given files, or those that come with entropykv. CalibrationError names a bad file."""
+    paths = sorted(_SHIPPED.glob("*.txt")) if files is None else list(files)
+    if not paths:
+        raise CalibrationError(
+            f"there are no texts in {_SHIPPED}; install entropykv again or give texts with --text"
+        )
+    return [Text(path.name, _read(path)) for path in paths]
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CalibrationError(f"{path}: {error.strerror}; give a text file") from None
+    except UnicodeDecodeError:
+        raise CalibrationError(f"{path}: not a text in UTF-8; convert it first") from None
+    if not text.strip():
+        raise CalibrationError(f"{path}: is empty; give a text file")
+    return text
+
+
+def choose_sequences(
+    texts: Sequence[Text],
+    tokenize: Callable[[str], list[int]],
+    *,
+    n_sequences: int,
+    max_length: int,
+    seed: int,
+) -> list[Excerpt]:
+    """Up to n_sequences of at most max_length tokens: the beginning of every text first.
+
+    The seed permutes the texts. Where there are fewer texts than sequences, the next max_length
+    tokens of each follow, and so on, unless less than half of that is left. Raises
+    CalibrationError for a text of fewer than 4 tokens.
+    """
+    order = list(texts)
+    random.Random(seed).shuffle(order)  # noqa: S311
+    tokens = [tokenize(text.content) for text in order[:n_sequences]]
+    for text, ids in zip(order, tokens, strict=False):
+        if min(len(ids), max_length) < LEAST_TOKENS:
+            raise CalibrationError(
+                f"{text.name}: has {len(ids)} tokens, fewer than {LEAST_TOKENS}; "
+                "give a longer text or leave it out"
+            )
+    sequences: list[Excerpt] = []
+    first = 0
+    while len(sequences) < n_sequences:
+        found = len(sequences)
+        for number, ids in enumerate(tokens):
+            part = tuple(ids[first : first + max_length])
+            if len(sequences) < n_sequences and len(part) >= (max_length / 2 if first else 1):
+                name = order[number].name + (f" from token {first}" if first else "")
+                sequences.append(Excerpt(name, part, number % 2))
+        if len(sequences) == found:
+            break
+        first += max_length
+    return sequences
+
+
+def long_sequences(
+    texts: Sequence[Text],
+    tokenize: Callable[[str], list[int]],
+    *,
+    n_sequences: int,
+    length: int,
+    seed: int,
+) -> list[tuple[int, ...]]:
+    """Sequences of exactly `length` tokens: texts joined by blank lines until they are that long.
+
+    Without enough text there are fewer or shorter ones, all of one length; none where all texts
+    together have fewer than 64 tokens.
+    """
+    order = list(texts)
+    random.Random(seed).shuffle(order)  # noqa: S311
+    sequences: list[tuple[int, ...]] = []
+    joined: list[str] = []
+    longest: tuple[int, ...] = ()
+    for text in order:
+        if len(sequences) == n_sequences:
+            break
+        joined.append(text.content)
+        ids = tuple(tokenize("\n\n".join(joined)))
+        longest = max(longest, ids[:length], key=len)
+        if len(ids) >= length:
+            sequences.append(ids[:length])
+            joined = []
+    if n_sequences and not sequences and len(longest) >= 64:
+        sequences.append(longest)
+    return sequences

@@ -1,0 +1,198 @@
+"""Loss curves: what a KV head loses when it keeps only k entries beyond sinks and recent window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import ProfileError
+
+KEEP_FRACTIONS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Entries kept beyond the protected ones, as fractions of the text."""
+RECENT_FRACTION = 0.1
+"""Recent window as a fraction of the text: that of a budget of 0.2."""
+QUERY_FRACTION = 0.125
+"""The last part of the text, whose queries show what is lost."""
+N_SINKS = 4
+
+FloatArray = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.float32]
+_MOST_ERROR = 1e4
+
+
+@dataclass(frozen=True, eq=False)
+class LossCurves:
+    """What every KV head loses, averaged over texts of `length` tokens.
+
+    Once all but the last `queries` tokens were read, a head evicts: it keeps `n_sinks` sinks, the
+    `recent_window` newest entries, and the `keep[i]` others of highest importance, as policies by
+    attention mass do. `mass_lost` is the mean attention mass that the last queries give to what was
+    evicted; `output_error` is the norm of that part of their outputs (sum of p * v), relative to
+    the norm of the whole outputs, both as root mean squares over queries and the query heads of the
+    group. Both have shape (n_layer, n_head_kv, len(keep)). For another context the numbers of
+    `keep` grow in proportion to `length`. Raises ProfileError, naming the field.
+    """
+
+    length: int
+    queries: int
+    n_sinks: int
+    recent_window: int
+    n_texts: int
+    keep: tuple[int, ...]
+    mass_lost: FloatArray
+    output_error: FloatArray
+
+    def __post_init__(self) -> None:
+        """Check every field and take read-only copies of the arrays."""
+        if not self.keep or self.keep[0] != 0 or list(self.keep) != sorted(set(self.keep)):
+            raise ProfileError(
+                "profile: curves.keep must ascend from 0 without repetition; calibrate again"
+            )
+        for name, most in (("mass_lost", 1.0 + 1e-6), ("output_error", _MOST_ERROR)):
+            values = np.array(getattr(self, name), dtype=np.float64)
+            if values.ndim != 3 or values.shape[2] != len(self.keep):
+                raise ProfileError(
+                    f"profile: curves.{name} must be [layer][KV head][{len(self.keep)}]; "
+                    "calibrate again"
+                )
+            if not np.all((values >= 0.0) & (values <= most)):
+                raise ProfileError(
+                    f"profile: curves.{name} must lie between 0 and {most:g}; calibrate again"
+                )
+            values.flags.writeable = False
+            object.__setattr__(self, name, values)
+
+    def knots(self, n_ctx: int, most: int) -> tuple[list[float], list[float]]:
+        """Entries beyond the protected ones in a context of n_ctx, and what is lost there.
+
+        The knots ascend from 0 to `most`, where all is kept and nothing lost; the losses are
+        [layer * KV head][knot] in one list, as _core.share_by_curves takes them: squares of
+        output_error, because errors that know nothing of each other add up as squares.
+        """
+        scaled = [k * n_ctx / self.length for k in self.keep]
+        inside = [k for k in scaled if k < most] or [0.0]
+        losses = np.square(self.output_error).reshape(-1, len(self.keep))[:, : len(inside)]
+        complete = np.concatenate([losses, np.zeros((len(losses), 1))], axis=1)
+        return [*inside, float(max(most, 1))], cast("list[float]", complete.ravel().tolist())
+
+
+@dataclass(frozen=True)
+class CurveRules:
+    """What is kept and which queries look at it, in tokens, for texts of `length`."""
+
+    length: int
+    queries: int
+    n_sinks: int
+    recent_window: int
+    keep: tuple[int, ...]
+
+    @classmethod
+    def for_length(cls, length: int) -> CurveRules:
+        """The rules of the default calibration: fractions of the text."""
+        keep = sorted({int(fraction * length) for fraction in KEEP_FRACTIONS})
+        queries = max(1, int(QUERY_FRACTION * length))
+        return cls(length, queries, N_SINKS, max(1, int(RECENT_FRACTION * length)), tuple(keep))
+
+    @property
+    def n_read(self) -> int:
+        """Tokens read when the head evicts."""
+        return self.length - self.queries
+
+
+class Queries(NamedTuple):
+    """Attention of the last queries of a text in one layer."""
+
+    rows: Rows
+    """(n, n_head, k_dim), scaled."""
+    sinks: Rows
+    """(n_head,): one more logit of every row."""
+    softcap: float
+    window: int
+
+    def of_heads(self, heads: slice) -> Queries:
+        """The queries of some heads."""
+        return Queries(self.rows[:, heads], self.sinks[heads], self.softcap, self.window)
+
+
+class Entries(NamedTuple):
+    """What a KV head holds at the end of a text, positions ascending from 0."""
+
+    k: Rows
+    """(n, k_dim)"""
+    v: Rows
+    """(n, v_dim)"""
+    importance: Rows
+    """(n_read,), when the head evicts."""
+
+
+class HeadLoss(NamedTuple):
+    """Of one KV head in one text, for every number of entries kept."""
+
+    mass: FloatArray
+    """Mean mass lost."""
+    dropped: FloatArray
+    """Mean square of the dropped outputs."""
+    whole: float
+    """Mean square of the whole outputs."""
+
+
+def probabilities(queries: Queries, k: Rows) -> Rows:
+    """Attention of the last n tokens over all T entries: (n * heads, T), query by query."""
+    n_queries, n_heads, _ = queries.rows.shape
+    logits = queries.rows.reshape(n_queries * n_heads, -1) @ k.T
+    if queries.softcap > 0.0:
+        logits = np.float32(queries.softcap) * np.tanh(logits / np.float32(queries.softcap))
+    own = len(k) - n_queries + np.repeat(np.arange(n_queries), n_heads)
+    distance = own[:, None] - np.arange(len(k))[None, :]
+    hidden = distance < 0
+    if queries.window > 0:
+        hidden |= distance >= queries.window
+    logits[hidden] = -np.inf
+    sinks = np.tile(queries.sinks, n_queries)[:, None]
+    largest = np.maximum(logits.max(axis=1, keepdims=True), sinks)
+    weights: Rows = np.exp(logits - largest)
+    weights /= weights.sum(axis=1, keepdims=True) + np.exp(sinks - largest)
+    return weights
+
+
+def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss:
+    """What one KV head loses; `queries` are those of its query heads."""
+    p = probabilities(queries, entries.k)
+    candidates = np.arange(rules.n_sinks, max(rules.n_sinks, rules.n_read - rules.recent_window))
+    order = candidates[np.argsort(-entries.importance[candidates], kind="stable")]
+    mass = np.zeros(len(rules.keep))
+    dropped = np.zeros(len(rules.keep))
+    lost_output = np.zeros((len(p), entries.v.shape[1]), np.float32)
+    lost_mass = np.zeros(len(p))
+    last = len(order)
+    for i in reversed(range(len(rules.keep))):  # entries between two numbers kept, only once
+        band = order[min(rules.keep[i], len(order)) : last]
+        last = min(rules.keep[i], len(order))
+        lost_mass += p[:, band].sum(axis=1, dtype=np.float64)
+        lost_output += p[:, band] @ entries.v[band]
+        mass[i] = min(lost_mass.mean(), 1.0)
+        dropped[i] = np.square(lost_output, dtype=np.float64).sum(axis=1).mean()
+    whole = float(np.square(p @ entries.v, dtype=np.float64).sum(axis=1).mean())
+    return HeadLoss(mass, dropped, whole)
+
+
+def average_curves(rules: CurveRules, texts: Sequence[Sequence[Sequence[HeadLoss]]]) -> LossCurves:
+    """Average [text][layer][KV head]."""
+    mass = np.array([[[head.mass for head in layer] for layer in text] for text in texts])
+    dropped = np.array([[[head.dropped for head in layer] for layer in text] for text in texts])
+    whole = np.array([[[head.whole for head in layer] for layer in text] for text in texts])
+    total = np.maximum(whole.mean(axis=0), 1e-30)[:, :, None]
+    return LossCurves(
+        length=rules.length,
+        queries=rules.queries,
+        n_sinks=rules.n_sinks,
+        recent_window=rules.recent_window,
+        n_texts=len(texts),
+        keep=rules.keep,
+        mass_lost=mass.mean(axis=0),
+        output_error=np.minimum(np.sqrt(dropped.mean(axis=0) / total), _MOST_ERROR),
+    )

@@ -1,0 +1,55 @@
+"""Which model a profile belongs to: its shape must be that of the model that uses it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from entropykv.errors import ProfileError
+from entropykv.gguf_header import read_header
+from entropykv.model_file import ModelGeometry
+from entropykv.profile import EntropyProfile
+from entropykv.profile_parts import Fingerprint
+
+
+def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
+    """Read the header of the model's file again and hash it."""
+    return Fingerprint(
+        architecture=geometry.architecture,
+        n_vocab=geometry.n_vocab,
+        head_dim_k=geometry.head_dim_k,
+        head_dim_v=geometry.head_dim_v,
+        header_sha256=hashlib.sha256(read_header(geometry.path)).hexdigest(),
+    )
+
+
+def check_model(profile: EntropyProfile, geometry: ModelGeometry) -> None:
+    """Raise ProfileError, naming the field, where the profile was made with another model.
+
+    Another quantisation of the same model is no other model: see other_file().
+    """
+    profile.check_geometry(
+        geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), geometry.name
+    )
+    if profile.fingerprint is None:
+        return
+    for field in ("architecture", "n_vocab", "head_dim_k", "head_dim_v"):
+        theirs, ours = getattr(profile.fingerprint, field), getattr(geometry, field)
+        if theirs != ours:
+            raise ProfileError(
+                f"the profile of {profile.model or 'another model'} has fingerprint.{field} "
+                f"{theirs}, but {geometry.name} has {ours}; calibrate again or use the profile of "
+                "this model"
+            )
+
+
+def other_file(profile: EntropyProfile, geometry: ModelGeometry) -> str | None:
+    """A sentence for the user where the profile fits but was made with another file; else None."""
+    if profile.fingerprint is None:
+        return None
+    if profile.fingerprint.header_sha256 == fingerprint_of(geometry).header_sha256:
+        return None
+    return (
+        f"the entropy profile was made with another file ({profile.model}) of the shape of "
+        f"{geometry.path.name}; if that is not the same model in another quantisation, make a "
+        "profile with `entropykv calibrate`"
+    )

@@ -1,0 +1,77 @@
+"""What calibration sees of the store: rows' entropies, queries, entries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from entropykv import _core
+from tests.reference import Options, attend_layer, stored
+
+SHAPE = _core.LayerShape(6, 2, 40, 24)
+
+
+def store_of(kv_type: str, n_threads: int = 1) -> _core.HeadwiseStore:
+    store = _core.HeadwiseStore(
+        layers=[SHAPE],
+        kv_type=kv_type,
+        score=_core.ScoreKind.mass,
+        n_sinks=4,
+        recent_window=8,
+        variation=0.0,
+        mass_decay=0.998,
+        observation_window=64,
+        max_tokens=256,
+        max_entries=600,
+        n_threads=n_threads,
+    )
+    store.set_budgets([600, 600], 200, 4, 8)
+    return store
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
+    rng = np.random.default_rng(1)
+    store = store_of(kv_type)
+    store.track_entropy(True)
+    store.capture_queries(True)
+    sinks = rng.standard_normal(6).astype(np.float32) if with_sinks else None
+    options = Options(0.2, 0.0, 0, sinks)
+    done, all_k, all_v = 0, np.zeros((0, 2, 40)), np.zeros((0, 2, 24))
+    for n in (200, 1, 30, 256):
+        q, k, v = (
+            rng.standard_normal((n, heads, dim)).astype(np.float32) * 2
+            for heads, dim in ((6, 40), (2, 40), (2, 24))
+        )
+        all_k = np.concatenate([all_k, stored(k, kv_type)])
+        all_v = np.concatenate([all_v, stored(v, kv_type)])
+        expected = attend_layer(q, all_k, all_v, done, options)
+        store.attend(0, q, k, v, scale=0.2, sinks=sinks, position=done)
+        done += n
+        rows = store.row_entropies(0)
+        assert rows.shape == (n, 6)
+        np.testing.assert_allclose(rows, expected.entropies, atol=5e-5)
+        queries, seen_sinks, softcap, window = store.queries(0)
+        np.testing.assert_allclose(queries, q * np.float32(0.2), rtol=1e-6)
+        assert (softcap, window) == (0.0, 0)
+        expected_sinks = np.full(6, np.float32(-1e30)) if sinks is None else sinks
+        np.testing.assert_array_equal(seen_sinks, expected_sinks)
+    for head in (0, 1):
+        positions, importance, k, v = store.rows(0, head)
+        np.testing.assert_array_equal(positions, np.arange(done))
+        np.testing.assert_array_equal(importance, store.importance(0, head))
+        np.testing.assert_array_equal(k, all_k[:, head].astype(np.float32))
+        np.testing.assert_array_equal(v, all_v[:, head].astype(np.float32))
+
+
+def test_what_was_not_observed_is_refused() -> None:
+    store = store_of("f16")
+    zeros = np.zeros((3, 6, 40), np.float32)
+    store.attend(0, zeros, zeros[:, :2], np.zeros((3, 2, 24), np.float32), scale=1.0)
+    with pytest.raises(ValueError, match="not tracked"):
+        store.row_entropies(0)
+    with pytest.raises(ValueError, match="not captured"):
+        store.queries(0)
+    with pytest.raises(IndexError):
+        store.rows(0, 2)
