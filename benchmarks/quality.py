@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session
-from stock import StockSession, find_model, read_texts
+from entropykv.stock import StockSession
+from inputs import find_model, read_texts
 
 Logits = npt.NDArray[np.float64]
 

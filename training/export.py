@@ -1,7 +1,8 @@
 """Make the files that are shipped of a checkpoint: `python -m training.export build/bitnet-facts`.
 
-The checkpoint becomes a Hugging Face directory (beside it, in hf/), which `entropykv convert`
-then turns into TQ2_0, as it would any other BitNet. A document to ask about is written, too.
+The checkpoint becomes a Hugging Face directory (beside it), which `entropykv convert`
+then turns into TQ2_0, as it would any other BitNet. A document to ask about and the entropy profile
+of the heads, over documents with questions, are written, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from entropykv import EntropyProfile
+from entropykv.calibration.measure import CalibrationSettings, calibrate
+from entropykv.calibration.texts import Text
 from entropykv.convert import convert
 from training.facts import BOS, EOS, STOP_LINE, Writer
 from training.model import Shape
@@ -36,7 +40,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=_SHIPPED, help="folder of the files")
     options = parser.parse_args()
     state = torch.load(options.checkpoint / "checkpoint.pt", weights_only=True)
-    directory = options.checkpoint / "hf"
+    directory = options.checkpoint / "bitnet-facts"
     directory.mkdir(exist_ok=True)
     tensors = {_name(name): tensor.contiguous() for name, tensor in state["model"].items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -47,10 +51,21 @@ def main() -> None:
         "tokenizer_config.json": _tokenizer_config(),
     }.items():
         (directory / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    convert(directory, options.output / "bitnet-facts.gguf", embedding_type="q8_0", force=True)
+    model = options.output / "bitnet-facts.gguf"
+    convert(directory, model, embedding_type="q8_0", force=True)
+    _profile(model).save(options.output / "bitnet-facts.entropy.json")
     document, _ = Writer("demo 1").test_document(1400, 8)
     text = "".join([*document[1:-1], STOP_LINE])
     (options.output / "bitnet-facts.txt").write_text(text, encoding="utf-8")
+
+
+def _profile(model: Path) -> EntropyProfile:
+    texts = []
+    for i in range(20):
+        document = Writer(f"profile {i}").training_document(1024, n_filler=0.2, n_questions=0.3)
+        texts.append(Text(f"facts {i}", "".join(document.words[1:])))
+    settings = CalibrationSettings(max_length=1000, curve_length=1000, curve_texts=20)
+    return calibrate(model, texts, settings)
 
 
 def _name(name: str) -> str:

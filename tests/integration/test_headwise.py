@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.stock import StockSession
 from entropykv import (
     BudgetError,
     ContextError,
@@ -20,6 +19,7 @@ from entropykv import (
     ModelFileError,
     Session,
 )
+from entropykv.stock import StockSession
 from tests.tiny_models import write_bitnet, write_llama
 
 Logits = npt.NDArray[np.float32]

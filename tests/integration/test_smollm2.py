@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.stock import StockSession, read_texts
+from benchmarks.inputs import read_texts
 from entropykv import Session
+from entropykv.stock import StockSession
 from tests.integration.test_headwise import kl_divergence
 
 

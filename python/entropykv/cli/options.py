@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 
 from entropykv.config import KV_TYPES, Settings
+from entropykv.errors import SettingsError
+from entropykv.models import DEMOS, Demo
 from entropykv.policy import POLICIES
 
 _DEFAULTS = Settings()
@@ -26,9 +28,20 @@ def integer(least: int) -> Callable[[str], int]:
     return parse
 
 
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """-m, or --demo in its place: see demo_of."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("-m", "--model", metavar="FILE", help="GGUF model")
+    model.add_argument(
+        "--demo",
+        choices=DEMOS,
+        help="a model that comes with entropykv, and its profile (see `entropykv models`)",
+    )
+
+
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
     """Model, context and budget."""
-    parser.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF model")
+    add_model_options(parser)
     parser.add_argument(
         "-c",
         "--ctx-size",
@@ -73,3 +86,25 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="newest tokens that every KV head keeps (default: half of the mean budget)",
     )
+
+
+def demo_of(options: argparse.Namespace) -> Demo | None:
+    """Return the model of --demo, now in place of -m's; its profile goes with a named policy."""
+    if options.demo is None:
+        return None
+    demo = DEMOS[options.demo]
+    options.model = str(demo.path)
+    if "entropy_config" in options and options.entropy_config is None and options.policy:
+        options.entropy_config = str(demo.profile)
+    return demo
+
+
+def check_writable(path: str | None) -> None:
+    """Find out before an hour of work, not after it."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from entropykv.cli_options import add_budget_options, integer
+from entropykv.cli.options import add_budget_options, check_writable, demo_of, integer
 from entropykv.config import STORES, Settings
 from entropykv.errors import ContextError, SettingsError
 from entropykv.generate import Sampling, generate
@@ -119,8 +119,9 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
+    asked = _use_demo(options)
     text = _prompt_text(options)
-    _check_writable(options.stats_json)
+    check_writable(options.stats_json)
     with Session(
         options.model,
         n_ctx=options.ctx_size,
@@ -138,6 +139,10 @@ def run(options: argparse.Namespace) -> int:
     ) as session:
         if session.fallback:
             print(f"entropykv: going on with the flat store: {session.fallback}", file=sys.stderr)
+        if note := session.other_file():
+            print(f"entropykv: {note}", file=sys.stderr)
+        if asked:
+            print(f"entropykv: asking {asked!r} about {options.file}", file=sys.stderr)
         code = _generate(session, text, options, sampling)
         stats = session.stats()
     print(format_stats(stats), file=sys.stderr)
@@ -146,6 +151,19 @@ def run(options: argparse.Namespace) -> int:
             json.dumps(dataclasses.asdict(stats), indent=2) + "\n", encoding="utf-8"
         )
     return code
+
+
+def _use_demo(options: argparse.Namespace) -> str | None:
+    """With --demo, -f and -p are the demo's unless they are given; returns the demo's question."""
+    demo = demo_of(options)
+    if demo is None:
+        return None
+    if options.file is None:
+        options.file = str(demo.document)
+    if options.prompt is not None:
+        return None
+    options.prompt = demo.question
+    return demo.question
 
 
 def _prompt_text(options: argparse.Namespace) -> str:
@@ -165,17 +183,6 @@ def _prompt_text(options: argparse.Namespace) -> str:
     if not text.strip():
         raise ContextError("the prompt is empty; give one with -p or -f")
     return text
-
-
-def _check_writable(path: str | None) -> None:
-    """Find out before an hour of work, not after it."""
-    if path is None:
-        return
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
 
 
 def _generate(session: Session, text: str, options: argparse.Namespace, sampling: Sampling) -> int:

@@ -1,0 +1,53 @@
+"""The command line: one module for each command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from entropykv import _version
+from entropykv.cli.bench import add_bench
+from entropykv.cli.calibrate import add_calibrate
+from entropykv.cli.convert import add_convert
+from entropykv.cli.models import add_models
+from entropykv.cli.plan import add_plan
+from entropykv.cli.profile import add_profile
+from entropykv.cli.run import EXIT_INTERRUPTED, add_run
+from entropykv.errors import EntropyKVError
+
+EXIT_BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Bad input: one sentence on stderr, and 2."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except EntropyKVError as error:
+        print(f"entropykv: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone
+        sys.stderr.close()
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="entropykv",
+        description="Run GGUF models in stock llama.cpp inside a hard KV-cache budget.",
+    )
+    parser.add_argument("--version", action="version", version=f"entropykv {_version.VERSION}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_run(commands)
+    add_plan(commands)
+    add_bench(commands)
+    add_models(commands)
+    add_convert(commands)
+    add_calibrate(commands)
+    add_profile(commands)
+    return parser

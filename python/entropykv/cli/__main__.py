@@ -1,0 +1,7 @@
+"""`python -m entropykv.cli`."""
+
+import sys
+
+from entropykv.cli import main
+
+sys.exit(main())

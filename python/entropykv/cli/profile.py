@@ -1,0 +1,41 @@
+"""`entropykv profile`: show a profile, compare two, convert an old one."""
+
+from __future__ import annotations
+
+import argparse
+
+from entropykv.cli.calibrate import check_output
+from entropykv.plots import draw
+from entropykv.profile import EntropyProfile
+from entropykv.profile_table import compare, format_profile
+
+
+def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "profile",
+        help="show an entropy profile, or compare two",
+        description="Show the entropies, head types and resulting budgets of a profile; with a "
+        "second file, what differs.",
+    )
+    parser.add_argument("file", metavar="FILE", help="entropy profile (JSON)")
+    parser.add_argument("other", nargs="?", metavar="FILE2", help="profile to compare it with")
+    parser.add_argument("--convert", metavar="NEW", help="write the profile in format version 2")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the profile (.png or .svg; needs entropykv[plot])"
+    )
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    profile = EntropyProfile.load(options.file)
+    other = EntropyProfile.load(options.other) if options.other else None
+    text = format_profile(profile) if other is None else compare(profile, other)
+    if options.convert:
+        check_output(options.convert)
+        profile.save(options.convert)
+    if options.plot:
+        draw(profile, options.plot)
+    print(text)
+    return 0
