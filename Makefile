@@ -45,8 +45,11 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp
 
 bench: install  ## the figures of the README; on an otherwise idle machine
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/entropykv bench -m "$$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')"
+	$(BIN)/entropykv bench --demo bitnet
 	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/recall.py
+	$(BIN)/python benchmarks/calibration.py
 
 clean:
 	rm -rf $(VENV) build
