@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from entropykv import models
 from entropykv.errors import ModelFileError
 from tests.tiny_models import write_bitnet, write_llama
+
+# A shell that starts pytest in the background has it ignore interrupts, and its children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXTS = Path(__file__).resolve().parents[1] / "benchmarks" / "texts"
 
