@@ -2,7 +2,8 @@
 // vector type from the compiler's flags.
 #include "kernels.hpp"
 
-#include "kernel_decode.hpp"
+#include "kernel_decode_f16.hpp"
+#include "kernel_decode_q8.hpp"
 #include "kernel_prompt.hpp"
 #include "kernel_store.hpp"
 

@@ -39,7 +39,8 @@ struct DecodeTask {
     float oldest_position;  // entries before it are not seen (sliding window)
     float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
-    SoftmaxState state;  // output [rows][layout.v_stride]
+    SoftmaxState state;   // output [rows][layout.v_stride]
+    EntryRange upcoming;  // what the thread reads next: asked for early; layout null: not known
 };
 
 // Up to kRowTile query rows, each with its own position.
