@@ -22,8 +22,10 @@ std::vector<const KernelTable*> available_kernels() {
         __builtin_cpu_supports("f16c")) {
         tables.push_back(&kKernelsAvx2);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
             tables.push_back(&kKernelsAvx512);
+            if (__builtin_cpu_supports("avx512vnni")) tables.push_back(&kKernelsAvx512Vnni);
+        }
     }
 #endif
     return tables;

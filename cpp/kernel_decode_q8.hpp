@@ -64,14 +64,17 @@ ENTROPYKV_NOINLINE void score_block_int8(const DecodeTile& tile, int first,
     const std::int16_t* query = scratch.query + row * layout.k_stride;
     for (int d = start; d < smaller(start + kQuantBlock, layout.k_stride); d += 4) {
         if (stream != nullptr) stream->ask<Vectors * kLanes * 4>(d / 4);
-        repeat<Vectors>([&](auto i) ENTROPYKV_INLINE {
-            const IntVec bytes = load_ints(k[i] + d * kGroupEntries);
-            const IntVec even = even_unsigned_bytes(bytes);
-            const IntVec odd = odd_unsigned_bytes(bytes);
+        repeat<2>([&](auto odd) ENTROPYKV_INLINE {
+            IntVec q[Rows];
             repeat<Rows>([&](auto r) ENTROPYKV_INLINE {
-                const std::int16_t* q = query + r * layout.k_stride + d;
-                sums[r][i] = dot_pairs(sums[r][i], even, broadcast_pair(q));
-                sums[r][i] = dot_pairs(sums[r][i], odd, broadcast_pair(q + 2));
+                q[r] = broadcast_pair(query + r * layout.k_stride + d + 2 * odd);
+            });
+            repeat<Vectors>([&](auto i) ENTROPYKV_INLINE {
+                const IntVec bytes = load_ints(k[i] + d * kGroupEntries);
+                const IntVec pairs = odd ? odd_unsigned_bytes(bytes) : even_unsigned_bytes(bytes);
+                repeat<Rows>([&](auto r) ENTROPYKV_INLINE {
+                    sums[r][i] = dot_pairs(sums[r][i], pairs, q[r]);
+                });
             });
         });
     }
@@ -143,15 +146,18 @@ ENTROPYKV_NOINLINE void add_int8_values(const DecodeTile& tile, Stream* stream,
         const std::int16_t* weights = scratch.weights + row * kDecodeTile + g * kGroupEntries;
         for (int e = 0; e < kGroupEntries; e += 4) {
             if (stream != nullptr) stream->ask<Vectors * kLanes * 4>(e / 4);
-            repeat<Vectors>([&](auto i) ENTROPYKV_INLINE {
-                const IntVec bytes = load_ints(v + e * stride + i * kLanes * 4);
-                const IntVec even = even_bytes(bytes);
-                const IntVec odd = odd_bytes(bytes);
+            repeat<2>([&](auto odd) ENTROPYKV_INLINE {
+                IntVec w[Rows];
                 repeat<Rows>([&](auto r) ENTROPYKV_INLINE {
-                    const std::int16_t* w = weights + r * kDecodeTile + e;
-                    sums[r][i][0] = dot_pairs(sums[r][i][0], even, broadcast_pair(w));
-                    sums[r][i][chains - 1] =
-                        dot_pairs(sums[r][i][chains - 1], odd, broadcast_pair(w + 2));
+                    w[r] = broadcast_pair(weights + r * kDecodeTile + e + 2 * odd);
+                });
+                repeat<Vectors>([&](auto i) ENTROPYKV_INLINE {
+                    const IntVec bytes = load_ints(v + e * stride + i * kLanes * 4);
+                    const IntVec pairs = odd ? odd_bytes(bytes) : even_bytes(bytes);
+                    repeat<Rows>([&](auto r) ENTROPYKV_INLINE {
+                        IntVec& sum = sums[r][i][odd % chains];
+                        sum = dot_pairs(sum, pairs, w[r]);
+                    });
                 });
             });
         }

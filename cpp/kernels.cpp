@@ -9,7 +9,10 @@
 
 namespace entropykv {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,     store_v,    decode,
+                                     prompt,       prompt_mass, logits_mass};
+#elif defined(__AVX512F__)
 const KernelTable kKernelsAvx512{"avx512", store_k,     store_v,    decode,
                                  prompt,   prompt_mass, logits_mass};
 #elif defined(__AVX2__)

@@ -77,6 +77,7 @@ extern const KernelTable kKernelsPortable;
 #if defined(ENTROPYKV_X86)
 extern const KernelTable kKernelsAvx2;
 extern const KernelTable kKernelsAvx512;
+extern const KernelTable kKernelsAvx512Vnni;
 #endif
 
 }  // namespace entropykv
