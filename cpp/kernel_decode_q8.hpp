@@ -193,7 +193,7 @@ void decode_q8_0(const DecodeTask& task) {
     quantise_query(task, scratch);
     const auto scores = [&](const DecodeTile& tile, Stream& stream) {
         over_row_blocks(task.rows, [&](int row, auto rows) {
-            constexpr int most = power_of_vectors(rows(), 8);
+            constexpr int most = power_of_vectors(rows(), 4);
             over_entry_vectors<most>(tile.n_groups, [&](int first, auto vectors) {
                 for (int block = 0; block < layout.k_blocks; ++block)
                     score_block_int8<rows(), vectors()>(tile, first, layout, block, row,
