@@ -33,7 +33,8 @@ void Attention::run_unit(const Call& call, int unit, int next) noexcept {
         finish_head(call, tile.head);
 }
 
-// The stored entries of a unit of the decode kernel; layout null: it has none.
+// The stored entries of a unit of the decode kernel; layout null: it has none. The unit must have
+// been claimed by this thread: its head is then not committed, and its page table stays.
 EntryRange Attention::stored_entries(const Call& call, int unit) const noexcept {
     if (unit < 0) return {};
     const auto [tile, chunk] = unit_at(call, unit);
