@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) \
 	$(shell find python/entropykv -type f -not -name '*.pyc')
 
-.PHONY: demo test test-cpp test-reference lint bench install clean
+.PHONY: demo test test-cpp test-reference lint bench bench-kernels install clean
 
 install: $(VENV)/.installed
 
@@ -42,7 +42,8 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp
+	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp \
+		benchmarks/micro/*.cpp
 
 bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/entropykv bench -m "$$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')"
@@ -50,6 +51,13 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/recall.py
 	$(BIN)/python benchmarks/calibration.py
+
+# ARGUMENTS="--dims 64 --groups 3 --threads 2" and the like; all: benchmarks/micro/kernel_bench.cpp
+bench-kernels: $(VENV)/.tools  ## the decode kernels alone, against a plain read of the same bytes
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
+		-DCMAKE_BUILD_TYPE=Release > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/bench
+	build/bench/kernel_bench $(ARGUMENTS)
 
 clean:
 	rm -rf $(VENV) build

@@ -22,17 +22,19 @@ std::vector<const KernelTable*> available_kernels() {
         __builtin_cpu_supports("f16c")) {
         tables.push_back(&kKernelsAvx2);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
             tables.push_back(&kKernelsAvx512);
+            if (__builtin_cpu_supports("avx512vnni")) tables.push_back(&kKernelsAvx512Vnni);
+        }
     }
 #endif
     return tables;
 }
 
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
-    const int of_an_entry =
-        layout.k_stride + layout.v_stride + kRowTile + std::max(layout.k_blocks, layout.v_blocks);
-    return static_cast<std::size_t>(kEntryTile * of_an_entry + 2 * kRowTile);
+    const int entries = kEntryTile + kGroupEntries;
+    return static_cast<std::size_t>(entries * (layout.k_stride + layout.v_stride) +
+                                    kEntryTile * kRowTile + 2 * kRowTile);
 }
 
 Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads)
@@ -112,7 +114,9 @@ Attention::Split Attention::split_of(int layer) const {
 }
 
 int Attention::chunk_entries(const Split& split, int total) {
-    return split.by_rows || total > 1024 ? 256 : 64;
+    // A unit costs as much as some twenty entries, and a few units per thread share out evenly.
+    if (split.by_rows) return 256;
+    return total <= 1024 ? 128 : total <= 8192 ? 256 : total <= 65536 ? 512 : 1024;
 }
 
 int Attention::chunks_of(const Split& split, int total) {
@@ -176,28 +180,37 @@ void Attention::prepare(int layer) noexcept {
 // ------------------------------------------------------------------------------------------------
 // the graph's nodes
 
+// Calls visit(token, head, page, slot) for the thread's part of the micro-batch: whole groups,
+// since neighbours share cache lines.
+template <typename Visit>
+void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) noexcept {
+    const PageLayout& layout = store_.layout(layer);
+    const int n_heads = store_.shape(layer).n_head_kv;
+    const int n_groups = (n_tokens_ + kGroupEntries - 1) / kGroupEntries;
+    for (int i = thread; i < n_groups * n_heads; i += n_threads) {
+        const int head = i % n_heads;
+        const int first = i / n_heads * kGroupEntries;
+        for (int token = first; token < std::min(first + kGroupEntries, n_tokens_); ++token)
+            visit(token, head, store_.staging(head)[token / layout.entries],
+                  token % layout.entries);
+    }
+}
+
 void Attention::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {
     if (thread == 0) prepare(layer);
     const PageLayout& layout = store_.layout(layer);
-    const int n_heads = store_.shape(layer).n_head_kv;
-    for (int i = thread; i < n_tokens_ * n_heads; i += n_threads) {
-        const int token = i / n_heads;
-        std::byte* page = store_.staging(i % n_heads)[token / layout.entries];
-        const int slot = token % layout.entries;
-        kernels_.store_k(layout, page, slot, k.row(token, i % n_heads));
+    over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
+        kernels_.store_k(layout, page, slot, k.row(token, head));
         layout.positions(page)[slot] = base_position_ + token;
         layout.importance(page)[slot] = 0.0f;
-    }
+    });
 }
 
 void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept {
     const PageLayout& layout = store_.layout(layer);
-    const int n_heads = store_.shape(layer).n_head_kv;
-    for (int i = thread; i < n_tokens_ * n_heads; i += n_threads) {
-        const int token = i / n_heads;
-        kernels_.store_v(layout, store_.staging(i % n_heads)[token / layout.entries],
-                         token % layout.entries, v.row(token, i % n_heads));
-    }
+    over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
+        kernels_.store_v(layout, page, slot, v.row(token, head));
+    });
 }
 
 void Attention::attend(int layer, const AttentionParams& params, const RowsView& query,
@@ -205,10 +218,12 @@ void Attention::attend(int layer, const AttentionParams& params, const RowsView&
     const Call call{layer, split_of(layer), &params, &query, output, thread};
     if (capture_queries_ && thread == 0) capture_queries(call);
     const int n_units = first_unit_[index(store_.shape(layer).n_head_kv)];
-    while (true) {
-        const int unit = next_unit_.fetch_add(1, std::memory_order_relaxed);
-        if (unit >= n_units) return;
-        run_unit(call, unit);
+    const auto claim = [&] { return next_unit_.fetch_add(1, std::memory_order_relaxed); };
+    // One unit ahead, so that its first entries can be asked for in time.
+    for (int unit = claim(); unit < n_units;) {
+        const int next = claim();
+        run_unit(call, unit, next < n_units ? next : -1);
+        unit = next;
     }
 }
 

@@ -102,6 +102,10 @@ private:
         int first;
         int count;
     };
+    struct Unit {
+        Tile tile;
+        int chunk;
+    };
     struct Worker {                 // scratch of one thread
         std::vector<float> query;   // a tile
         std::vector<float> output;  // a tile
@@ -121,11 +125,14 @@ private:
     int total_entries(int layer, int head) const { return store_.count(layer, head) + n_tokens_; }
     int first_observed_row(const Split& split) const;
     static Tile tile_at(const Split& split, int head, int number);
+    Unit unit_at(const Call& call, int unit) const noexcept;
     void prepare(int layer) noexcept;
+    template <typename Visit>
+    void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
 
-    void run_unit(const Call& call, int unit) noexcept;
+    void run_unit(const Call& call, int unit, int next) noexcept;  // next: -1 if there is none
     void run_rows(const Call& call, const Tile& tile, int chunk) noexcept;
-    void run_decode(const Call& call, const Tile& tile, int chunk) noexcept;
+    void run_decode(const Call& call, const Tile& tile, int chunk, int next) noexcept;
     void finish_head(const Call& call, int head) noexcept;
     SoftmaxState merge(const Call& call, const Tile& tile) noexcept;
     void write_output(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
@@ -135,6 +142,7 @@ private:
     const float* sum_mass(const Call& call, int head) noexcept;
     void capture_queries(const Call& call) noexcept;
 
+    EntryRange stored_entries(const Call& call, int unit) const noexcept;
     PromptTask prompt_task(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     template <typename Visit>
     void over_ranges(const Call& call, const Tile& tile, int first, int last, Visit visit) noexcept;

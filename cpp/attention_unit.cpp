@@ -14,19 +14,34 @@ constexpr float kBitsPerNat = 1.44269504f;
 // ------------------------------------------------------------------------------------------------
 // one unit
 
-void Attention::run_unit(const Call& call, int unit) noexcept {
+Attention::Unit Attention::unit_at(const Call& call, int unit) const noexcept {
     int head = 0;
     while (unit >= first_unit_[index(head + 1)]) ++head;
     const int chunks = chunks_of(call.split, total_entries(call.layer, head));
     const int local = unit - first_unit_[index(head)];
-    const Tile tile = tile_at(call.split, head, local / chunks);
+    return {tile_at(call.split, head, local / chunks), local % chunks};
+}
+
+void Attention::run_unit(const Call& call, int unit, int next) noexcept {
+    const auto [tile, chunk] = unit_at(call, unit);
     if (call.split.by_rows) {
-        run_rows(call, tile, local % chunks);
+        run_rows(call, tile, chunk);
     } else {
-        run_decode(call, tile, local % chunks);
+        run_decode(call, tile, chunk, next);
     }
-    if (unfinished_units_[index(head)].fetch_sub(1, std::memory_order_acq_rel) == 1)
-        finish_head(call, head);
+    if (unfinished_units_[index(tile.head)].fetch_sub(1, std::memory_order_acq_rel) == 1)
+        finish_head(call, tile.head);
+}
+
+// The stored entries of a unit of the decode kernel; layout null: it has none. The unit must have
+// been claimed by this thread: its head is then not committed, and its page table stays.
+EntryRange Attention::stored_entries(const Call& call, int unit) const noexcept {
+    if (unit < 0) return {};
+    const auto [tile, chunk] = unit_at(call, unit);
+    const int size = chunk_entries(call.split, total_entries(call.layer, tile.head));
+    const int last = std::min(store_.count(call.layer, tile.head), (chunk + 1) * size);
+    if (chunk * size >= last) return {};
+    return {&store_.layout(call.layer), store_.pages(call.layer, tile.head), chunk * size, last};
 }
 
 void Attention::start_softmax(const Call& call, const Tile& tile, int chunk,
@@ -144,7 +159,7 @@ void Attention::run_rows(const Call& call, const Tile& tile, int chunk) noexcept
     observe(call, tile, rows);
 }
 
-void Attention::run_decode(const Call& call, const Tile& tile, int chunk) noexcept {
+void Attention::run_decode(const Call& call, const Tile& tile, int chunk, int next) noexcept {
     const PageLayout& layout = store_.layout(call.layer);
     const SoftmaxState state = partial_state(call, tile, chunk);
     const int total = total_entries(call.layer, tile.head);
@@ -161,6 +176,7 @@ void Attention::run_decode(const Call& call, const Tile& tile, int chunk) noexce
         window > 0 ? static_cast<float>(base_position_ - window + 1) : kMaskedLogit;
     task.state = state;
     task.logits_stride = longest_;
+    task.upcoming = stored_entries(call, next);
     over_ranges(call, tile, chunk * size, std::min(total, (chunk + 1) * size),
                 [&](const EntryRange& range, int offset, bool) {
                     task.entries = range;
@@ -198,26 +214,28 @@ void Attention::finish_head(const Call& call, int head) noexcept {
 // Merges the partial softmaxes of a tile into its first chunk's.
 SoftmaxState Attention::merge(const Call& call, const Tile& tile) noexcept {
     const int chunks = chunks_of(call.split, total_entries(call.layer, tile.head));
-    const std::size_t stride = index(store_.layout(call.layer).v_stride);
+    const int stride = store_.layout(call.layer).v_stride;
     const SoftmaxState all = partial_state(call, tile, 0);
-    for (int chunk = 1; chunk < chunks; ++chunk) {
-        const SoftmaxState part = partial_state(call, tile, chunk);
-        for (int r = 0; r < tile.count; ++r) {
-            if (part.sum[r] == 0.0f) continue;
-            const float max = std::max(all.max[r], part.max[r]);
-            const float before = std::max(all.max[r] - max, -200.0f);
-            const float after = std::max(part.max[r] - max, -200.0f);
-            const float old_factor = std::exp(before);
-            const float new_factor = std::exp(after);
-            all.weighted[r] = old_factor * (all.weighted[r] + all.sum[r] * before) +
-                              new_factor * (part.weighted[r] + part.sum[r] * after);
-            all.sum[r] = old_factor * all.sum[r] + new_factor * part.sum[r];
-            all.max[r] = max;
-            float* output = all.output + index(r) * stride;
-            const float* more = part.output + index(r) * stride;
-            for (std::size_t d = 0; d < stride; ++d)
-                output[d] = old_factor * output[d] + new_factor * more[d];
+    for (int r = 0; chunks > 1 && r < tile.count; ++r) {
+        float max = all.max[r];
+        for (int chunk = 1; chunk < chunks; ++chunk)
+            max = std::max(max, partial_state(call, tile, chunk).max[r]);
+        float sum = 0.0f;
+        float weighted = 0.0f;
+        float* output = all.output + index(r) * index(stride);
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            const SoftmaxState part = partial_state(call, tile, chunk);
+            const float shift = std::max(part.max[r] - max, -200.0f);
+            const float factor = part.sum[r] == 0.0f ? 0.0f : std::exp(shift);
+            weighted += factor * (part.weighted[r] + part.sum[r] * shift);
+            sum += factor * part.sum[r];
+            const float* more = part.output + index(r) * index(stride);
+            for (int d = 0; d < stride; ++d)
+                output[d] = (chunk == 0 ? 0.0f : output[d]) + factor * more[d];
         }
+        all.max[r] = max;
+        all.sum[r] = sum;
+        all.weighted[r] = weighted;
     }
     return all;
 }

@@ -7,17 +7,28 @@
 namespace entropykv {
 namespace {
 
-void read_row(const PageLayout& layout, const std::byte* row, const std::byte* scales, int dim,
-              float* out) {
-    const auto* block_scales = reinterpret_cast<const std::uint16_t*>(scales);
-    for (int d = 0; d < dim; ++d) {
-        if (layout.type == KvType::f16) {
-            out[d] = half_to_float(reinterpret_cast<const std::uint16_t*>(row)[d]);
-        } else {
-            out[d] = static_cast<float>(reinterpret_cast<const std::int8_t*>(row)[d]) *
-                     half_to_float(block_scales[d / kQuantBlock]);
-        }
-    }
+// Value d of an entry, at `place` of its array of values; `scales` belongs to that array.
+float read_value(const PageLayout& layout, const std::byte* values, std::size_t place,
+                 const std::byte* scales, std::size_t scale_place, int offset) {
+    if (layout.type == KvType::f16)
+        return half_to_float(reinterpret_cast<const std::uint16_t*>(values)[place]);
+    const int byte = static_cast<int>(reinterpret_cast<const std::uint8_t*>(values)[place]);
+    return static_cast<float>(static_cast<std::int8_t>(byte ^ offset)) *
+           half_to_float(reinterpret_cast<const std::uint16_t*>(scales)[scale_place]);
+}
+
+void read_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    for (int d = 0; d < layout.k_dim; ++d)
+        out[d] = read_value(layout, page + layout.k_offset, layout.k_index(slot, d),
+                            page + layout.k_scale_offset,
+                            layout.scale_index(layout.k_blocks, slot, d / kQuantBlock), 0x80);
+}
+
+void read_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    for (int d = 0; d < layout.v_dim; ++d)
+        out[d] = read_value(layout, page + layout.v_offset, layout.v_index(slot, d),
+                            page + layout.v_scale_offset,
+                            layout.scale_index(layout.v_blocks, slot, d / kQuantBlock), 0);
 }
 
 }  // namespace
@@ -26,7 +37,6 @@ StoredRows HeadStore::rows(int layer_index, int head_index) const {
     const Layer& layer = layers_.at(index(layer_index));
     const Head& head = layer.heads.at(index(head_index));
     const PageLayout& layout = layer.layout;
-    const std::size_t value = layout.type == KvType::q8_0 ? 1 : 2;
     StoredRows rows;
     std::vector<std::pair<std::int32_t, int>> order;
     for (int i = 0; i < head.count; ++i) {
@@ -40,13 +50,8 @@ StoredRows HeadStore::rows(int layer_index, int head_index) const {
     float* v = rows.v.data();
     for (const auto& [position, i] : order) {
         const Slot slot = stored_slot(layer, head, i);
-        const std::size_t n = index(slot.index);
-        read_row(layout, slot.page + layout.k_offset + n * value * index(layout.k_stride),
-                 slot.page + layout.k_scale_offset + 2 * n * index(layout.k_blocks), layout.k_dim,
-                 k);
-        read_row(layout, slot.page + layout.v_offset + n * value * index(layout.v_stride),
-                 slot.page + layout.v_scale_offset + 2 * n * index(layout.v_blocks), layout.v_dim,
-                 v);
+        read_k(layout, slot.page, slot.index, k);
+        read_v(layout, slot.page, slot.index, v);
         rows.positions.push_back(position);
         rows.importance.push_back(layout.importance(slot.page)[slot.index]);
         k += layout.k_dim;

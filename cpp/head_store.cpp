@@ -37,8 +37,10 @@ std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvTy
     std::vector<PageLayout> layouts;
     for (const LayerShape& shape : layers) {
         int entries = kPageEntries;
-        while (make_page_layout(type, shape.k_dim, shape.v_dim, entries + 1).bytes <= bytes)
-            ++entries;
+        const auto fits = [&](int n) {
+            return make_page_layout(type, shape.k_dim, shape.v_dim, n).bytes <= bytes;
+        };
+        while (fits(entries + kGroupEntries)) entries += kGroupEntries;
         layouts.push_back(make_page_layout(type, shape.k_dim, shape.v_dim, entries));
     }
     return layouts;

@@ -1,213 +1,261 @@
-// Part of kernels.cpp: few query rows that see the same entries. The values of a row are in the
-// lanes, so that every byte of K and V is read once.
+// Part of kernels.cpp: few query rows that see the same entries, tile by tile: q.k of all entries
+// of a tile, softmax, p.v. Every byte of K and V is read once, and asked for half a tile ahead.
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "kernel_tile.hpp"
+
+// Every combination of rows and vectors is a function of its own: inlined into one, they take the
+// compiler minutes.
+#define ENTROPYKV_NOINLINE __attribute__((noinline))
+#define ENTROPYKV_INLINE __attribute__((always_inline))
 
 namespace entropykv {
 namespace {
 
-constexpr int kDecodeRows = 16;  // query rows of one task at most
+constexpr int kDecodeRows = 16;    // query rows of one task at most
+constexpr int kDecodeGroups = 16;  // of a tile at most
+constexpr int kDecodeTile = kDecodeGroups * kGroupEntries;
+constexpr int kGroupVectors = kGroupEntries / kLanes;
+constexpr int kSoftmaxStep =
+    64;  // logits of a row are worked on in so many, to keep them in flight
+using DecodeTile = Tile<kDecodeGroups>;
 
-// Scratch of one call of the decode kernel.
+// What both types of entries need in one call of the decode kernel.
 struct DecodeScratch {
-    Tile tiles[2];  // this one, and the next one for prefetching
-    alignas(64) float logits[kDecodeRows * kEntryTile];
-    alignas(64) float k_scales[kEntryTile * kMaxBlocks];
-    alignas(64) float v_scales[kEntryTile * kMaxBlocks];
-    float factors[kDecodeRows];
+    DecodeTile tiles[2];  // this one, and the next one for prefetching
+    alignas(64) float logits[kDecodeRows * kDecodeTile];  // then weights
+    alignas(64) float sums[kDecodeRows * kLanes];         // of the softmax, by lane
+    alignas(64) float weighted[kDecodeRows * kLanes];     // in bits
+    alignas(64) float max[kDecodeRows];
+    alignas(64) float tile_max[kDecodeRows];
+    alignas(64) float shifts[kDecodeRows];    // of the maximum, by this tile; in bits
+    alignas(64) float factors[kDecodeRows];   // of what was summed before this tile
+    alignas(64) float heaviest[kDecodeRows];  // weight of this tile
 };
 
-// Logits of 4 entries for `Rows` query rows.
-template <KvType Type, int Rows>
-inline void dot4(const std::byte* const* k, const float* scales, int blocks, const float* query,
-                 int stride, float* logits) {
-    Vec sums[Rows][4];
-    for (int r = 0; r < Rows; ++r)
-        for (int e = 0; e < 4; ++e) sums[r][e] = zero();
-    for (int d = 0; d < stride; d += kLanes) {
-        Vec values[4];
-        for (int e = 0; e < 4; ++e) values[e] = load_values<Type>(k[e], scales + e * blocks, d);
-        for (int r = 0; r < Rows; ++r) {
-            const Vec q = load(query + r * stride + d);
-            for (int e = 0; e < 4; ++e) sums[r][e] = multiply_add(q, values[e], sums[r][e]);
-        }
-    }
-    for (int r = 0; r < Rows; ++r)
-        sum4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], logits + r * kEntryTile);
+template <int... I, typename Step>
+ENTROPYKV_INLINE inline void repeat_each(std::integer_sequence<int, I...>, Step step) {
+    (step(std::integral_constant<int, I>()), ...);
 }
 
-// Logits of a tile for rows [row, row + Rows); prefetches the tile's V meanwhile.
-template <KvType Type, int Rows>
-inline void tile_logits(const DecodeTask& task, const Tile& tile, int row, DecodeScratch& scratch) {
-    const PageLayout& layout = *task.entries.layout;
-    const int v_bytes = layout.v_stride * (Type == KvType::q8_0 ? 1 : 2);
-    const float* query = task.query + row * layout.k_stride;
-    float* logits = scratch.logits + row * kEntryTile;
-    int e = 0;
-    for (; e + 4 <= tile.count; e += 4) {
-        if (row == 0)
-            for (int i = 0; i < 4; ++i) prefetch_row(tile.v[e + i], v_bytes);
-        dot4<Type, Rows>(tile.k + e, scratch.k_scales + e * layout.k_blocks, layout.k_blocks, query,
-                         layout.k_stride, logits + e);
-    }
-    if (e == tile.count) return;
-    const std::byte* rest[4];
-    for (int i = 0; i < 4; ++i) rest[i] = tile.k[smaller(e + i, tile.count - 1)];
-    dot4<Type, Rows>(rest, scratch.k_scales + e * layout.k_blocks, layout.k_blocks, query,
-                     layout.k_stride, logits + e);
+// Calls step(0), .. step(N - 1) with constants: an array that is indexed by nothing else lives in
+// registers. (A loop over it is unrolled too late for that: GCC keeps the array in memory.)
+template <int N, typename Step>
+ENTROPYKV_INLINE inline void repeat(Step step) {
+    repeat_each(std::make_integer_sequence<int, N>(), step);
 }
 
-inline void finish_logits(const DecodeTask& task, const Tile& tile, float* row) {
-    if (task.softcap > 0.0f)
-        for (int e = 0; e < tile.count; e += kLanes)
-            store(row + e, soft_cap(load(row + e), task.softcap));
-    if (task.oldest_position > kMaskedLogit)
-        for (int e = 0; e < tile.count; ++e)
-            if (static_cast<float>(*tile.positions[e]) < task.oldest_position)
-                row[e] = kMaskedLogit;
-    for (int e = tile.count; e < kEntryTile; ++e) row[e] = kMaskedLogit;
+// The largest power of two of vectors whose sums for `rows` rows fit into registers.
+constexpr int power_of_vectors(int rows, int most) {
+    int vectors = 1;
+    while (vectors * 2 <= most && vectors * 2 * rows <= kAccumulators) vectors *= 2;
+    return vectors;
 }
 
-// Replaces the logits of one row by e^(l - max); returns the factor of what was summed before.
-inline float tile_softmax(float* row, float& max, float& total, float& weighted) {
-    Vec best = load(row);
-    for (int e = kLanes; e < kEntryTile; e += kLanes) best = maximum(best, load(row + e));
-    const float tile_max = largest(best);
-    float factor = 1.0f;
-    if (tile_max > max) {
-        float shifted[kLanes];
-        store(shifted, exponential(broadcast(max - tile_max)));
-        factor = shifted[0];
-        weighted = factor == 0.0f ? 0.0f : factor * (weighted + total * (max - tile_max));
-        total *= factor;
-        max = tile_max;
-    }
-    const Vec shift = broadcast(max);
-    const Vec floor = broadcast(0.5f * kMaskedLogit);
-    Vec sums = zero();
-    Vec weighted_sums = zero();
-    for (int e = 0; e < kEntryTile; e += kLanes) {
-        const Vec logit = load(row + e);
-        const Vec difference = logit - shift;
-        const Vec weight = where_less(logit, floor, zero(), exponential(difference));
-        sums = sums + weight;
-        weighted_sums =
-            multiply_add(weight, maximum(difference, broadcast(-100.0f)), weighted_sums);
-        store(row + e, weight);
-    }
-    total += sum(sums);
-    weighted += sum(weighted_sums);
-    return factor;
+// Calls step<Rows>(row) for blocks of up to kDecodeBlock rows.
+template <int Rows = kDecodeBlock, typename Step>
+inline void over_row_blocks(int rows, Step step, int row = 0) {
+    for (; row + Rows <= rows; row += Rows) step(row, std::integral_constant<int, Rows>());
+    if constexpr (Rows > 1) over_row_blocks<Rows - 1>(rows, step, row);
 }
 
-// output[Rows][..] = output * factor + sum over entries of weight * v, for Vectors vectors from d
-// on; prefetches the next tile's K meanwhile.
-template <KvType Type, int Rows, int Vectors>
-inline void add_values(const Tile& tile, const Tile& next, int next_bytes, const PageLayout& layout,
-                       int d, int row, DecodeScratch& scratch, float* output) {
-    const int stride = layout.v_stride;
-    const float* weights = scratch.logits + row * kEntryTile;
-    Vec sums[Rows][Vectors];
-    for (int r = 0; r < Rows; ++r)
-        for (int i = 0; i < Vectors; ++i)
-            sums[r][i] =
-                load(output + r * stride + d + i * kLanes) * broadcast(scratch.factors[row + r]);
-    for (int e = 0; e < tile.count; ++e) {
-        if (e < next.count) prefetch_row(next.k[e], next_bytes);
-        Vec v[Vectors];
-        for (int i = 0; i < Vectors; ++i)
-            v[i] = load_values<Type>(tile.v[e], scratch.v_scales + e * layout.v_blocks,
-                                     d + i * kLanes);
-        for (int r = 0; r < Rows; ++r) {
-            const Vec w = broadcast(weights[r * kEntryTile + e]);
-            for (int i = 0; i < Vectors; ++i) sums[r][i] = multiply_add(w, v[i], sums[r][i]);
-        }
-    }
-    for (int r = 0; r < Rows; ++r)
-        for (int i = 0; i < Vectors; ++i) store(output + r * stride + d + i * kLanes, sums[r][i]);
+// Calls step<Vectors>(first vector) for the vectors of a tile, in whole or parts of groups.
+template <int Vectors, typename Step>
+inline void over_entry_vectors(int n_groups, Step step) {
+    constexpr int tail = Vectors < kGroupVectors ? Vectors : kGroupVectors;
+    const int n = n_groups * kGroupVectors;
+    int first = 0;
+    for (; first + Vectors <= n; first += Vectors)
+        step(first, std::integral_constant<int, Vectors>());
+    for (; first < n; first += tail) step(first, std::integral_constant<int, tail>());
 }
 
-template <KvType Type, int Rows>
-inline void decode_rows(const DecodeTask& task, const Tile& tile, const Tile& next, int row,
-                        DecodeScratch& scratch) {
-    constexpr int vectors = kRowVectors;
-    const PageLayout& layout = *task.entries.layout;
-    const int k_bytes = layout.k_stride * (Type == KvType::q8_0 ? 1 : 2);
-    float* output = task.state.output + row * layout.v_stride;
-    for (int d = 0; d < layout.v_stride;) {
-        const int next_bytes = row == 0 && d == 0 ? k_bytes : 0;
-        if (d + vectors * kLanes <= layout.v_stride) {
-            add_values<Type, Rows, vectors>(tile, next, next_bytes, layout, d, row, scratch,
-                                            output);
-            d += vectors * kLanes;
+// Asks memory for the next tile while this one is worked on: its groups from front to back, as many
+// bytes as are used up meanwhile. The hardware's prefetcher follows one ascending stream of misses,
+// but loses what the kernels read (several groups side by side, and rows that end with the page).
+class Stream {
+public:
+    void start(const DecodeTile& tile, const PageLayout& layout) {
+        group_ = tile.groups;
+        last_ = tile.groups + tile.n_groups;
+        k_bytes_ = layout.k_group_bytes() + scale_bytes(layout.k_blocks);
+        v_bytes_ = layout.v_group_bytes() + scale_bytes(layout.v_blocks);
+        at_ = end_ = nullptr;
+        in_v_ = false;
+    }
+
+    // Step `step` uses up `Bytes` bytes.
+    template <int Bytes>
+    void ask(int step) {
+        if constexpr (Bytes >= kLine) {
+            for (int i = 0; i < Bytes / kLine; ++i) ask_line();
         } else {
-            add_values<Type, Rows, 1>(tile, next, next_bytes, layout, d, row, scratch, output);
-            d += kLanes;
+            if (step % (kLine / Bytes) == 0) ask_line();
         }
     }
+
+private:
+    static constexpr int kLine = 64;
+    static std::size_t scale_bytes(int blocks) {
+        return PageLayout::index(blocks * kGroupEntries) * sizeof(std::uint16_t);
+    }
+
+    void ask_line() {
+        if (at_ >= end_ && !next_array()) return;
+        prefetch(at_);
+        at_ += kLine;
+    }
+
+    bool next_array() {
+        if (group_ == last_) return false;
+        at_ = in_v_ ? group_->v : group_->k;
+        end_ = at_ + (in_v_ ? v_bytes_ : k_bytes_);
+        if (in_v_) ++group_;
+        in_v_ = !in_v_;
+        return true;
+    }
+
+    const Group* group_ = nullptr;
+    const Group* last_ = nullptr;
+    const std::byte* at_ = nullptr;
+    const std::byte* end_ = nullptr;
+    std::size_t k_bytes_ = 0;
+    std::size_t v_bytes_ = 0;
+    bool in_v_ = false;
+};
+
+inline int softmax_entries(const DecodeTile& tile) {
+    return (tile.count + kSoftmaxStep - 1) / kSoftmaxStep * kSoftmaxStep;
 }
 
-// Calls step<Rows>(row) for blocks of up to 4 rows.
+// Calls step(e) for every vector of the entries [0, n).
 template <typename Step>
-inline void over_row_blocks(int rows, Step step) {
-    for (int row = 0; row < rows; row += 4) {
-        switch (smaller(4, rows - row)) {
-            case 1: step(row, std::integral_constant<int, 1>()); break;
-            case 2: step(row, std::integral_constant<int, 2>()); break;
-            case 3: step(row, std::integral_constant<int, 3>()); break;
-            default: step(row, std::integral_constant<int, 4>());
+inline void over_logits(int n, Step step) {
+    for (int e = 0; e < n; e += kSoftmaxStep)
+        for (int i = 0; i < kSoftmaxStep; i += kLanes) step(e + i);
+}
+
+// A tile's logits of one row; what the task does not see, or the tile does not hold, is masked.
+inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, float* row) {
+    if (task.softcap > 0.0f)
+        for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
+            store(row + e, soft_cap(load(row + e), task.softcap));
+    if (task.oldest_position > kMaskedLogit) {
+        const Vec oldest = broadcast(task.oldest_position);
+        for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes) {
+            const std::int32_t* at = tile.groups[e / kGroupEntries].positions + e % kGroupEntries;
+            const Vec position = to_float(load_ints(at));
+            store(row + e, where_less(position, oldest, broadcast(kMaskedLogit), load(row + e)));
         }
+    }
+    for (int e = 0; e < tile.skipped; ++e) row[e] = kMaskedLogit;
+    for (int e = tile.count; e < softmax_entries(tile); ++e) row[e] = kMaskedLogit;
+}
+
+// Maxima of the rows with this tile, and how they rescale.
+inline void raise_maxima(int rows, DecodeScratch& scratch) {
+    const Vec to_bits = broadcast(kLog2E);
+    for (int r = 0; r < rows; r += kLanes) {
+        const Vec old = load(scratch.max + r);
+        const Vec best = load(scratch.tile_max + r);
+        const Vec next = maximum(old, best);
+        const Vec shift = maximum((old - next) * to_bits, broadcast(kVanishing));
+        store(scratch.max + r, next);
+        store(scratch.shifts + r, shift);
+        store(scratch.factors + r, power_of_two(shift));
+        store(scratch.heaviest + r, power_of_two((best - next) * to_bits));
     }
 }
 
-inline void decode_softmax(const DecodeTask& task, const Tile& tile, int first,
+// Replaces the logits of one row by e^(l - max), in powers of two.
+inline void row_softmax(int row, int n, DecodeScratch& scratch) {
+    float* logits = scratch.logits + row * kDecodeTile;
+    const Vec factor = broadcast(scratch.factors[row]);
+    Vec sums = load(scratch.sums + row * kLanes);
+    Vec weighted = load(scratch.weighted + row * kLanes);
+    weighted = factor * multiply_add(sums, broadcast(scratch.shifts[row]), weighted);
+    sums = sums * factor;
+    // Where nothing was seen yet, what is masked must not weigh 2^0.
+    const Vec max = maximum(broadcast(scratch.max[row]), broadcast(0.5f * kMaskedLogit));
+    over_logits(n, [&](int e) ENTROPYKV_INLINE {
+        const Vec bits =
+            maximum((load(logits + e) - max) * broadcast(kLog2E), broadcast(kVanishing));
+        const Vec weight = power_of_two(bits);
+        sums = sums + weight;
+        weighted = multiply_add(weight, bits, weighted);
+        store(logits + e, weight);
+    });
+    store(scratch.sums + row * kLanes, sums);
+    store(scratch.weighted + row * kLanes, weighted);
+}
+
+inline void decode_softmax(const DecodeTask& task, const DecodeTile& tile, int first,
                            DecodeScratch& scratch) {
+    const int n = softmax_entries(tile);
     for (int r = 0; r < task.rows; ++r) {
-        float* row = scratch.logits + r * kEntryTile;
+        float* row = scratch.logits + r * kDecodeTile;
         finish_logits(task, tile, row);
         if (task.logits != nullptr)
             std::memcpy(task.logits + static_cast<std::size_t>(r) * task.logits_stride +
                             (first - task.entries.first),
-                        row, static_cast<std::size_t>(tile.count) * sizeof(float));
-        scratch.factors[r] =
-            tile_softmax(row, task.state.max[r], task.state.sum[r], task.state.weighted[r]);
+                        row + tile.skipped,
+                        static_cast<std::size_t>(tile.count - tile.skipped) * sizeof(float));
+        Vec best = load(row);
+        over_logits(n, [&](int e) ENTROPYKV_INLINE { best = maximum(best, load(row + e)); });
+        scratch.tile_max[r] = largest(best);
+    }
+    raise_maxima(task.rows, scratch);
+    for (int r = 0; r < task.rows; ++r) row_softmax(r, n, scratch);
+}
+
+inline void start_decode(const DecodeTask& task, DecodeScratch& scratch) {
+    for (int r = 0; r < kDecodeRows; ++r) {
+        scratch.max[r] = r < task.rows ? task.state.max[r] : kMaskedLogit;
+        scratch.tile_max[r] = kMaskedLogit;
+    }
+    for (int r = 0; r < task.rows; ++r) {
+        store(scratch.sums + r * kLanes, zero());
+        store(scratch.weighted + r * kLanes, zero());
+        scratch.sums[r * kLanes] = task.state.sum[r];
+        scratch.weighted[r * kLanes] = task.state.weighted[r] * kLog2E;
     }
 }
 
-template <KvType Type>
-void decode_typed(const DecodeTask& task) {
-    const PageLayout& layout = *task.entries.layout;
-    DecodeScratch scratch;
-    open_tile(task.entries, task.entries.first, scratch.tiles[0]);
-    for (int e = 0; e < scratch.tiles[0].count; ++e)
-        prefetch_row(scratch.tiles[0].k[e], layout.k_stride * (Type == KvType::q8_0 ? 1 : 2));
-    int current = 0;
-    for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
-        const Tile& tile = scratch.tiles[current];
-        Tile& next = scratch.tiles[1 - current];
-        open_tile(task.entries, first + kEntryTile, next);
-        convert_scales(tile.k_scales, tile.count, layout.k_blocks, scratch.k_scales);
-        over_row_blocks(task.rows, [&](int row, auto rows) {
-            tile_logits<Type, rows()>(task, tile, row, scratch);
-        });
+inline void end_decode(const DecodeTask& task, const DecodeScratch& scratch) {
+    for (int r = 0; r < task.rows; ++r) {
+        task.state.max[r] = scratch.max[r];
+        task.state.sum[r] = sum(load(scratch.sums + r * kLanes));
+        task.state.weighted[r] = sum(load(scratch.weighted + r * kLanes)) / kLog2E;
+    }
+}
+
+// `Scores` fills the logits of a tile of `Groups` groups, `Values` adds its values to the output.
+template <int Groups, typename Scores, typename Values>
+inline void decode_tiles(const DecodeTask& task, DecodeScratch& scratch, Scores scores,
+                         Values values) {
+    start_decode(task, scratch);
+    int first = task.entries.first;
+    const auto open_at = [](const EntryRange& range, int entry, DecodeTile& tile) {
+        open_tile(range, entry, Groups * kGroupEntries - entry % kGroupEntries, tile);
+    };
+    open_at(task.entries, first, scratch.tiles[0]);
+    Stream stream;
+    for (int current = 0; first < task.entries.last; current = 1 - current) {
+        const DecodeTile& tile = scratch.tiles[current];
+        const int next = first + tile.count - tile.skipped;
+        open_at(task.entries, next, scratch.tiles[1 - current]);
+        const bool last = next >= task.entries.last && task.upcoming.layout != nullptr;
+        if (last) open_at(task.upcoming, task.upcoming.first, scratch.tiles[1 - current]);
+        stream.start(scratch.tiles[1 - current], *task.entries.layout);
+        scores(tile, stream);
         decode_softmax(task, tile, first, scratch);
-        convert_scales(tile.v_scales, tile.count, layout.v_blocks, scratch.v_scales);
-        over_row_blocks(task.rows, [&](int row, auto rows) {
-            decode_rows<Type, rows()>(task, tile, next, row, scratch);
-        });
-        current = 1 - current;
+        values(tile, stream);
+        first = next;
     }
-}
-
-void decode(const DecodeTask& task) {
-    if (task.entries.layout->type == KvType::f16) {
-        decode_typed<KvType::f16>(task);
-    } else {
-        decode_typed<KvType::q8_0>(task);
-    }
+    end_decode(task, scratch);
 }
 
 }  // namespace

@@ -2,22 +2,10 @@
 // that softmax needs no sums across lanes and K and V are used as they are stored.
 #pragma once
 
-#include "kernel_tile.hpp"
+#include "kernel_convert.hpp"
 
 namespace entropykv {
 namespace {
-
-// Converts `count` rows to f32, and pads with zero rows to a multiple of 4.
-template <KvType Type>
-inline void convert_rows(const std::byte* const* rows, const std::uint16_t* const* half_scales,
-                         int blocks, int count, int stride, float* scales, float* out) {
-    convert_scales(half_scales, count, blocks, scales);
-    for (int e = 0; e < count; ++e)
-        for (int d = 0; d < stride; d += kLanes)
-            store(out + e * stride + d, load_values<Type>(rows[e], scales + e * blocks, d));
-    for (int e = count; e % 4 != 0; ++e)
-        for (int d = 0; d < stride; d += kLanes) store(out + e * stride + d, zero());
-}
 
 // logits[4][kRowTile] of 4 entries for Vectors * kLanes query rows.
 template <int Vectors>
@@ -29,7 +17,7 @@ inline void score_block(const float* query, const float* k, int stride, float* l
         Vec q[Vectors];
         for (int i = 0; i < Vectors; ++i) q[i] = load(query + d * kRowTile + i * kLanes);
         for (int e = 0; e < 4; ++e) {
-            const Vec value = broadcast(k[e * stride + d]);
+            const Vec value = broadcast(k[d * kPromptEntries + e]);
             for (int i = 0; i < Vectors; ++i) sums[e][i] = multiply_add(value, q[i], sums[e][i]);
         }
     }
@@ -60,7 +48,7 @@ inline void value_block(const float* weights, const float* v, int stride, int co
 template <int Vectors>
 inline void score_rows(const float* query, const float* k, int stride, int count, float* logits) {
     for (int e = 0; e < count; e += 4)
-        score_block<Vectors>(query, k + e * stride, stride, logits + e * kRowTile);
+        score_block<Vectors>(query, k + e, stride, logits + e * kRowTile);
 }
 
 template <int Vectors>
@@ -89,11 +77,17 @@ inline void tile_scores(const PromptTask& task, const float* k, int count, float
             store(logits + i, soft_cap(load(logits + i), task.softcap));
 }
 
-inline void mask_scores(const PromptTask& task, const Tile& tile, float* logits) {
+// Of entry e of a tile, skipped ones not counted.
+inline float position_of(const PromptTile& tile, int e) {
+    const int at = tile.skipped + e;
+    return static_cast<float>(tile.groups[at / kGroupEntries].positions[at % kGroupEntries]);
+}
+
+inline void mask_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
     const Vec masked = broadcast(kMaskedLogit);
     const float window = task.window > 0.0f ? task.window : 1e9f;
-    for (int e = 0; e < tile.count; ++e) {
-        const Vec position = broadcast(static_cast<float>(*tile.positions[e]));
+    for (int e = 0; e < count; ++e) {
+        const Vec position = broadcast(position_of(tile, e));
         const Vec expiry = position + broadcast(window - 0.5f);
         for (int row = 0; row < task.rows; row += kLanes) {
             const Vec own = load(task.row_positions + row);
@@ -149,23 +143,21 @@ inline void tile_values(const PromptTask& task, const float* weights, const floa
 }
 
 struct PromptScratch {
-    float* k;        // [kEntryTile][k_stride]
-    float* v;        // [kEntryTile][v_stride]
+    float* k;        // [k_stride][kPromptEntries]
+    float* v;        // [kPromptEntries][v_stride]
     float* logits;   // [kEntryTile][kRowTile]
     float* factors;  // [kRowTile]
     float* shifts;   // [kRowTile]
-    float* scales;   // [kEntryTile][blocks]
 };
 
 inline PromptScratch split_scratch(const PromptTask& task) {
     const PageLayout& layout = *task.entries.layout;
     PromptScratch scratch;
     scratch.k = task.scratch;
-    scratch.v = scratch.k + kEntryTile * layout.k_stride;
-    scratch.logits = scratch.v + kEntryTile * layout.v_stride;
+    scratch.v = scratch.k + kPromptEntries * layout.k_stride;
+    scratch.logits = scratch.v + kPromptEntries * layout.v_stride;
     scratch.factors = scratch.logits + kEntryTile * kRowTile;
     scratch.shifts = scratch.factors + kRowTile;
-    scratch.scales = scratch.shifts + kRowTile;
     return scratch;
 }
 
@@ -173,18 +165,16 @@ template <KvType Type>
 void prompt_typed(const PromptTask& task) {
     const PageLayout& layout = *task.entries.layout;
     const PromptScratch scratch = split_scratch(task);
-    Tile tile;
+    PromptTile tile;
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
-        open_tile(task.entries, first, tile);
-        convert_rows<Type>(tile.k, tile.k_scales, layout.k_blocks, tile.count, layout.k_stride,
-                           scratch.scales, scratch.k);
-        convert_rows<Type>(tile.v, tile.v_scales, layout.v_blocks, tile.count, layout.v_stride,
-                           scratch.scales, scratch.v);
-        tile_scores(task, scratch.k, tile.count, scratch.logits);
-        if (task.masked) mask_scores(task, tile, scratch.logits);
+        open_tile(task.entries, first, kEntryTile, tile);
+        const int count = tile.count - tile.skipped;
+        tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
+        if (task.masked) mask_scores(task, tile, count, scratch.logits);
         for (int row = 0; row < task.rows; row += kLanes)
-            store(scratch.factors + row, rows_softmax(task.state, row, tile.count, scratch.logits));
-        tile_values(task, scratch.logits, scratch.v, tile.count, scratch.factors);
+            store(scratch.factors + row, rows_softmax(task.state, row, count, scratch.logits));
+        tile_values(task, scratch.logits, convert_v<Type>(tile, layout, scratch.v), count,
+                    scratch.factors);
     }
 }
 
@@ -199,16 +189,14 @@ void prompt_mass_typed(const PromptTask& task, int first_row, float neighbourhoo
         scratch.factors[row] = counts ? 1.0f / task.state.sum[row] : 0.0f;
         scratch.shifts[row] = counts ? task.state.max[row] : -kMaskedLogit;
     }
-    Tile tile;
+    PromptTile tile;
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
-        open_tile(task.entries, first, tile);
-        convert_rows<Type>(tile.k, tile.k_scales, layout.k_blocks, tile.count, layout.k_stride,
-                           scratch.scales, scratch.k);
-        tile_scores(task, scratch.k, tile.count, scratch.logits);
-        if (task.masked) mask_scores(task, tile, scratch.logits);
-        for (int e = 0; e < tile.count; ++e) {
-            const Vec reach =
-                broadcast(static_cast<float>(*tile.positions[e]) + neighbourhood - 0.5f);
+        open_tile(task.entries, first, kEntryTile, tile);
+        const int count = tile.count - tile.skipped;
+        tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
+        if (task.masked) mask_scores(task, tile, count, scratch.logits);
+        for (int e = 0; e < count; ++e) {
+            const Vec reach = broadcast(position_of(tile, e) + neighbourhood - 0.5f);
             Vec sums = zero();
             for (int row = 0; row < task.rows; row += kLanes) {
                 const Vec logit = load(scratch.logits + e * kRowTile + row);

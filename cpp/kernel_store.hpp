@@ -6,15 +6,16 @@
 namespace entropykv {
 namespace {
 
-inline void store_half_row(const float* row, int dim, int stride, std::uint16_t* out) {
+// A row as f16 in a temporary, padded with zeros.
+inline void convert_half_row(const float* row, int dim, int stride, std::uint16_t* out) {
     int d = 0;
     for (; d + kLanes <= dim; d += kLanes) store_half(out + d, load(row + d));
     for (; d < stride; ++d) out[d] = d < dim ? float_to_half(row[d]) : std::uint16_t{0};
 }
 
 // ggml's q8_0: scale = largest magnitude / 127 (stored as f16), values rounded to nearest.
-inline void store_int8_row(const float* row, int dim, int stride, std::int8_t* out,
-                           std::uint16_t* scales) {
+inline void convert_int8_row(const float* row, int dim, int stride, std::int8_t* out,
+                             std::uint16_t* scales) {
     for (int block = 0; block * kQuantBlock < stride; ++block) {
         const int first = block * kQuantBlock;
         const int last = smaller(first + kQuantBlock, stride);
@@ -36,25 +37,42 @@ inline void store_int8_row(const float* row, int dim, int stride, std::int8_t* o
     }
 }
 
-inline void store_row(const PageLayout& layout, std::byte* page, int slot, std::size_t offset,
-                      std::size_t scale_offset, int dim, int stride, int blocks, const float* row) {
-    const std::size_t start = static_cast<std::size_t>(slot) * static_cast<std::size_t>(stride);
-    if (layout.type == KvType::f16) {
-        store_half_row(row, dim, stride, reinterpret_cast<std::uint16_t*>(page + offset) + start);
-    } else {
-        store_int8_row(row, dim, stride, reinterpret_cast<std::int8_t*>(page + offset) + start,
-                       reinterpret_cast<std::uint16_t*>(page + scale_offset) + slot * blocks);
-    }
+inline void store_scales(int blocks, const std::uint16_t* scales, int slot, std::byte* out) {
+    for (int block = 0; block < blocks; ++block)
+        reinterpret_cast<std::uint16_t*>(out)[PageLayout::scale_index(blocks, slot, block)] =
+            scales[block];
 }
 
 void store_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
-    store_row(layout, page, slot, layout.k_offset, layout.k_scale_offset, layout.k_dim,
-              layout.k_stride, layout.k_blocks, row);
+    if (layout.type == KvType::f16) {
+        std::uint16_t values[kMaxHeadDim];
+        convert_half_row(row, layout.k_dim, layout.k_stride, values);
+        auto* k =
+            reinterpret_cast<std::uint16_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+        for (int d = 0; d < layout.k_stride; ++d) k[d * kGroupEntries] = values[d];
+        return;
+    }
+    std::int8_t values[kMaxHeadDim];
+    std::uint16_t scales[kMaxBlocks];
+    convert_int8_row(row, layout.k_dim, layout.k_stride, values, scales);
+    auto* k = reinterpret_cast<std::uint8_t*>(page + layout.k_offset);
+    for (int d = 0; d < layout.k_stride; ++d)
+        k[layout.k_index(slot, d)] = static_cast<std::uint8_t>(values[d] ^ 0x80);
+    store_scales(layout.k_blocks, scales, slot, page + layout.k_scale_offset);
 }
 
 void store_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
-    store_row(layout, page, slot, layout.v_offset, layout.v_scale_offset, layout.v_dim,
-              layout.v_stride, layout.v_blocks, row);
+    if (layout.type == KvType::f16) {
+        auto* v = reinterpret_cast<std::uint16_t*>(page + layout.v_offset);
+        convert_half_row(row, layout.v_dim, layout.v_stride, v + layout.v_index(slot, 0));
+        return;
+    }
+    std::int8_t values[kMaxHeadDim];
+    std::uint16_t scales[kMaxBlocks];
+    convert_int8_row(row, layout.v_dim, layout.v_stride, values, scales);
+    auto* v = reinterpret_cast<std::int8_t*>(page + layout.v_offset) + layout.v_index(slot, 0);
+    for (int d = 0; d < layout.v_stride; ++d) v[d * 4] = values[d];
+    store_scales(layout.v_blocks, scales, slot, page + layout.v_scale_offset);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Part of kernels.cpp: rows of a tile of entries, and how their values are read.
+// Part of kernels.cpp: the groups of entries that a kernel works on at a time.
 #pragma once
 
 #include "kernels.hpp"
@@ -10,65 +10,55 @@ namespace {
 constexpr int kMaxBlocks = kMaxHeadDim / kQuantBlock;
 
 template <typename T>
-inline T smaller(T a, T b) {
+constexpr T smaller(T a, T b) {
     return a < b ? a : b;
 }
 
-// Pointers to the rows of up to kEntryTile entries.
-struct Tile {
-    int count;
-    const std::byte* k[kEntryTile];
-    const std::byte* v[kEntryTile];
-    const std::uint16_t* k_scales[kEntryTile];
-    const std::uint16_t* v_scales[kEntryTile];
-    const std::int32_t* positions[kEntryTile];
+// 16 neighbours of a page.
+struct Group {
+    const std::byte* k;
+    const std::byte* v;
+    const std::uint16_t* k_scales;
+    const std::uint16_t* v_scales;
+    const std::int32_t* positions;
 };
 
-inline void open_tile(const EntryRange& range, int first, Tile& tile) {
+// Entries [first, last) as whole groups: before the first entry are `skipped` others of its group.
+template <int Groups>
+struct Tile {
+    int skipped;
+    int count;  // skipped ones included
+    int n_groups;
+    Group groups[Groups];
+};
+
+// The first of what is left of a range, at most `most` entries from a multiple of a group's on.
+template <int Groups>
+inline void open_tile(const EntryRange& range, int first, int most, Tile<Groups>& tile) {
     const PageLayout& layout = *range.layout;
-    tile.count = range.last > first ? smaller(kEntryTile, range.last - first) : 0;
-    int page_index = first / layout.entries;
-    int slot = first % layout.entries;
-    const std::size_t value = layout.type == KvType::q8_0 ? 1 : 2;
-    const std::size_t k_bytes = value * static_cast<std::size_t>(layout.k_stride);
-    const std::size_t v_bytes = value * static_cast<std::size_t>(layout.v_stride);
-    for (int e = 0; e < tile.count;) {
-        const std::byte* page = range.pages[page_index++];
-        for (; slot < layout.entries && e < tile.count; ++slot, ++e) {
-            const auto n = static_cast<std::size_t>(slot);
-            tile.k[e] = page + layout.k_offset + n * k_bytes;
-            tile.v[e] = page + layout.v_offset + n * v_bytes;
-            tile.k_scales[e] =
-                reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset) +
-                slot * layout.k_blocks;
-            tile.v_scales[e] =
-                reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset) +
-                slot * layout.v_blocks;
-            tile.positions[e] = layout.positions(page) + slot;
+    const int per_page = layout.entries / kGroupEntries;
+    const std::size_t k_bytes = layout.k_group_bytes();
+    const std::size_t v_bytes = layout.v_group_bytes();
+    const int group = first / kGroupEntries;
+    tile.skipped = first % kGroupEntries;
+    tile.count = first < range.last ? smaller(range.last - first, most) + tile.skipped : 0;
+    tile.n_groups = (tile.count + kGroupEntries - 1) / kGroupEntries;
+    int page_index = group / per_page;
+    int in_page = group % per_page;
+    for (int g = 0; g < tile.n_groups; ++g) {
+        const std::byte* page = range.pages[page_index];
+        const auto n = static_cast<std::size_t>(in_page);
+        tile.groups[g] = {page + layout.k_offset + n * k_bytes,
+                          page + layout.v_offset + n * v_bytes,
+                          reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset) +
+                              PageLayout::scale_index(layout.k_blocks, in_page * kGroupEntries, 0),
+                          reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset) +
+                              PageLayout::scale_index(layout.v_blocks, in_page * kGroupEntries, 0),
+                          layout.positions(page) + in_page * kGroupEntries};
+        if (++in_page == per_page) {
+            in_page = 0;
+            ++page_index;
         }
-        slot = 0;
-    }
-}
-
-// Scales of a tile's rows as f32.
-inline void convert_scales(const std::uint16_t* const* scales, int count, int blocks, float* out) {
-    for (int e = 0; e < count; ++e)
-        for (int b = 0; b < blocks; ++b) out[e * blocks + b] = half_scale(scales[e] + b);
-}
-
-// Rows of a page lie apart from the next page's: the hardware's prefetcher loses them.
-inline void prefetch_row(const std::byte* row, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-}
-
-// Values [d, d + kLanes) of a row, as f32.
-template <KvType Type>
-inline Vec load_values(const std::byte* row, const float* scales, int d) {
-    if constexpr (Type == KvType::f16) {
-        return load_half(reinterpret_cast<const std::uint16_t*>(row) + d);
-    } else {
-        return load_int8(reinterpret_cast<const std::int8_t*>(row) + d) *
-               broadcast(scales[d / kQuantBlock]);
     }
 }
 

@@ -2,13 +2,17 @@
 // vector type from the compiler's flags.
 #include "kernels.hpp"
 
-#include "kernel_decode.hpp"
+#include "kernel_decode_f16.hpp"
+#include "kernel_decode_q8.hpp"
 #include "kernel_prompt.hpp"
 #include "kernel_store.hpp"
 
 namespace entropykv {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,     store_v,    decode,
+                                     prompt,       prompt_mass, logits_mass};
+#elif defined(__AVX512F__)
 const KernelTable kKernelsAvx512{"avx512", store_k,     store_v,    decode,
                                  prompt,   prompt_mass, logits_mass};
 #elif defined(__AVX2__)

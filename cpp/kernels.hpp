@@ -39,7 +39,8 @@ struct DecodeTask {
     float oldest_position;  // entries before it are not seen (sliding window)
     float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
-    SoftmaxState state;  // output [rows][layout.v_stride]
+    SoftmaxState state;   // output [rows][layout.v_stride]
+    EntryRange upcoming;  // what the thread reads next: asked for early; layout null: not known
 };
 
 // Up to kRowTile query rows, each with its own position.
@@ -76,6 +77,7 @@ extern const KernelTable kKernelsPortable;
 #if defined(ENTROPYKV_X86)
 extern const KernelTable kKernelsAvx2;
 extern const KernelTable kKernelsAvx512;
+extern const KernelTable kKernelsAvx512Vnni;
 #endif
 
 }  // namespace entropykv

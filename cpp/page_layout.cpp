@@ -1,7 +1,5 @@
 #include "page_layout.hpp"
 
-#include <cstring>
-
 namespace entropykv {
 namespace {
 
@@ -13,10 +11,44 @@ std::size_t aligned(std::size_t bytes) {
 
 int padded(int dim) { return (dim + 15) / 16 * 16; }
 
-void copy_row(std::size_t offset, std::size_t bytes, const std::byte* from, int from_slot,
-              std::byte* to, int to_slot) {
-    std::memcpy(to + offset + bytes * static_cast<std::size_t>(to_slot),
-                from + offset + bytes * static_cast<std::size_t>(from_slot), bytes);
+int whole_groups(int entries) {
+    return (entries + kGroupEntries - 1) / kGroupEntries * kGroupEntries;
+}
+
+template <typename T>
+void copy_strided(const std::byte* from, std::size_t from_index, std::byte* to,
+                  std::size_t to_index, int n, std::size_t stride) {
+    const T* source = reinterpret_cast<const T*>(from) + from_index;
+    T* target = reinterpret_cast<T*>(to) + to_index;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i)
+        target[i * stride] = source[i * stride];
+}
+
+void copy_half_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                    int to_slot) {
+    copy_strided<std::uint16_t>(from + layout.k_offset, layout.k_index(from_slot, 0),
+                                to + layout.k_offset, layout.k_index(to_slot, 0), layout.k_stride,
+                                kGroupEntries);
+    copy_strided<std::uint16_t>(from + layout.v_offset, layout.v_index(from_slot, 0),
+                                to + layout.v_offset, layout.v_index(to_slot, 0), layout.v_stride,
+                                1);
+}
+
+void copy_int8_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                    int to_slot) {
+    copy_strided<std::uint32_t>(from + layout.k_offset, layout.k_index(from_slot, 0) / 4,
+                                to + layout.k_offset, layout.k_index(to_slot, 0) / 4,
+                                layout.k_stride / 4, kGroupEntries);
+    copy_strided<std::uint8_t>(from + layout.v_offset, layout.v_index(from_slot, 0),
+                               to + layout.v_offset, layout.v_index(to_slot, 0), layout.v_stride,
+                               4);
+    const auto copy_scales = [&](std::size_t offset, int blocks) {
+        copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
+                                    to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
+                                    kGroupEntries);
+    };
+    copy_scales(layout.k_scale_offset, layout.k_blocks);
+    copy_scales(layout.v_scale_offset, layout.v_blocks);
 }
 
 }  // namespace
@@ -32,8 +64,8 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
     const bool quantised = type == KvType::q8_0;
     layout.k_blocks = quantised ? (layout.k_stride + kQuantBlock - 1) / kQuantBlock : 0;
     layout.v_blocks = quantised ? (layout.v_stride + kQuantBlock - 1) / kQuantBlock : 0;
-    const std::size_t n = static_cast<std::size_t>(entries);
-    const std::size_t value = quantised ? 1 : 2;
+    const std::size_t n = static_cast<std::size_t>(whole_groups(entries));
+    const std::size_t value = layout.value_bytes();
     std::size_t end = 0;
     const auto place = [&](std::size_t bytes) {
         const std::size_t start = end;
@@ -52,16 +84,10 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
 
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
-    const std::size_t value = layout.type == KvType::q8_0 ? 1 : 2;
-    copy_row(layout.k_offset, value * static_cast<std::size_t>(layout.k_stride), from, from_slot,
-             to, to_slot);
-    copy_row(layout.v_offset, value * static_cast<std::size_t>(layout.v_stride), from, from_slot,
-             to, to_slot);
-    if (layout.type == KvType::q8_0) {
-        copy_row(layout.k_scale_offset, 2 * static_cast<std::size_t>(layout.k_blocks), from,
-                 from_slot, to, to_slot);
-        copy_row(layout.v_scale_offset, 2 * static_cast<std::size_t>(layout.v_blocks), from,
-                 from_slot, to, to_slot);
+    if (layout.type == KvType::f16) {
+        copy_half_rows(layout, from, from_slot, to, to_slot);
+    } else {
+        copy_int8_rows(layout, from, from_slot, to, to_slot);
     }
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
     layout.importance(to)[to_slot] = layout.importance(from)[from_slot];

@@ -11,8 +11,24 @@ enum class KvType { f16, q8_0 };
 constexpr int kMaxHeadDim = 1024;
 constexpr int kQuantBlock = 32;  // values that share one scale in q8_0
 
-// Offsets in bytes from the start of a page. Rows are padded with zeros to 16 values, so that no
-// kernel has a tail.
+// Entries of a page that lie side by side. One vector of AVX-512 holds a value of each.
+constexpr int kGroupEntries = 16;
+
+// The order of four values in the four bytes of q8_0: the even bytes are the first two, the odd
+// bytes the last two, so that either half widens to pairs of neighbours.
+constexpr int quad_place(int i) { return i % 2 * 2 + i % 4 / 2; }
+
+// Offsets in bytes from the start of a page. Rows are padded with zeros to 16 values, and every
+// array to whole groups, so that no kernel has a tail.
+//
+//            f16                             q8_0
+// K          [group][k_stride][16 entries]   [group][k_stride / 4][16 entries][4 values]
+// V          [entry][v_stride]               [entry / 4][v_stride][4 entries]
+// scales                                     [group][block][16 entries], f16
+//
+// K lies across the entries, so that q.k of 16 entries is one vector and needs no sum over lanes; V
+// lies along them, since p.v sums over entries. In q8_0 both are interleaved by 4 for products of
+// pairs of integers; bytes of K have their sign bit flipped (value + 128), those of V are signed.
 struct PageLayout {
     KvType type;
     int entries;
@@ -22,6 +38,28 @@ struct PageLayout {
     std::size_t k_offset, k_scale_offset, v_offset, v_scale_offset;
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
+
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    std::size_t value_bytes() const { return type == KvType::q8_0 ? 1 : 2; }
+    // Of one group.
+    std::size_t k_group_bytes() const { return value_bytes() * index(k_stride * kGroupEntries); }
+    std::size_t v_group_bytes() const { return value_bytes() * index(v_stride * kGroupEntries); }
+
+    // Where a value lies in its array, in values.
+    std::size_t k_index(int slot, int d) const {
+        const int start = slot / kGroupEntries * kGroupEntries * k_stride;
+        const int lane = slot % kGroupEntries;
+        if (type == KvType::f16) return index(start + d * kGroupEntries + lane);
+        return index(start + d / 4 * 4 * kGroupEntries + lane * 4 + quad_place(d));
+    }
+    std::size_t v_index(int slot, int d) const {
+        if (type == KvType::f16) return index(slot * v_stride + d);
+        return index(slot / 4 * 4 * v_stride + d * 4 + quad_place(slot));
+    }
+    static std::size_t scale_index(int blocks, int slot, int block) {
+        return index((slot / kGroupEntries * blocks + block) * kGroupEntries +
+                     slot % kGroupEntries);
+    }
 
     std::int32_t* positions(std::byte* page) const {
         return reinterpret_cast<std::int32_t*>(page + position_offset);

@@ -29,9 +29,10 @@ KV_TYPES = ("f16", "q8_0")
 MAX_TOKENS = 256
 MAX_ENTRIES = 1536
 
-# The oracle reads the same rounded K and V, so that what is left is float32 arithmetic.
-OUTPUT_TOLERANCE = 2e-5
-ENTROPY_TOLERANCE = 1.5e-5
+# The oracle reads the same rounded K and V, so that what is left is float32 arithmetic, and for
+# q8_0 a query and weights of 16-bit integers (the rounding of V to q8_0 alone is up to 1e-2).
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 5e-4}
+ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 5e-4}
 IMPORTANCE_TOLERANCE = 1e-4
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
@@ -121,7 +122,7 @@ class Layer:
     def check_statistics(self, entropies: Floats) -> None:
         """Entropies of the last micro-batch, and importance."""
         actual = self.store.entropies(0)
-        atol = self.slack * ENTROPY_TOLERANCE
+        atol = self.slack * ENTROPY_TOLERANCE[self.kv_type]
         np.testing.assert_allclose(actual, entropies.mean(axis=0), rtol=0, atol=atol)
         atol = self.slack * IMPORTANCE_TOLERANCE
         for head, expected in enumerate(self.importance):
@@ -133,7 +134,8 @@ class Layer:
         for n_tokens in batches:
             layer_options = Options(self.k_dim**-0.5, **options)
             output, expected = self.read(n_tokens, options=layer_options)
-            np.testing.assert_allclose(output, expected, rtol=0, atol=OUTPUT_TOLERANCE)
+            atol = OUTPUT_TOLERANCE[self.kv_type]
+            np.testing.assert_allclose(output, expected, rtol=0, atol=atol)
 
 
 @each_kernel

@@ -101,7 +101,8 @@ class Pair:
             heads = slice(head * group, (head + 1) * group)
             oracle = self.heads[layer, head]
             expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
-            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=2e-5)
+            atol = 2e-5 if self.rules.kv_type == "f16" else 5e-4  # as in test_attention.py
+            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
             oracle.settle(n_tokens, self.store.positions(layer, head))
 
     def truncate(self, position: int) -> None:
@@ -280,12 +281,12 @@ def test_a_micro_batch_of_impossible_length_is_refused(n_tokens: int) -> None:
 
 
 def test_pages_of_every_layer_have_the_same_bytes() -> None:
-    """A layer with smaller entries has more of them in a page; the largest has 16."""
+    """A layer with smaller entries has more groups of 16 in a page; the largest has one."""
     page_bytes, per_page = _core.page_geometry(LAYERS, "f16")
     assert min(per_page) == per_page[1] == 16
     sizes = [2 * (32 + 32) + 8, 2 * (48 + 64) + 8, 2 * (16 + 32) + 8]
     for entries, size in zip(per_page, sizes, strict=True):
-        assert entries * size <= page_bytes < (entries + 4) * size + 4 * 64
+        assert entries * size <= page_bytes < (entries + 16) * size + 4 * 64
     alone, (entries,) = _core.page_geometry([LAYERS[2]], "q8_0")
     assert entries == 16
     assert alone < page_bytes

@@ -1,0 +1,86 @@
+// Part of simd.hpp: 16 floats of AVX-512 (F, BW, VL, DQ; VNNI where the compiler may use it).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace entropykv {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kRowVectors = 4;         // row vectors per register block of the prompt kernel
+constexpr int kDecodeBlock = 8;        // query rows per register block of the decode kernel
+constexpr int kAccumulators = 24;      // registers that its sums may take
+constexpr float kVanishing = -300.0f;  // 2^-300 underflows to 0
+struct Vec {
+    __m512 v;
+};
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline Vec load_half(const std::uint16_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store_half(std::uint16_t* p, Vec a) {
+    const __m512 limit = _mm512_set1_ps(65504.0f);
+    const __m512 finite =
+        _mm512_max_ps(_mm512_min_ps(a.v, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(finite, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline Vec load_int8(const std::int8_t* p) {
+    return {_mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+inline bool any_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ) != 0; }
+inline Vec round_nearest(Vec a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline Vec scale_by_power(Vec a, Vec power) { return {_mm512_scalef_ps(a.v, power.v)}; }
+inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+
+struct IntVec {
+    __m512i v;
+};
+inline IntVec broadcast_int(std::int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline IntVec load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline IntVec operator+(IntVec a, IntVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline IntVec round_to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline void store_shorts(std::int16_t* p, IntVec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+inline IntVec even_bytes(IntVec a) { return {_mm512_srai_epi16(_mm512_slli_epi16(a.v, 8), 8)}; }
+inline IntVec odd_bytes(IntVec a) { return {_mm512_srai_epi16(a.v, 8)}; }
+inline IntVec even_unsigned_bytes(IntVec a) {
+    return {_mm512_and_si512(a.v, _mm512_set1_epi32(0x00ff00ff))};
+}
+inline IntVec odd_unsigned_bytes(IntVec a) { return {_mm512_srli_epi16(a.v, 8)}; }
+inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
+#if defined(__AVX512VNNI__)
+    return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)};
+#else
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
+#endif
+}
+inline IntVec byte_of(IntVec a, int place) {
+    return {_mm512_srai_epi32(_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(24 - 8 * place)), 24)};
+}
+inline IntVec flip_high_bits(IntVec a) {
+    return {_mm512_xor_si512(a.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
+}
+
+}  // namespace
+}  // namespace entropykv
