@@ -1,4 +1,6 @@
-"""The forward pass of a tiny F32 llama or bitnet in numpy: nothing of llama.cpp, nothing of ours.
+"""The forward pass of a small llama or bitnet in numpy: nothing of llama.cpp, nothing of ours.
+
+Weights are dequantised.
 
 Written from the definition of the models (transformers' LlamaForCausalLM and BitNetForCausalLM).
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader
+from gguf.quants import dequantize
 
 Array = npt.NDArray[np.float64]
 
@@ -36,8 +39,11 @@ class ModelReference:
         reader = GGUFReader(path)
         self.activation = ACTIVATIONS[activation]
         self.weights = {
-            t.name.removesuffix(".weight"): t.data.astype(np.float64) for t in reader.tensors
+            t.name.removesuffix(".weight"): dequantize(t.data, t.tensor_type).astype(np.float64)
+            for t in reader.tensors
         }
+        for name in [name for name in self.weights if name.endswith(".scale")]:
+            self.weights[name.removesuffix(".scale")] *= self.weights.pop(name)
         self.architecture = str(reader.fields["general.architecture"].contents())
 
         def number(key: str) -> float:

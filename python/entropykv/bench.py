@@ -150,7 +150,7 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
     """Read and write in turn; yields after every prompt."""
     stock = contestants[0].session
     assert isinstance(stock, StockSession)  # noqa: S101
-    text = "\n\n".join(text.content for text in read_texts(None))
+    text = "\n\n".join(text.content for text in read_texts())
     tokens = stock.tokenize(text)
     last = length + settings.n_generate
     tokens = (tokens * (1 + last // len(tokens)))[:last]

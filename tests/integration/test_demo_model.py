@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from entropykv import EntropyProfile, Session
+from entropykv.calibration import CalibrationSettings, calibrate, read_texts
+from entropykv.calibration.measure import excerpts_of, measure
 from entropykv.model_file import read_geometry
 from entropykv.models import DEMOS
 from tests.integration.test_cli import assert_refused, entropykv
+from tests.model_reference import ModelReference
 from training.facts import STOP, STOP_LINE, Writer
 from training.tokenizer import WordTokenizer
 
@@ -76,6 +81,25 @@ def test_the_profile_fits_the_model() -> None:
         geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), geometry.name
     )
     assert profile.coefficient_of_variation > 0.05
+
+
+def test_calibration_is_near_the_dequantised_weights_in_float64() -> None:
+    settings = CalibrationSettings(curve_texts=0)
+    profile = calibrate(DEMO.path, read_texts(), settings)
+    reference = ModelReference(DEMO.path, "relu2")
+
+    def entropies(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        reference.attended.clear()
+        reference.logits(tokens)
+        weights = np.stack([layer[3] for layer in reference.attended])  # layer, head, row, key
+        bits = -(weights * np.log2(np.maximum(weights, 1e-300))).sum(axis=-1)
+        return bits.transpose(0, 2, 1).astype(np.float32)
+
+    with Session(DEMO.path, n_ctx=64) as session:
+        excerpts = excerpts_of(read_texts(), session.tokenize, settings)
+    expected = measure(entropies, excerpts, lambda _: None).chosen("quarters").mean(axis=0)
+    assert np.corrcoef(profile.head_entropies.ravel(), expected.ravel())[0, 1] >= 0.995
+    assert np.abs(profile.head_entropies - expected).mean() <= 0.02
 
 
 def test_run_answers_the_question_of_the_demo() -> None:

@@ -32,7 +32,7 @@ class Excerpt:
     half: int
 
 
-def read_texts(files: Sequence[Path] | None) -> list[Text]:
+def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
     """The given files, or those that come with entropykv. CalibrationError names a bad file."""
     paths = sorted(_SHIPPED.glob("*.txt")) if files is None else list(files)
     if not paths:
