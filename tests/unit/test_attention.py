@@ -31,8 +31,8 @@ MAX_ENTRIES = 1536
 
 # The oracle reads the same rounded K and V, so that what is left is float32 arithmetic, and for
 # q8_0 a query and weights of 16-bit integers (the rounding of V to q8_0 alone is up to 1e-2).
-OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 5e-4}
-ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 5e-4}
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}
+ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 2e-3}
 IMPORTANCE_TOLERANCE = 1e-4
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)

@@ -101,7 +101,7 @@ class Pair:
             heads = slice(head * group, (head + 1) * group)
             oracle = self.heads[layer, head]
             expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
-            atol = 2e-5 if self.rules.kv_type == "f16" else 5e-4  # as in test_attention.py
+            atol = 2e-5 if self.rules.kv_type == "f16" else 2e-3  # as in test_attention.py
             np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
             oracle.settle(n_tokens, self.store.positions(layer, head))
 
