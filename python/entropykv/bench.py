@@ -129,9 +129,10 @@ def _contestants(
 ) -> Iterator[_Contestant]:
     """Stock flash attention first."""
     n_ctx = length + settings.n_generate + BLOCK
-    threads = settings.n_threads or len(os.sched_getaffinity(0))
     for name, flash in (("stock", True), ("stock, no flash attention", False)):
-        yield _Contestant(name, StockSession(model, n_ctx=n_ctx, n_threads=threads, flash=flash))
+        yield _Contestant(
+            name, StockSession(model, n_ctx=n_ctx, n_threads=settings.n_threads, flash=flash)
+        )
     for kv_type in settings.kv_types:
         for budget in settings.budgets:
             session = Session(
@@ -141,7 +142,7 @@ def _contestants(
                 kv_type=kv_type,
                 policy=settings.policy,
                 store="headwise",
-                n_threads=threads,
+                n_threads=settings.n_threads,
             )
             yield _Contestant(f"{kv_type} {budget:g}", session)
 

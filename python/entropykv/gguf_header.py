@@ -6,6 +6,8 @@ import math
 import os
 import struct
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,21 @@ def read_header(path: str | os.PathLike[str]) -> bytes:
     """All bytes before the tensor data: metadata and tensor infos. Raises as read_geometry."""
     path = Path(path)
     check_prefix(path)
-    try:
+    with damage_named(path):
         reader = HeaderReader(path)
         return reader.data[: int(reader.data_offset)].tobytes()
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Turn whatever a damaged header makes gguf and numpy raise into one ModelFileError."""
+    try:
+        yield
     except EntropyKVError:
         raise
-    except Exception as error:  # as in read_geometry
-        raise ModelFileError(f"{path}: is truncated or damaged ({error}); {AGAIN}") from error
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ModelFileError(f"{path}: is truncated or damaged ({reason}); {AGAIN}") from error
 
 
 def check_prefix(path: Path) -> int:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from gguf import GGUFValueType
 
-from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
+from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.gguf_header import (
     AGAIN,
     MAX_LAYERS,
     HeaderReader,
     check_prefix,
+    damage_named,
     number,
     per_layer,
     required,
@@ -64,13 +65,8 @@ def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
     """
     path = Path(path)
     file_bytes = check_prefix(path)
-    try:
+    with damage_named(path):
         return geometry_of(HeaderReader(path), path, file_bytes)
-    except EntropyKVError:
-        raise
-    except Exception as error:  # gguf and numpy raise anything on a damaged header
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelFileError(f"{path}: is truncated or damaged ({reason}); {AGAIN}") from error
 
 
 def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:

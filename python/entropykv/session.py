@@ -21,7 +21,7 @@ from entropykv.model import Model
 from entropykv.policy import Policy, policy_named
 from entropykv.profile import EntropyProfile
 from entropykv.stats import SessionStats, peak_rss_bytes
-from entropykv.store import Store
+from entropykv.store import Store, decode_inside
 
 _STORES: dict[str, type[HeadwiseStore] | type[FlatStore]] = {
     "headwise": HeadwiseStore,
@@ -214,12 +214,14 @@ class Session:
 
     def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
         self._broken = True
-        try:
-            self._store.before(len(tokens), self._position)
-            logits = self._batch.decode(self._store.context, tokens, self._position, n_rows=n_rows)
-            self._store.after(len(tokens), self._position)
-        except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
-            raise UnsupportedModelError(f"{self._model.name}: {error}") from error
+        logits = decode_inside(
+            self._store,
+            self._batch,
+            tokens,
+            self._position,
+            n_rows=n_rows,
+            model_name=self._model.name,
+        )
         self._position += len(tokens)
         self._broken = False
         return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import llama_cpp
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import UnsupportedModelError
 from entropykv.model import Model
@@ -51,6 +53,28 @@ class Store(Protocol):
         if self.context:
             llama_cpp.llama_free(self.context)
             self.context = None
+
+
+def decode_inside(
+    store: Store,
+    batch: MicroBatch,
+    tokens: Sequence[int],
+    position: int,
+    *,
+    n_rows: int,
+    model_name: str,
+) -> npt.NDArray[np.float32] | None:
+    """Decode one micro-batch inside a store; logits as MicroBatch.decode returns them.
+
+    Raises UnsupportedModelError where the graph is not what the store must change.
+    """
+    try:
+        store.before(len(tokens), position)
+        logits = batch.decode(store.context, tokens, position, n_rows=n_rows)
+        store.after(len(tokens), position)
+    except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
+        raise UnsupportedModelError(f"{model_name}: {error}") from error
+    return logits
 
 
 def context_parameters(settings: Settings, n_ubatch: int, cells: int) -> Any:

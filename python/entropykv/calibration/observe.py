@@ -15,6 +15,7 @@ from entropykv.errors import UnsupportedModelError
 from entropykv.headwise import HeadwiseStore
 from entropykv.model import Model
 from entropykv.policy import POLICIES
+from entropykv.store import decode_inside
 
 Entropies = npt.NDArray[np.float32]
 
@@ -143,9 +144,6 @@ class Observer:
         return losses
 
     def _read(self, tokens: Sequence[int], position: int) -> None:
-        try:
-            self._store.before(len(tokens), position)
-            self._batch.decode(self._store.context, tokens, position, n_rows=0)
-            self._store.after(len(tokens), position)
-        except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
-            raise UnsupportedModelError(f"{self._model.name}: {error}") from error
+        decode_inside(
+            self._store, self._batch, tokens, position, n_rows=0, model_name=self._model.name
+        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv.errors import CalibrationError
+from entropykv.text_file import read_text
 
 LEAST_TOKENS = 4
 """Of a sequence: its quarters are different tokens."""
@@ -43,12 +44,7 @@ def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CalibrationError(f"{path}: {error.strerror}; give a text file") from None
-    except UnicodeDecodeError:
-        raise CalibrationError(f"{path}: not a text in UTF-8; convert it first") from None
+    text = read_text(path, CalibrationError)
     if not text.strip():
         raise CalibrationError(f"{path}: is empty; give a text file")
     return text

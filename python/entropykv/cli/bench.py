@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from entropykv.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.cli.options import add_model_options, check_writable, demo_of, integer
-from entropykv.config import KV_TYPES
+from entropykv.cli.progress import ProgressBar
+from entropykv.config import KV_TYPES, Settings
 from entropykv.model_file import read_geometry
 from entropykv.plots import check_plot, draw_bench
 from entropykv.policy import POLICIES
@@ -88,7 +86,7 @@ def _bench(options: argparse.Namespace) -> int:
         check_plot(options.plot)
     check_writable(options.json)
     trained = read_geometry(options.model).n_ctx_train
-    threads = options.threads or len(os.sched_getaffinity(0))
+    threads = Settings(n_threads=options.threads).threads
     settings = BenchSettings(
         lengths=options.lengths or [n for n in _LENGTHS if n <= trained] or [trained],
         budgets=options.budgets,
@@ -99,13 +97,8 @@ def _bench(options: argparse.Namespace) -> int:
         rounds=options.rounds,
     )
     rows: list[BenchRow] = []
-    with tqdm(desc="measuring", unit=" prompts", leave=False, delay=0.5) as bar:
-
-        def on_progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        for row in bench(options.model, settings, on_progress):
+    with ProgressBar(desc="measuring", unit=" prompts", leave=False, delay=0.5) as bar:
+        for row in bench(options.model, settings, bar.advance_to):
             bar.clear()
             if not rows:
                 print(f"{_HEADER}\n|---|---|---|---|---|---|---|---|")

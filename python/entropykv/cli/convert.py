@@ -6,8 +6,7 @@ import argparse
 import shlex
 import sys
 
-from tqdm import tqdm
-
+from entropykv.cli.progress import ProgressBar
 from entropykv.convert import ConversionSummary, convert
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES
 from entropykv.convert.ternary import I2S_LAYOUTS
@@ -56,12 +55,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _convert(options: argparse.Namespace) -> int:
-    with tqdm(desc="converting", unit="B", unit_scale=True, leave=False, delay=0.5) as bar:
-
-        def on_progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with ProgressBar(desc="converting", unit="B", unit_scale=True, leave=False, delay=0.5) as bar:
         summary = convert(
             options.source,
             options.target,
@@ -70,7 +64,7 @@ def _convert(options: argparse.Namespace) -> int:
             i2s_layout=options.i2s_layout,
             activation=options.activation,
             force=options.force,
-            progress=on_progress,
+            progress=bar.advance_to,
         )
     print(format_summary(summary), file=sys.stderr)
     return 0

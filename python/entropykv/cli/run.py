@@ -18,6 +18,7 @@ from entropykv.errors import ContextError, SettingsError
 from entropykv.generate import Sampling, generate
 from entropykv.session import Session
 from entropykv.stats import SessionStats
+from entropykv.text_file import read_text
 
 EXIT_INTERRUPTED = 130
 
@@ -171,12 +172,7 @@ def _prompt_text(options: argparse.Namespace) -> str:
     if options.file == "-":
         parts.append(sys.stdin.read())
     elif options.file is not None:
-        try:
-            parts.append(Path(options.file).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ContextError(f"{options.file}: {error.strerror}; give a text file") from None
-        except UnicodeDecodeError:
-            raise ContextError(f"{options.file}: not a text in UTF-8; convert it first") from None
+        parts.append(read_text(options.file, ContextError))
     if options.prompt is not None:
         parts.append(options.prompt)
     text = "\n".join(parts)

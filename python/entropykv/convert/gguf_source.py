@@ -28,8 +28,16 @@ from entropykv.convert.source import (
     read_bytes,
 )
 from entropykv.convert.ternary import I2S_TAIL_BYTES, Ternary, i2s_multiple, unpack_i2s
-from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
-from entropykv.gguf_header import I2_S_TYPE, HeaderReader, check_prefix, required, text_value
+from entropykv.errors import ModelFileError, UnsupportedModelError
+from entropykv.gguf_header import (
+    AGAIN,
+    I2_S_TYPE,
+    HeaderReader,
+    check_prefix,
+    damage_named,
+    required,
+    text_value,
+)
 from entropykv.model_file import ACTIVATION_KEY, geometry_of
 
 # The fork's own graph of `bitnet` uses SiLU; its other two are the 2B-4T's.
@@ -41,7 +49,6 @@ _NOT_COPIED = {
     "general.quantization_version",
     ACTIVATION_KEY,
 }
-AGAIN = "download or convert it again"
 
 
 class RawValue(NamedTuple):
@@ -136,13 +143,8 @@ def read_gguf(path: Path, *, i2s_layout: str = "x86") -> Source:
     Raises ModelFileError and UnsupportedModelError.
     """
     file_bytes = check_prefix(path)
-    try:
+    with damage_named(path):
         return _source(_BitNetReader(path, i2s_layout), path, file_bytes)
-    except EntropyKVError:
-        raise
-    except Exception as error:  # gguf and numpy raise anything on a damaged header
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ModelFileError(f"{path}: is truncated or damaged ({reason}); {AGAIN}") from error
 
 
 def _source(reader: _BitNetReader, path: Path, file_bytes: int) -> Source:
