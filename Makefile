@@ -53,11 +53,12 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/python benchmarks/calibration.py
 
 # ARGUMENTS="--dims 64 --groups 3 --threads 2" and the like; all: benchmarks/micro/kernel_bench.cpp
-bench-kernels: $(VENV)/.tools  ## the decode kernels alone, against a plain read of the same bytes
+bench-kernels: $(VENV)/.tools  ## decode kernels (against a plain read) and eviction, each alone
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
 		-DCMAKE_BUILD_TYPE=Release > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/bench
 	build/bench/kernel_bench $(ARGUMENTS)
+	build/bench/store_bench
 
 clean:
 	rm -rf $(VENV) build

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
 from entropykv import models
+from entropykv.gguf_header import I2_S_TYPE
 
 TEXTS = Path(__file__).parent / "texts"
 
@@ -17,3 +22,82 @@ def find_model(path: str | None) -> str:
 def read_texts(pattern: str) -> dict[str, str]:
     """Texts of benchmarks/texts by name."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob(pattern))}
+
+
+@dataclass(frozen=True)
+class BitNetShape:
+    """Sizes of a BitNet; the defaults are those of microsoft/bitnet-b1.58-2B-4T."""
+
+    layers: int = 30
+    width: int = 2560
+    ffn: int = 6912
+    heads: int = 20
+    kv_heads: int = 5
+    vocabulary: int = 128256
+    context: int = 4096
+
+
+def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = None) -> None:
+    """Random I2_S weights; the vocabulary of another file, or none.
+
+    Norms are 1; every byte of four codes is as good as any other.
+    """
+    random = np.random.default_rng(0)
+    n_embd, n_ff, heads = shape.width, shape.ffn, shape.heads
+    n_kv = n_embd // heads * shape.kv_heads
+    writer = GGUFWriter(path, "bitnet-b1.58")
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_vocab_size(shape.vocabulary)
+    if tokenizer_of is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _copy_tokenizer(tokenizer_of, writer)
+    writer.add_tensor(
+        "token_embd.weight",
+        random.standard_normal((shape.vocabulary, n_embd), dtype=np.float32).astype(np.float16),
+    )
+    shapes = {
+        "attn_q": (n_embd, n_embd),
+        "attn_k": (n_kv, n_embd),
+        "attn_v": (n_kv, n_embd),
+        "attn_output": (n_embd, n_embd),
+        "ffn_gate": (n_ff, n_embd),
+        "ffn_up": (n_ff, n_embd),
+        "ffn_down": (n_embd, n_ff),
+    }
+    norms = {"attn_norm": n_embd, "attn_sub_norm": n_embd, "ffn_norm": n_embd, "ffn_sub_norm": n_ff}
+    for layer in range(shape.layers):
+        for name, (rows, columns) in shapes.items():
+            codes = random.integers(0, 256, rows * columns // 4, dtype=np.uint8)
+            tail = np.frombuffer(np.float32(0.02).tobytes() + bytes(28), dtype=np.uint8)
+            data = np.concatenate([codes, tail])
+            writer.add_tensor_info(
+                f"blk.{layer}.{name}.weight",
+                (rows, columns),
+                np.dtype(np.void),
+                data.nbytes,
+                raw_dtype=I2_S_TYPE,  # type: ignore[arg-type]
+            )
+            writer.tensors[-1][f"blk.{layer}.{name}.weight"].tensor = data
+        for name, size in norms.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(size, dtype=np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(n_embd, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _copy_tokenizer(path: Path, writer: GGUFWriter) -> None:
+    for name, field in GGUFReader(path).fields.items():
+        if not name.startswith("tokenizer."):
+            continue
+        sub_type = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)

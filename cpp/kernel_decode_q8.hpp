@@ -90,19 +90,8 @@ ENTROPYKV_NOINLINE void score_block_int8(const DecodeTile& tile, int first,
     });
 }
 
-// The weights of all rows as parts of the heaviest one of the tile, times what an integer holds.
-inline void normalise_weights(const DecodeTask& task, int n, QuantScratch& scratch) {
-    for (int r = 0; r < task.rows; ++r) {
-        // A tile of less than 1e-30 of what was seen before is nothing.
-        const float heaviest = scratch.heaviest[r];
-        const Vec inverse = broadcast(heaviest > 1e-30f ? kShortLimit / heaviest : 0.0f);
-        float* weights = scratch.logits + r * kDecodeTile;
-        over_logits(
-            n, [&](int e) ENTROPYKV_INLINE { store(weights + e, load(weights + e) * inverse); });
-    }
-}
-
-// The weights of all rows, times the scales of one block of V, as integers.
+// The weights of all rows, times the scales of one block of V, as integers: parts of the heaviest
+// weight of the tile and of the largest scale.
 inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int block,
                              QuantScratch& scratch) {
     for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
@@ -114,17 +103,18 @@ inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int
     over_logits(n,
                 [&](int e) ENTROPYKV_INLINE { best = maximum(best, load(scratch.v_scales + e)); });
     const float limit = largest(best);
-    const Vec inverse = broadcast(limit > 0.0f ? 1.0f / limit : 0.0f);
-    over_logits(n, [&](int e) ENTROPYKV_INLINE {
-        store(scratch.v_scales + e, load(scratch.v_scales + e) * inverse);
-    });
     for (int r = 0; r < task.rows; ++r) {
-        scratch.units[r] = scratch.heaviest[r] * limit / kShortLimit;
+        // A tile of less than 1e-30 of what was seen before is nothing, and neither is V of zeros.
+        const float heaviest = scratch.heaviest[r];
+        const bool counts = heaviest > 1e-30f && limit > 0.0f;
+        scratch.units[r] = counts ? heaviest * limit / kShortLimit : 0.0f;
+        const Vec to_part = broadcast(counts ? 1.0f / limit : 0.0f);
+        const Vec inverse = broadcast(counts ? kShortLimit / heaviest : 0.0f);
         const float* weights = scratch.logits + r * kDecodeTile;
         std::int16_t* integers = scratch.weights + r * kDecodeTile;
         over_logits(n, [&](int e) ENTROPYKV_INLINE {
-            store_shorts(integers + e,
-                         round_to_int(load(weights + e) * load(scratch.v_scales + e)));
+            const Vec part = load(scratch.v_scales + e) * to_part;
+            store_shorts(integers + e, round_to_int(load(weights + e) * inverse * part));
         });
     }
 }
@@ -202,7 +192,6 @@ void decode_q8_0(const DecodeTask& task) {
         });
     };
     const auto values = [&](const DecodeTile& tile, Stream& stream) {
-        normalise_weights(task, softmax_entries(tile), scratch);
         for (int block = 0; block < layout.v_blocks; ++block) {
             quantise_weights(task, tile, block, scratch);
             over_row_blocks(task.rows, [&](int row, auto rows) {

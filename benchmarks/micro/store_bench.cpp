@@ -1,0 +1,143 @@
+// Eviction and compaction alone, in time per million entries: what a full head does when a
+// micro-batch arrives, when its budget is halved, and when a sequence is cut back. Every figure is
+// the fastest of several passes over all heads of a store.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "attention.hpp"
+#include "budget.hpp"
+
+namespace {
+
+using namespace entropykv;  // NOLINT: a benchmark of all of it
+
+constexpr int kHeads = 8;
+constexpr int kPasses = 5;
+constexpr int kFillTokens = 512;
+
+struct Case {
+    KvType type;
+    int dim;
+    int budget;    // entries of a head
+    int n_tokens;  // of a micro-batch
+};
+
+double seconds(const std::function<void()>& work) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+class FullStore {
+public:
+    explicit FullStore(const Case& c) : case_(c), store_({shape(c)}, settings(c)) {
+        set_budget(c.budget);
+        mass_.resize(static_cast<std::size_t>(c.budget + c.n_tokens));
+        std::mt19937 random(1);
+        for (float& value : mass_) value = std::uniform_real_distribution<float>()(random);
+        fill();
+    }
+
+    // What one micro-batch does to a store whose heads are full.
+    double evict() { return add(case_.n_tokens, mass_.data()); }
+
+    double halve_budget() {
+        const double time = seconds([&] { set_budget(case_.budget / 2); });
+        set_budget(case_.budget);
+        fill();
+        return time;
+    }
+
+    double cut_back() {
+        const double time = seconds([&] { store_.truncate(position_ - case_.budget / 4); });
+        position_ -= case_.budget / 4;
+        fill();
+        return time;
+    }
+
+private:
+    static LayerShape shape(const Case& c) { return {kHeads, kHeads, c.dim, c.dim}; }
+    static StoreSettings settings(const Case& c) {
+        StoreSettings settings;
+        settings.type = c.type;
+        settings.mass_decay = 0.998f;
+        settings.max_tokens = kFillTokens;
+        settings.max_entries = 1 << 20;
+        return settings;
+    }
+
+    void set_budget(int entries) {
+        const int pages = pages_for(case_.budget, store_.layout(0).entries);
+        store_.set_budgets(std::vector<int>(kHeads, entries),
+                           static_cast<std::size_t>(kHeads * pages), {4, entries / 2});
+    }
+
+    void fill() {
+        while (store_.count(0, 0) < case_.budget) add(kFillTokens, nullptr);
+    }
+
+    double add(int n_tokens, const float* mass) {
+        store_.reserve(n_tokens);
+        stage(n_tokens);
+        return seconds([&] {
+            for (int h = 0; h < kHeads; ++h) store_.commit(0, h, n_tokens, mass, 0);
+        });
+    }
+
+    // As attention would: rows, positions, no importance yet.
+    void stage(int n_tokens) {
+        const KernelTable& kernels = *available_kernels().back();
+        const PageLayout& layout = store_.layout(0);
+        const std::vector<float> row(static_cast<std::size_t>(case_.dim), 0.5f);
+        for (int h = 0; h < kHeads; ++h)
+            for (int i = 0; i < n_tokens; ++i) {
+                std::byte* page = store_.staging(h)[i / layout.entries];
+                const int slot = i % layout.entries;
+                kernels.store_k(layout, page, slot, row.data());
+                kernels.store_v(layout, page, slot, row.data());
+                layout.positions(page)[slot] = position_ + i;
+                layout.importance(page)[slot] = 0.0f;
+            }
+        position_ += n_tokens;
+    }
+
+    Case case_;
+    HeadStore store_;
+    std::vector<float> mass_;
+    std::int32_t position_ = 0;
+};
+
+void measure(const Case& c) {
+    FullStore store(c);
+    double evicting = 1e9;
+    double halving = 1e9;
+    double cutting = 1e9;
+    for (int pass = 0; pass < kPasses; ++pass) {
+        evicting = std::min(evicting, store.evict());
+        halving = std::min(halving, store.halve_budget());
+        cutting = std::min(cutting, store.cut_back());
+    }
+    const auto per_million = [](double time, int entries) {
+        return 1e3 * time / (1e-6 * kHeads * entries);
+    };
+    std::printf("%-5s %4d %7d %6d %12.1f %12.1f %12.1f\n", c.type == KvType::f16 ? "f16" : "q8_0",
+                c.dim, c.budget, c.n_tokens, per_million(evicting, c.budget + c.n_tokens),
+                per_million(halving, c.budget), per_million(cutting, c.budget));
+}
+
+}  // namespace
+
+int main() {
+    std::printf("milliseconds per million entries that are looked at\n");
+    std::printf("%-5s %4s %7s %6s %12s %12s %12s\n", "type", "dim", "budget", "tokens", "evict",
+                "halve", "cut back");
+    for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const int dim : {64, 128})
+            for (const int budget : {1024, 16384, 65536})
+                for (const int n_tokens : {16, 512}) measure({type, dim, budget, n_tokens});
+    return 0;
+}
