@@ -15,6 +15,7 @@ store has two: the positions that it keeps (i32), and llama.cpp's state of the s
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import io
 import json
@@ -24,6 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from entropykv.errors import SessionFileError
@@ -36,7 +38,8 @@ VERSION = 1
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 16
 _MOST_HEADER_BYTES = 1 << 26
-_MOST = 1 << 53
+_MOST = 1 << 31  # tokens, entries
+_MOST_BYTES = 1 << 53
 AGAIN = "read the prompt again and save a new session"
 
 
@@ -143,17 +146,14 @@ def new_session_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def check_target(path: str | os.PathLike[str]) -> None:
     """Raise SessionFileError where a session cannot be saved, or would replace another file."""
-    name = os.fspath(path)
-    directory = os.path.dirname(name) or "."
+    path = Path(path)
     try:
-        if not os.path.lexists(name):
-            if not os.access(directory, os.W_OK | os.X_OK):
-                os.stat(directory)
-                raise PermissionError(0, "no permission")
+        if not os.path.lexists(path):
+            _check_directory(path.parent)
             return
         with open_regular(path) as file:
             start = file.read(len(MAGIC))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise _unwritable(path, error) from None
     if start not in (b"", MAGIC):
         raise SessionFileError(
@@ -161,8 +161,18 @@ def check_target(path: str | os.PathLike[str]) -> None:
         )
 
 
-def _unwritable(path: str | os.PathLike[str], error: Exception) -> SessionFileError:
-    reason = getattr(error, "strerror", None) or error
+def _check_directory(path: Path) -> None:
+    code = 0
+    if not stat.S_ISDIR(os.stat(path).st_mode):
+        code = errno.ENOTDIR
+    elif not os.access(path, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError) -> SessionFileError:
+    reason = error.strerror or error
     return SessionFileError(f"{path}: cannot be written ({reason}); give the path of a new file")
 
 
@@ -287,6 +297,7 @@ class SessionReader:
 
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
+_LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 
 def _is_possible(name: str, value: object) -> bool:
@@ -295,16 +306,16 @@ def _is_possible(name: str, value: object) -> bool:
         return isinstance(value, str)
     if name == "fingerprint":
         return isinstance(value, dict)
+    if value is None:
+        return name in {"chat", "recent_window"}
     if name == "chat":
-        return value is None or isinstance(value, bool)
-    if name == "recent_window" and value is None:
-        return True
-    if name == "entries":
-        return isinstance(value, list) and all(_are_counts(layer) for layer in value)
-    return _are_counts(value if name == "sections" else [value])
+        return isinstance(value, bool)
+    rows = value if name == "entries" else [value if name == "sections" else [value]]
+    most = _LARGE.get(name, _MOST)
+    return isinstance(rows, list) and all(_are_counts(row, most) for row in rows)
 
 
-def _are_counts(values: object) -> bool:
+def _are_counts(values: object, most: int) -> bool:
     return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < _MOST for value in values
+        type(value) is int and 0 <= value < most for value in values
     )
