@@ -32,6 +32,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
 	build/cpp/store_test
+	build/cpp/state_test
 
 test-reference: install  ## the tests against torch and transformers (a download of 200 MB or more)
 	$(BIN)/pip install -q --no-build-isolation ".[reference]"
@@ -42,7 +43,7 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp \
+	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp tests/cpp/*.hpp \
 		benchmarks/micro/*.cpp
 
 bench: install  ## the figures of the README; on an otherwise idle machine

@@ -244,9 +244,57 @@ void bind_observation(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"));
 }
 
+// What session files hold of a store.
+void bind_state(py::class_<Headwise>& store) {
+    const auto data = [](const py::bytearray& state) {
+        return reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(state.ptr()));
+    };
+    store
+        .def(
+            "state_bytes",
+            [](const Headwise& self, int layer, int count) {
+                return self.store.state_bytes(layer, count);
+            },
+            py::arg("layer"), py::arg("count"))
+        .def(
+            "save_head",
+            [](const Headwise& self, int layer, int head) {
+                const std::size_t size =
+                    self.store.state_bytes(layer, self.store.count(layer, head));
+                py::bytes state(nullptr, size);
+                self.store.save_head(layer, head,
+                                     reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
+                return state;
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "state_problem",
+            [data](const Headwise& self, int layer, int count, const py::bytearray& state,
+                   int end) {
+                return self.store.state_problem(layer, count, data(state), state.size(), end);
+            },
+            py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
+        .def(
+            "begin_load",
+            [](Headwise& self, const std::vector<int>& counts, std::size_t evicted) {
+                self.store.begin_load(counts);
+                self.store.set_evicted(evicted);
+            },
+            py::arg("counts"), py::arg("evicted"))
+        .def(
+            "load_head",
+            [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
+                if (state.size() != self.store.state_bytes(layer, count))
+                    throw std::invalid_argument("a state of another size");
+                self.store.load_head(layer, head, count, data(state));
+            },
+            py::arg("layer"), py::arg("kv_head"), py::arg("count"), py::arg("state"));
+}
+
 void bind_headwise(py::module_& m) {
     py::class_<Headwise> store(m, "HeadwiseStore");
     bind_observation(store);
+    bind_state(store);
     store
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
                          ScoreKind score, int n_sinks, int recent_window, float variation,
@@ -329,6 +377,10 @@ void bind_headwise(py::module_& m) {
                 return self.store.budget(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "count",
+            [](const Headwise& self, int layer, int head) { return self.store.count(layer, head); },
+            py::arg("layer"), py::arg("kv_head"))
         .def_property_readonly("entries", [](const Headwise& s) { return s.store.entries(); })
         .def_property_readonly("evicted", [](const Headwise& s) { return s.store.evicted(); })
         .def_property_readonly("eviction_seconds",
@@ -366,6 +418,20 @@ void bind_flat(py::module_& m) {
             },
             py::arg("budget"), py::arg("n_sinks"), py::arg("recent_window"))
         .def("truncate", &FlatStore::truncate, py::arg("position"))
+        .def("save_state",
+             [](FlatStore& self) {
+                 const std::vector<std::uint8_t> state = self.save_state();
+                 return py::bytes(reinterpret_cast<const char*>(state.data()), state.size());
+             })
+        .def(
+            "load_state",
+            [](FlatStore& self, std::vector<std::int32_t> positions, const py::bytearray& state,
+               std::size_t evicted) {
+                const auto* data =
+                    reinterpret_cast<const std::uint8_t*>(PyByteArray_AS_STRING(state.ptr()));
+                self.load_state(std::move(positions), data, state.size(), evicted);
+            },
+            py::arg("positions"), py::arg("state"), py::arg("evicted"))
         .def(
             "move_to",
             [context](FlatStore& self, std::uintptr_t address) { self.move_to(context(address)); },

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 namespace entropykv {
 namespace {
@@ -82,25 +83,57 @@ std::vector<std::uint8_t> FlatStore::saved_state() const {
     return state;
 }
 
-void FlatStore::restore_state(const std::vector<std::uint8_t>& state) {
-    if (llama_state_seq_set_data(context_, state.data(), state.size(), kSequence) != state.size())
+void FlatStore::restore_state(const std::uint8_t* state, std::size_t size) {
+    if (llama_state_seq_set_data(context_, state, size, kSequence) != size)
         throw std::runtime_error("llama.cpp did not restore the state of its cache");
-    highest_cell_ = static_cast<int>(positions_.size());
+}
+
+void FlatStore::replace_state(const std::uint8_t* state, std::size_t size) {
+    llama_memory_clear(llama_get_memory(context_), false);
+    if (size > 0) restore_state(state, size);
 }
 
 void FlatStore::compact() {
     const Stopwatch watch(eviction_seconds_);
     const std::vector<std::uint8_t> state = saved_state();
-    llama_memory_seq_rm(llama_get_memory(context_), kSequence, -1, -1);
-    restore_state(state);
+    replace_state(state.data(), state.size());
+    highest_cell_ = static_cast<int>(positions_.size());
     ++compactions_;
+}
+
+std::vector<std::uint8_t> FlatStore::save_state() {
+    if (positions_.empty()) return {};
+    compact();
+    return saved_state();
+}
+
+void FlatStore::load_state(std::vector<std::int32_t> positions, const std::uint8_t* state,
+                           std::size_t size, std::size_t evicted) {
+    std::vector<std::uint8_t> before;
+    if (!positions_.empty()) before = saved_state();
+    try {
+        replace_state(state, size);
+        const llama_pos newest = llama_memory_seq_pos_max(llama_get_memory(context_), kSequence);
+        if (newest != (positions.empty() ? -1 : positions.back()))
+            throw std::runtime_error("the state of llama.cpp's cache ends elsewhere");
+    } catch (const std::exception&) {
+        replace_state(before.data(), before.size());
+        highest_cell_ = static_cast<int>(positions_.size());
+        throw;
+    }
+    positions_ = std::move(positions);
+    evicted_ = evicted;
+    highest_cell_ = static_cast<int>(positions_.size());
+    peak_ = std::max(peak_, highest_cell_);
+    if (highest_cell_ > budget_) evict(budget_);
 }
 
 void FlatStore::move_to(llama_context* context) {
     std::vector<std::uint8_t> state;
     if (!positions_.empty()) state = saved_state();
     context_ = context;
-    if (!state.empty()) restore_state(state);
+    highest_cell_ = static_cast<int>(positions_.size());
+    if (!state.empty()) restore_state(state.data(), state.size());
 }
 
 void FlatStore::make_room(int n_tokens) {

@@ -37,6 +37,14 @@ public:
     // The store goes on in another context (larger or smaller) that holds nothing yet.
     void move_to(llama_context* context);
 
+    // llama.cpp's own bytes. The cells are compacted first, as they will be in whoever loads them:
+    // sums over cells in another order would be other numbers.
+    std::vector<std::uint8_t> save_state();
+    // Replaces everything, and evicts down to the budget. Throws std::runtime_error where llama.cpp
+    // does not take the state; what was there before is there again then.
+    void load_state(std::vector<std::int32_t> positions, const std::uint8_t* state,
+                    std::size_t size, std::size_t evicted);
+
     const std::vector<std::int32_t>& positions() const { return positions_; }
     int budget() const { return budget_; }
     int peak() const { return peak_; }
@@ -48,7 +56,8 @@ private:
     void evict(int keep);
     void compact();
     std::vector<std::uint8_t> saved_state() const;
-    void restore_state(const std::vector<std::uint8_t>& state);
+    void restore_state(const std::uint8_t* state, std::size_t size);
+    void replace_state(const std::uint8_t* state, std::size_t size);
 
     llama_context* context_;
     int budget_;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "eviction.hpp"
@@ -86,6 +87,19 @@ public:
     std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
     std::vector<float> importance(int layer, int head) const;        // of positions(), in order
     StoredRows rows(int layer, int head) const;
+
+    // The entries of a head as bytes: see head_state.cpp.
+    std::size_t state_bytes(int layer, int count) const;
+    void save_head(int layer, int head, std::byte* state) const;
+    // What is wrong with the state of a sequence of `end` tokens, or nothing.
+    std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
+                              std::int32_t end) const;
+    // Pages for so many entries of every head, or of its budget: load_head() allocates no more.
+    void begin_load(const std::vector<int>& counts);
+    // Replaces a head's entries by those of a state without problems; changes the state where it
+    // holds more than the head's budget, and evicts as set_budgets() does.
+    void load_head(int layer, int head, int count, std::byte* state);
+    void set_evicted(std::size_t entries) { evicted_.store(entries, std::memory_order_relaxed); }
 
     std::size_t entries() const;
     std::size_t evicted() const { return evicted_.load(std::memory_order_relaxed); }

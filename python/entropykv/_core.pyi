@@ -139,10 +139,24 @@ class HeadwiseStore:
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
         """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
 
+    def state_bytes(self, layer: int, count: int) -> int:
+        """Size of the state of a KV head with `count` entries; cpp/head_state.cpp describes it."""
+
+    def save_head(self, layer: int, kv_head: int) -> bytes: ...
+    def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
+        """What is wrong with the state of a sequence of `end` tokens; empty: nothing."""
+
+    def begin_load(self, counts: Sequence[int], evicted: int) -> None:
+        """Get pages for so many entries of every KV head; MemoryError changes nothing."""
+
+    def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
+        """Replace a head's entries by a state without problems; evicts down to its budget."""
+
     def truncate(self, position: int) -> None: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
     def importance(self, layer: int, kv_head: int) -> _Floats: ...
     def budget(self, layer: int, kv_head: int) -> int: ...
+    def count(self, layer: int, kv_head: int) -> int: ...
     @property
     def entries(self) -> int: ...
     @property
@@ -177,6 +191,12 @@ class FlatStore:
     def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None: ...
     def truncate(self, position: int) -> None: ...
     def move_to(self, context: int) -> None: ...
+    def save_state(self) -> bytes:
+        """Compact, then return llama.cpp's bytes of the sequence."""
+
+    def load_state(self, positions: Sequence[int], state: bytearray, evicted: int) -> None:
+        """Replace everything, then evict; RuntimeError where llama.cpp does not take the state."""
+
     @property
     def positions(self) -> _Ints: ...
     @property

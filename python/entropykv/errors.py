@@ -27,6 +27,10 @@ class UnsupportedModelError(EntropyKVError):
     """A model that is intact but that the chosen store or llama.cpp cannot serve."""
 
 
+class SessionFileError(EntropyKVError, ValueError):
+    """A saved session that is missing, damaged, or of another model or other settings."""
+
+
 class ContextError(EntropyKVError, ValueError):
     """An empty prompt, a prompt longer than the context, or a position out of range."""
 

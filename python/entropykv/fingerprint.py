@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from entropykv.errors import ProfileError
 from entropykv.gguf_header import read_header
@@ -10,15 +11,36 @@ from entropykv.model_file import ModelGeometry
 from entropykv.profile import EntropyProfile
 from entropykv.profile_parts import Fingerprint
 
+_BLOCKS, _BLOCK_BYTES = 64, 4096
+
 
 def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
     """Read the header of the model's file again and hash it."""
+    return _fingerprint(geometry, read_header(geometry.path))
+
+
+def identity_of(geometry: ModelGeometry) -> dict[str, Any]:
+    """The fingerprint, and `weights_sample`: two models may have one header.
+
+    The sample is a hash of blocks spread evenly over the tensors.
+    """
+    header = read_header(geometry.path)
+    digest = hashlib.blake2b(digest_size=16)
+    with open(geometry.path, "rb") as file:
+        room = max(geometry.file_bytes - len(header) - _BLOCK_BYTES, 0)
+        for block in range(_BLOCKS):
+            file.seek(len(header) + room * block // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    return {**_fingerprint(geometry, header).to_json(), "weights_sample": digest.hexdigest()}
+
+
+def _fingerprint(geometry: ModelGeometry, header: bytes) -> Fingerprint:
     return Fingerprint(
         architecture=geometry.architecture,
         n_vocab=geometry.n_vocab,
         head_dim_k=geometry.head_dim_k,
         head_dim_v=geometry.head_dim_v,
-        header_sha256=hashlib.sha256(read_header(geometry.path)).hexdigest(),
+        header_sha256=hashlib.sha256(header).hexdigest(),
     )
 
 

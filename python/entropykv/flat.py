@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
@@ -12,11 +14,19 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
+from entropykv.errors import SessionFileError
 from entropykv.fingerprint import check_model
-from entropykv.model import Model
+from entropykv.model import Model, captured_log
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
-from entropykv.store import Store, context_parameters, let_hook_change, relu2_layers
+from entropykv.session_file import SavedContents, SessionReader
+from entropykv.store import (
+    Store,
+    StoreState,
+    context_parameters,
+    let_hook_change,
+    relu2_layers,
+)
 
 _GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 
@@ -119,6 +129,44 @@ class FlatStore(Store):
     def budgets(self) -> list[tuple[int, ...]]:
         """[layer][KV head] in entries."""
         return [(self._store.budget,) * heads for heads in self._heads_per_layer]
+
+    def state(self) -> StoreState:
+        """Positions, and llama.cpp's state; the cells are compacted for it."""
+        state = self._store.save_state()
+        positions = self._store.positions.astype("<i4").tobytes()
+        return StoreState(
+            entries=[[self._store.entries] * heads for heads in self._heads_per_layer],
+            evicted=self._store.evicted,
+            section_bytes=[len(positions), len(state)],
+            sections=iter((positions, state)),
+        )
+
+    def check_state(
+        self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
+    ) -> None:
+        """Check positions and their number; llama.cpp checks its own state."""
+        positions = np.frombuffer(sections[0], "<i4") if len(sections) == 2 else None
+        if positions is None:
+            raise reader.damaged("other sections than those of the flat store")
+        n = len(positions)
+        if contents.entries != [[n] * heads for heads in self._heads_per_layer]:
+            raise reader.damaged("another number of positions than of entries")
+        ends = [-1, *positions.tolist(), contents.position]
+        if ends[-2] != ends[-1] - 1 or any(a >= b for a, b in itertools.pairwise(ends)):
+            raise reader.damaged("positions that cannot be")
+        if n > self._cells:
+            raise SessionFileError(
+                f"{reader.where}: keeps {n} tokens, more than the {self._cells} cells of this "
+                f"session; use --kv-budget {n} (kv_budget={n}) or more"
+            )
+
+    def load_state(self, contents: SavedContents, sections: list[bytearray]) -> None:
+        """Give llama.cpp its state, and evict; RuntimeError where it does not take it."""
+        positions, state = sections
+        with captured_log():  # it says more than a user can use
+            self._store.load_state(
+                np.frombuffer(positions, "<i4").tolist(), state, contents.evicted
+            )
 
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""

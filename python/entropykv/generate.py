@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import llama_cpp
+import numpy as np
+import numpy.typing as npt
 
 from entropykv.errors import ContextError, SettingsError
 
@@ -30,8 +33,12 @@ class Decoder(Protocol):
         """Size of the vocabulary."""
 
     @property
-    def context(self) -> Any:
-        """The llama_context to sample from."""
+    def tokens(self) -> list[int]:
+        """Every token decoded so far."""
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """Of the last token, (n_vocab,); None where it has none."""
 
     def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Any]:
         """Decode as it is iterated."""
@@ -109,16 +116,17 @@ def generate(
     """
     if max_tokens == 0:
         raise ContextError("there is nothing to generate; use max_tokens of 1 or more, or -1")
-    start = time.perf_counter()
-    before = session.position
-    for _ in session.decode_micro_batches(tokens, all_logits=False):
-        if on_prompt is not None:
-            on_prompt(session.position - before)
-    session.count_prompt(len(tokens), time.perf_counter() - start)
+    if tokens or session.logits is None:
+        start = time.perf_counter()
+        before = session.position
+        for _ in session.decode_micro_batches(tokens, all_logits=False):
+            if on_prompt is not None:
+                on_prompt(session.position - before)
+        session.count_prompt(len(tokens), time.perf_counter() - start)
 
     chain = sampling.chain(session.n_vocab)
     try:
-        for token in tokens[-PENALTY_WINDOW:]:
+        for token in session.tokens[-PENALTY_WINDOW:]:
             llama_cpp.llama_sampler_accept(chain, token)
         yield from _sample(session, chain, max_tokens)
     finally:
@@ -127,9 +135,10 @@ def generate(
 
 def _sample(session: Decoder, chain: Any, max_tokens: int) -> Iterator[int]:
     produced = 0
+    candidates = _Candidates(session.n_vocab)
     while True:
         start = time.perf_counter()
-        token = llama_cpp.llama_sampler_sample(chain, session.context, -1)
+        token = candidates.choose(chain, session.logits)
         if session.is_end(token):
             return
         produced += 1
@@ -141,3 +150,27 @@ def _sample(session: Decoder, chain: Any, max_tokens: int) -> Iterator[int]:
         for _ in session.decode_micro_batches([token], all_logits=False):
             pass
         session.count_generated(0, time.perf_counter() - start)
+
+
+class _Candidates:
+    """The vocabulary with logits, as samplers take it. llama_sampler_sample() takes the logits of
+    the context, but those of a loaded session were never there.
+    """
+
+    _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+    def __init__(self, n_vocab: int) -> None:
+        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._data = np.empty(n_vocab, self._KIND)
+        self._pointer = self._data.ctypes.data_as(llama_cpp.llama_token_data_p)
+
+    def choose(self, chain: Any, logits: npt.NDArray[np.float32] | None) -> int:
+        """Sample a token, and tell the chain."""
+        self._data["id"] = self._ids  # samplers sort them
+        self._data["logit"] = logits
+        self._data["p"] = 0.0
+        array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)
+        llama_cpp.llama_sampler_apply(chain, ctypes.byref(array))
+        token = int(array.data[array.selected].id)
+        llama_cpp.llama_sampler_accept(chain, token)
+        return token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import llama_cpp
@@ -16,7 +17,14 @@ from entropykv.fingerprint import check_model
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
-from entropykv.store import Store, context_parameters, let_hook_change, relu2_layers
+from entropykv.session_file import SavedContents, SessionReader
+from entropykv.store import (
+    Store,
+    StoreState,
+    context_parameters,
+    let_hook_change,
+    relu2_layers,
+)
 
 _USE_FLAT = "use --store flat (store='flat'), which serves any model"
 
@@ -159,6 +167,41 @@ class HeadwiseStore(Store):
             for layer, shape in enumerate(self.layers)
         ]
 
+    def state(self) -> StoreState:
+        """A section for every KV head, layer by layer."""
+        entries = [
+            [self._store.count(layer, head) for head in range(shape.n_head_kv)]
+            for layer, shape in enumerate(self.layers)
+        ]
+        return StoreState(
+            entries=entries,
+            evicted=self._store.evicted,
+            section_bytes=[self._store.state_bytes(i, n) for i, _, n in _per_head(entries)],
+            sections=(self._store.save_head(i, head) for i, head, _ in _per_head(entries)),
+        )
+
+    def check_state(
+        self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
+    ) -> None:
+        """Check number, size, positions and importance of the entries of every KV head."""
+        heads = [len(layer) for layer in contents.entries]
+        if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != sum(heads):
+            raise reader.damaged("other KV heads than the model has")
+        for (layer, head, count), section in zip(
+            _per_head(contents.entries), sections, strict=True
+        ):
+            problem = self._store.state_problem(layer, count, section, contents.position)
+            if problem:
+                raise reader.damaged(f"KV head {head} of layer {layer} has {problem}")
+
+    def load_state(self, contents: SavedContents, sections: list[bytearray]) -> None:
+        """Get the pages, then copy; heads that hold more than their budget evict."""
+        heads = list(_per_head(contents.entries))
+        self._store.begin_load([count for _, _, count in heads], contents.evicted)
+        for i, (layer, head, count) in enumerate(heads):
+            self._store.load_head(layer, head, count, sections[i])
+            sections[i] = bytearray()  # or the cache would be in memory twice
+
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
         return {
@@ -171,6 +214,13 @@ class HeadwiseStore(Store):
             "evictions": self._store.evicted,
             "eviction_seconds": self._store.eviction_seconds,
         }
+
+
+def _per_head(entries: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Layer, KV head and number of entries of every KV head."""
+    for layer, counts in enumerate(entries):
+        for head, count in enumerate(counts):
+            yield layer, head, count
 
 
 def _unsupported(model: Model, why: str) -> UnsupportedModelError:

@@ -98,6 +98,33 @@ class Model:
 
     def chat_prompt(self, text: str) -> str | None:
         """The prompt of one user turn by the model's chat template; None without a template."""
+        return self._chat([{"role": "user", "content": text}])
+
+    def chat_turn(self, text: str) -> str | None:
+        """What follows the text of an answer where the user goes on with another turn.
+
+        The end of the answer's turn, which is sampled but never read, the user's turn, and the
+        beginning of the next answer. None without a template.
+        """
+        answer = "entropykv-answer"
+        chat = self._chat(
+            [
+                {"role": "user", "content": "-"},
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": text},
+            ]
+        )
+        if chat is None:
+            return None
+        _, found, turn = chat.partition(answer)
+        if not found:
+            raise ModelFileError(
+                f"{self.geometry.path}: the model's chat template leaves out former answers, so no "
+                "turn can be added to a session; use --no-chat"
+            )
+        return turn
+
+    def _chat(self, messages: list[dict[str, str]]) -> str | None:
         template = llama_cpp.llama_model_chat_template(self.handle, None)
         if template is None:
             return None
@@ -107,7 +134,7 @@ class Model:
                 eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
                 bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
             )
-            prompt: str = formatter(messages=[{"role": "user", "content": text}]).prompt
+            prompt: str = formatter(messages=messages).prompt  # type: ignore[arg-type]
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise ModelFileError(
                 f"{self.geometry.path}: the model's chat template cannot be used ({error}); "

@@ -5,10 +5,8 @@ Version 1 is the file of the BitNet document; version 2 is written here. Both ar
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy.typing as npt
 
 from entropykv.curves import LossCurves
 from entropykv.errors import ProfileError
+from entropykv.new_file import new_file
 from entropykv.profile_file import (
     ADVICE,
     FORMAT_VERSION,
@@ -162,18 +161,11 @@ class EntropyProfile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a version 2 file; it is renamed into place, so a crash leaves no half file."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         text = to_text(self.to_dict())
         try:
-            with open(partial, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
+            with new_file(path) as part:
+                part.write_text(text, encoding="utf-8")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise ProfileError(
                 f"{path}: cannot be written ({error.strerror}); give a writable path"
             ) from error

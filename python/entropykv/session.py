@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
-from entropykv.errors import ContextError, EntropyKVError, UnsupportedModelError
+from entropykv.errors import (
+    ContextError,
+    EntropyKVError,
+    SessionFileError,
+    UnsupportedModelError,
+)
 from entropykv.fingerprint import other_file
 from entropykv.flat import FlatStore
 from entropykv.generate import Sampling, generate
@@ -20,6 +27,15 @@ from entropykv.headwise import HeadwiseStore
 from entropykv.model import Model
 from entropykv.policy import Policy, policy_named
 from entropykv.profile import EntropyProfile
+from entropykv.session_file import (
+    SavedContents,
+    SavedSettings,
+    SessionReader,
+    new_session_file,
+    open_session,
+    reader_of,
+)
+from entropykv.session_state import ReadSoFar, load_state, saved_settings, write_state
 from entropykv.stats import SessionStats, peak_rss_bytes
 from entropykv.store import Store, decode_inside
 
@@ -89,6 +105,8 @@ class Session:
         self._closed = False
         self._broken = False
         self._position = 0
+        self._tokens = array("i")
+        self._logits: npt.NDArray[np.float32] | None = None
         self._clear_counters()
 
     def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
@@ -161,6 +179,10 @@ class Session:
         """The prompt of one user turn by the model's chat template; None without a template."""
         return self._model.chat_prompt(text)
 
+    def chat_turn(self, text: str) -> str | None:
+        """What a further user turn adds after an answer: see Model.chat_turn."""
+        return self._model.chat_turn(text)
+
     def is_end(self, token: int) -> bool:
         """Whether a token ends the generation."""
         return self._model.is_end(token)
@@ -171,6 +193,16 @@ class Session:
     def position(self) -> int:
         """Tokens decoded so far."""
         return self._position
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token read or generated so far, evicted or not."""
+        return self._tokens.tolist()
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """Logits of the last token, (n_vocab,), float32; None before one and after truncate()."""
+        return self._logits
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Read tokens inside the budget; returns their logits.
@@ -223,6 +255,8 @@ class Session:
             model_name=self._model.name,
         )
         self._position += len(tokens)
+        self._tokens.extend(tokens)
+        self._logits = None if logits is None else logits[-1].copy()
         self._broken = False
         return logits
 
@@ -230,6 +264,9 @@ class Session:
         self, tokens: Sequence[int], max_tokens: int = -1, **sampling: float | None
     ) -> Iterator[int]:
         """Read `tokens`, then yield generated ones as they come.
+
+        Without tokens, it goes on after the last one read, where `logits` is not None. A token is
+        read when the next one is asked for: the last one that was yielded is not read yet.
 
         Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
         the context is full. `sampling`: the fields of entropykv.generate.Sampling; temperature 0 is
@@ -281,8 +318,10 @@ class Session:
             raise ContextError(
                 f"cannot truncate to position {position}; give 0 to {self._position}"
             )
-        self._store.truncate(position)
-        self._position = position
+        if position < self._position:
+            self._store.truncate(position)
+            del self._tokens[position - self._position :]
+            self._position, self._logits = position, None
 
     def reset(self) -> None:
         """Forget every token; counters start again."""
@@ -291,8 +330,62 @@ class Session:
         self._store.truncate(0)
         self._clear_counters()
 
+    # --- sessions on disk -------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
+        """Write all that decoding depends on to a file, which appears complete or not at all.
+
+        `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
+        """
+        with new_session_file(path) as file:
+            return self._save(file, chat)
+
+    def save_state(self) -> bytes:
+        """Return the bytes that save() would write."""
+        file = io.BytesIO()
+        self._save(file, None)
+        return file.getvalue()
+
+    def load(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Go on with a session that was saved: the same numbers as if it had never ended.
+
+        Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
+        than what the file holds, it evicts. Raises SessionFileError, and is as it was before.
+        """
+        with open_session(path) as reader:
+            return self._load(reader)
+
+    def load_state(self, data: bytes) -> SavedContents:
+        """As load(), from the bytes of save_state()."""
+        return self._load(reader_of(data))
+
+    def _saved_settings(self) -> SavedSettings:
+        return saved_settings(
+            self._model, self.settings, self._store, self.policy, self.n_ctx, self._budget
+        )
+
+    def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
+        self._check_usable()
+        read = ReadSoFar(self._position, self._tokens, self._logits)
+        return write_state(file, self._saved_settings(), self._store, read, chat)
+
+    def _load(self, reader: SessionReader) -> SavedContents:
+        self._check_usable()
+        self._broken = True
+        try:
+            read = load_state(reader, self._saved_settings(), self._store, self.n_vocab)
+        except SessionFileError:
+            self._broken = False
+            raise
+        self._clear_counters()
+        self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
+        self._broken = False
+        return reader.contents
+
     def _clear_counters(self) -> None:
         self._position = 0
+        del self._tokens[:]
+        self._logits = None
         self._prompt_tokens = 0
         self._prompt_seconds = 0.0
         self._generated_tokens = 0

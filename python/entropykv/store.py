@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import llama_cpp
@@ -14,6 +15,18 @@ from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import UnsupportedModelError
 from entropykv.model import Model
+from entropykv.session_file import SavedContents, SessionReader
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """What a session file holds of a store: see session_file."""
+
+    entries: list[list[int]]
+    """[layer][KV head]"""
+    evicted: int
+    section_bytes: list[int]
+    sections: Iterator[bytes]
 
 
 class Store(Protocol):
@@ -47,6 +60,20 @@ class Store(Protocol):
 
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
+
+    def state(self) -> StoreState:
+        """Everything that decoding depends on; valid until the next change."""
+
+    def check_state(
+        self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
+    ) -> None:
+        """Raise SessionFileError where load_state() would not go well."""
+
+    def load_state(self, contents: SavedContents, sections: list[bytearray]) -> None:
+        """Replace everything by a checked state, and evict down to the budget.
+
+        The sections are used up. An Exception leaves the store as it was.
+        """
 
     def close(self) -> None:
         """Free the context."""

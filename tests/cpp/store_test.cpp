@@ -4,49 +4,15 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <set>
-#include <stdexcept>
-#include <thread>
 #include <vector>
 
-#include "attention.hpp"
 #include "budget.hpp"
-#include "head_store.hpp"
 #include "page_pool.hpp"
+#include "testing.hpp"
 
 namespace {
-
-using namespace entropykv;  // NOLINT: a test of all of it
-
-int passed = 0;
-int failed = 0;
-
-void check(bool ok, const char* what, const char* file, int line) {
-    ++(ok ? passed : failed);
-    if (!ok) std::printf("%s:%d: %s\n", file, line, what);
-}
-
-#define CHECK(condition) check((condition), #condition, __FILE__, __LINE__)
-
-bool refused(const std::function<void()>& action) {
-    try {
-        action();
-    } catch (const std::logic_error&) {
-        return true;
-    }
-    return false;
-}
-
-std::size_t index(int i) { return static_cast<std::size_t>(i); }
-
-std::vector<float> random_rows(std::mt19937& random, int n) {
-    std::vector<float> rows(index(n));
-    std::normal_distribution<float> normal;
-    for (float& value : rows) value = normal(random);
-    return rows;
-}
 
 void test_pool_never_exceeds_its_budget() {
     PagePool pool(1000, 5);
@@ -126,49 +92,6 @@ struct Case {
     int window = 0;
     bool sinks = false;
 };
-
-constexpr Protection kProtection{4, 8};
-constexpr int kMaxTokens = 300, kMaxEntries = 2000;
-
-StoreSettings settings_of(KvType type, ScoreKind score) {
-    return {type, score, kProtection, 0.5f, 0.9f, kMaxTokens, kMaxEntries};
-}
-
-RowsView view(const std::vector<float>& rows, int heads, int dim) {
-    const std::size_t head = index(dim) * sizeof(float);
-    return {reinterpret_cast<const std::byte*>(rows.data()), head * index(heads), head};
-}
-
-// One node of the graph: every thread runs it, and none goes on before all are done.
-void run_node(int n_threads, const std::function<void(int)>& node) {
-    std::vector<std::thread> threads;
-    for (int t = 1; t < n_threads; ++t) threads.emplace_back(node, t);
-    node(0);
-    for (std::thread& thread : threads) thread.join();
-}
-
-// Reads a random micro-batch; returns the outputs.
-std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
-                              std::int32_t position, std::mt19937& random, int n_threads,
-                              int window = 0, bool sinks = false) {
-    const std::vector<float> q = random_rows(random, n * shape.n_head * shape.k_dim);
-    const std::vector<float> k = random_rows(random, n * shape.n_head_kv * shape.k_dim);
-    const std::vector<float> v = random_rows(random, n * shape.n_head_kv * shape.v_dim);
-    const std::vector<float> sink_logits = random_rows(random, shape.n_head);
-    std::vector<float> output(index(n * shape.n_head * shape.v_dim), NAN);
-    AttentionParams params;
-    params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
-    params.window = window;
-    params.sinks = sinks ? sink_logits.data() : nullptr;
-    const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
-    const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
-    const RowsView q_rows = view(q, shape.n_head, shape.k_dim);
-    attention.begin(n, position);
-    run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
-    run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
-    run_node(n_threads, [&](int t) { attention.attend(0, params, q_rows, output.data(), t); });
-    return output;
-}
 
 // Outputs, what is kept with its importance, and entropies: every number that a thread computes.
 std::vector<double> run(const Case& test, const KernelTable& kernels, int n_threads) {
@@ -295,6 +218,5 @@ int main() {
     for (const ScoreKind score : {ScoreKind::streaming, ScoreKind::recency, ScoreKind::mass})
         for (const KvType type : {KvType::f16, KvType::q8_0})
             for (unsigned seed = 0; seed < 8; ++seed) test_random_operations(type, score, seed);
-    std::printf("%d passed, %d failed\n", passed, failed);
-    return failed == 0 ? 0 : 1;
+    return summary();
 }

@@ -12,11 +12,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.options import add_budget_options, check_writable, demo_of, integer
+from entropykv.cli.saved import (
+    add_session_options,
+    check_chat,
+    load_session,
+    save_session,
+    say,
+)
 from entropykv.config import STORES, Settings
 from entropykv.errors import ContextError, SettingsError
 from entropykv.generate import Sampling, generate
 from entropykv.session import Session
+from entropykv.session_file import SavedContents, check_target
 from entropykv.stats import SessionStats
 from entropykv.text_file import read_text
 
@@ -37,6 +46,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     _add_prompt_options(parser)
     _add_sampling_options(parser)
     _add_engine_options(parser)
+    add_session_options(parser)
     parser.set_defaults(command=run)
 
 
@@ -123,6 +133,8 @@ def run(options: argparse.Namespace) -> int:
     asked = _use_demo(options)
     text = _prompt_text(options)
     check_writable(options.stats_json)
+    if options.save_session is not None:
+        check_target(options.save_session)
     with Session(
         options.model,
         n_ctx=options.ctx_size,
@@ -139,25 +151,43 @@ def run(options: argparse.Namespace) -> int:
         verbose=options.verbose,
     ) as session:
         if session.fallback:
-            print(f"entropykv: going on with the flat store: {session.fallback}", file=sys.stderr)
+            say(f"going on with the flat store: {session.fallback}")
         if note := session.other_file():
-            print(f"entropykv: {note}", file=sys.stderr)
+            say(note)
+        loaded = load_session(session, options.load_session)
         if asked:
-            print(f"entropykv: asking {asked!r} about {options.file}", file=sys.stderr)
-        code = _generate(session, text, options, sampling)
-        stats = session.stats()
+            say(f"asking {asked!r} about {options.file}")
+        tokens, chat = _prompt_tokens(session, text, options, loaded)
+        answer = _generate(session, tokens, options.n_predict, sampling)
+        _report(session.stats(), options.stats_json)
+        if options.save_session is not None:
+            _save(session, options.save_session, answer, chat=chat)
+        elif loaded and not tokens and not answer.tokens:
+            say("the saved answer was complete; give a new prompt with -p")
+    return EXIT_INTERRUPTED if answer.interrupted else 0
+
+
+def _save(session: Session, path: str, answer: _Answer, *, chat: bool) -> None:
+    if answer.unread is None:
+        say(f"interrupted while the prompt was read: {path} is not written")
+    else:
+        save_session(session, path, answer.unread, chat=chat)
+
+
+def _report(stats: SessionStats, path: str | None) -> None:
     print(format_stats(stats), file=sys.stderr)
-    if options.stats_json:
-        Path(options.stats_json).write_text(
-            json.dumps(dataclasses.asdict(stats), indent=2) + "\n", encoding="utf-8"
-        )
-    return code
+    if path is not None:
+        text = json.dumps(dataclasses.asdict(stats), indent=2) + "\n"
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
-    """With --demo, -f and -p are the demo's unless they are given; returns the demo's question."""
+    """With --demo, -f and -p are the demo's unless they are given; returns the demo's question.
+
+    A loaded session has read a document.
+    """
     demo = demo_of(options)
-    if demo is None:
+    if demo is None or options.load_session is not None:
         return None
     if options.file is None:
         options.file = str(demo.document)
@@ -176,51 +206,82 @@ def _prompt_text(options: argparse.Namespace) -> str:
     if options.prompt is not None:
         parts.append(options.prompt)
     text = "\n".join(parts)
-    if not text.strip():
+    if not text.strip() and options.load_session is None:
         raise ContextError("the prompt is empty; give one with -p or -f")
     return text
 
 
-def _generate(session: Session, text: str, options: argparse.Namespace, sampling: Sampling) -> int:
-    prompt = None if options.no_chat else session.chat_prompt(text)
-    tokens = session.tokenize(text) if prompt is None else session.tokenize(prompt, add_bos=False)
-    if len(tokens) > session.n_ctx:
+def _prompt_tokens(
+    session: Session, text: str, options: argparse.Namespace, loaded: SavedContents | None
+) -> tuple[list[int], bool]:
+    """Tokens to read, and whether they are (part of) a chat."""
+    if loaded and not text.strip():
+        if session.logits is None:
+            raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
+        return [], bool(loaded.chat)
+    turn = None
+    if not options.no_chat:
+        turn = session.chat_turn(text) if loaded else session.chat_prompt(text)
+    if loaded:
+        check_chat(loaded, turn is not None, options.load_session)
+    add_bos = None if turn is None and not loaded else False
+    tokens = session.tokenize(text if turn is None else turn, add_bos=add_bos)
+    if session.position + len(tokens) > session.n_ctx:
+        after = f" after {session.position} of the saved session" if loaded else ""
         raise ContextError(
-            f"the prompt has {len(tokens)} tokens, more than the context of {session.n_ctx}; "
-            "shorten it or raise -c"
+            f"the prompt has {len(tokens)} tokens{after}, more than the context of "
+            f"{session.n_ctx}; shorten it or raise -c"
         )
-    with tqdm(
-        total=len(tokens), desc="reading the prompt", unit=" tokens", leave=False, delay=0.5
-    ) as bar:
+    return tokens, turn is not None
+
+
+@dataclasses.dataclass
+class _Answer:
+    tokens: list[int]
+    unread: list[int] | None = None
+    """The last token, where the session has not read it; None where not even the prompt is read."""
+    interrupted: bool = False
+
+
+def _generate(session: Session, tokens: list[int], max_tokens: int, sampling: Sampling) -> _Answer:
+    """Write the answer to stdout as it comes."""
+    answer = _Answer([])
+    end_of_prompt = len(session.tokens) + len(tokens)
+    bar = tqdm(total=len(tokens), desc="reading the prompt", unit=" tokens", leave=False, delay=0.5)
+    with noted_interrupts() as interrupts, bar:
 
         def on_prompt(done: int) -> None:
             bar.update(done - bar.n)
             if done == len(tokens):
                 bar.close()
+            interrupts.check()
 
-        stream = generate(session, tokens, options.n_predict, sampling, on_prompt)
+        stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
-            for piece in _text_pieces(session, stream):
+            for piece in _text_pieces(session, stream, answer.tokens):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
+                interrupts.check()
+        except InterruptionError:
+            answer.interrupted = True
         finally:
             sys.stdout.write("\n")
             sys.stdout.flush()
-    return 0
+    n_read = len(session.tokens) - end_of_prompt
+    answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
+    return answer
 
 
-def _text_pieces(session: Session, tokens: Iterator[int]) -> Iterator[str]:
-    """Text as it becomes complete: a character may be spread over several tokens."""
+def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> Iterator[str]:
+    """Text, maybe empty, for every token, which is added to `tokens`.
+
+    A character may be spread over several tokens: it comes with the last one.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        piece = decoder.decode(session.token_bytes(token))
-        if piece:
-            yield piece
-    rest = decoder.decode(b"", final=True)
-    if rest:
-        yield rest
+    for token in stream:
+        tokens.append(token)
+        yield decoder.decode(session.token_bytes(token))
+    yield decoder.decode(b"", final=True)
 
 
 def format_stats(stats: SessionStats) -> str:

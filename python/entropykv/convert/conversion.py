@@ -6,11 +6,9 @@ The weights stay exact: -1, 0 and 1 in TQ2_0 or Q4_0, and the F32 scale of a ten
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +23,7 @@ from entropykv.convert.source import ARCHITECTURE, Source, TernaryTensor
 from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError, UnsupportedModelError
 from entropykv.model_file import ACTIVATION_KEY, ACTIVATIONS
+from entropykv.new_file import new_file
 
 Progress = Callable[[int, int], None]
 
@@ -76,9 +75,12 @@ def convert(
     model = _read(source, weight_type, i2s_layout)
     activation = _activation(model, activation)
     outputs = plan_outputs(model, weight_type or WEIGHT_TYPES[0], embedding_type)
-    with _new_file(target) as part:
-        _write(model, activation, outputs, part, progress)
-        target_bytes = part.stat().st_size
+    try:
+        with new_file(target) as part:
+            _write(model, activation, outputs, part, progress)
+            target_bytes = part.stat().st_size
+    except OSError as error:
+        raise _unwritable(target, error) from error
     kinds: Counter[str] = Counter()
     for output in sorted(outputs, key=lambda output: -output.n_bytes):
         kinds[output.kind.name] += 1
@@ -158,27 +160,8 @@ def _read(path: Path, weight_type: str | None, i2s_layout: str) -> Source:
     return model
 
 
-@contextmanager
-def _new_file(target: Path) -> Iterator[Path]:
-    """A file beside `target` that becomes it in the end, or is removed."""
-    part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "xb"):
-            pass
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        raise _unwritable(target, error) from error
-    try:
-        yield part
-        os.replace(part, target)
-    except OSError as error:
-        raise _unwritable(target, error) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def _unwritable(target: Path, error: Exception) -> SettingsError:
-    reason = getattr(error, "strerror", None) or error
+def _unwritable(target: Path, error: OSError) -> SettingsError:
+    reason = error.strerror or error
     return SettingsError(f"{target}: cannot be written ({reason}); choose another place")
 
 

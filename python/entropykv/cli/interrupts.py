@@ -1,0 +1,46 @@
+"""Ctrl-C between two steps of a session, not within one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class InterruptionError(Exception):
+    """Ctrl-C was pressed, and nothing is half-done."""
+
+
+class Interrupts:
+    """Whether Ctrl-C was pressed."""
+
+    requested = False
+
+    def check(self) -> None:
+        """Raise InterruptionError if it was."""
+        if self.requested:
+            raise InterruptionError
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[Interrupts]:
+    """Note the first Ctrl-C, which would leave a decode half-done; the second one interrupts.
+
+    Where interrupts are ignored (a shell's background job), they stay so.
+    """
+    interrupts = Interrupts()
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if interrupts.requested:
+            signal.default_int_handler(number, frame)
+        interrupts.requested = True
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)

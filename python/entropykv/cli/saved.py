@@ -1,0 +1,75 @@
+"""Options and messages of sessions on disk."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from entropykv.errors import SettingsError
+from entropykv.session import Session
+from entropykv.session_file import SavedContents
+
+
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """--save-session and --load-session."""
+    group = parser.add_argument_group("sessions on disk")
+    group.add_argument(
+        "--save-session",
+        metavar="FILE",
+        help="save the session at the end, after Ctrl-C too: what the KV cache holds, not the text",
+    )
+    group.add_argument(
+        "--load-session",
+        metavar="FILE",
+        help="go on with a saved session: the prompt comes after what it has read, as a new turn "
+        "where it is a chat; without a prompt, the answer goes on",
+    )
+
+
+def load_session(session: Session, path: str | None) -> SavedContents | None:
+    """Load a session if there is a file, and say so."""
+    if path is None:
+        return None
+    start = time.perf_counter()
+    contents = session.load(path)
+    _say_what("loaded", path, contents, time.perf_counter() - start)
+    evicted = contents.n_entries - session.stats().entries_kept
+    if evicted:
+        say(f"{evicted} entries were evicted: the KV budget is smaller than the saved session's")
+    return contents
+
+
+def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
+    """Raise SettingsError where a chat would go on as plain text, or the other way round."""
+    if contents.chat is None or contents.chat == chat:
+        return
+    way_out = "leave --no-chat out" if contents.chat else "give --no-chat"
+    kind = "a chat" if contents.chat else "plain text"
+    raise SettingsError(f"{path}: was saved as {kind}; {way_out} to go on with it")
+
+
+def save_session(session: Session, path: str, unread: list[int], *, chat: bool) -> None:
+    """Save a session, and say so; `unread`: tokens of the answer that it has not read yet."""
+    start = time.perf_counter()
+    if session.position + len(unread) <= session.n_ctx:
+        for _ in session.decode_micro_batches(unread, all_logits=False) if unread else ():
+            pass
+    else:
+        say("the context is full: the saved session ends before the last token of the answer")
+    contents = session.save(path, chat=chat)
+    _say_what("saved", path, contents, time.perf_counter() - start)
+
+
+def say(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"entropykv: {text}", file=sys.stderr)
+
+
+def _say_what(what: str, path: str, contents: SavedContents, seconds: float) -> None:
+    size = os.path.getsize(path) / 2**20
+    say(
+        f"{what} {path}: {contents.n_tokens} tokens, {contents.n_entries} entries, {size:.1f} MiB "
+        f"in {seconds:.2f} s"
+    )

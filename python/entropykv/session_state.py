@@ -1,0 +1,117 @@
+"""What a session is, as a file holds it: gathered to be written, and checked to be loaded."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+from entropykv._version import VERSION
+from entropykv.config import Budget, Settings
+from entropykv.errors import SessionFileError
+from entropykv.fingerprint import identity_of
+from entropykv.model import Model
+from entropykv.policy import Policy
+from entropykv.session_file import (
+    AGAIN,
+    SavedContents,
+    SavedSettings,
+    SessionReader,
+    check_settings,
+    write_session,
+)
+from entropykv.store import Store
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReadSoFar:
+    """What was read, besides what the store keeps of it."""
+
+    position: int
+    tokens: array[int]
+    logits: Logits | None
+    """Of the last token, (n_vocab,)."""
+
+
+def saved_settings(
+    model: Model, settings: Settings, store: Store, policy: Policy, n_ctx: int, budget: Budget
+) -> SavedSettings:
+    """Gather what a session was made with; reads the header and samples of the model's file."""
+    return SavedSettings(
+        entropykv=VERSION,
+        llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
+        model=model.name,
+        fingerprint=identity_of(model.geometry),
+        store=store.name,
+        kv_type=settings.kv_type,
+        policy=policy.name,
+        n_ctx=n_ctx,
+        kv_budget=str(budget),
+        n_sinks=settings.n_sinks,
+        recent_window=settings.recent_window,
+    )
+
+
+def write_state(
+    file: BinaryIO, settings: SavedSettings, store: Store, sequence: ReadSoFar, chat: bool | None
+) -> SavedContents:
+    """Write a session to a binary file."""
+    state = store.state()
+    tokens = np.asarray(sequence.tokens, "<i4")
+    logits = np.empty(0) if sequence.logits is None else sequence.logits
+    contents = SavedContents(
+        position=sequence.position,
+        n_tokens=tokens.size,
+        n_logits=logits.size,
+        entries=state.entries,
+        evicted=state.evicted,
+        chat=chat,
+        sections=state.section_bytes,
+    )
+    own = (tokens.tobytes(), logits.astype("<f4").tobytes())
+    write_session(file, settings, contents, itertools.chain(own, state.sections))
+    return contents
+
+
+def load_state(
+    reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int
+) -> ReadSoFar:
+    """Replace what a store holds by a saved session.
+
+    Raises SessionFileError where it does not fit or is damaged: the store is as it was then.
+    """
+    check_settings(reader.settings, settings, reader.where)
+    contents = reader.contents
+    if contents.position > settings.n_ctx:
+        raise SessionFileError(
+            f"{reader.where}: holds {contents.position} tokens, more than the context of "
+            f"{settings.n_ctx}; raise -c (n_ctx)"
+        )
+    tokens, logits, *sections = reader.sections()
+    sequence = _sequence(reader, tokens, logits, n_vocab)
+    store.check_state(reader, contents, sections)
+    try:
+        store.load_state(contents, sections)
+    except (MemoryError, RuntimeError) as error:
+        raise SessionFileError(f"{reader.where}: cannot be loaded ({error}); {AGAIN}") from error
+    return sequence
+
+
+def _sequence(
+    reader: SessionReader, tokens: bytearray, logits: bytearray, n_vocab: int
+) -> ReadSoFar:
+    contents = reader.contents
+    ids = np.frombuffer(tokens, "<i4")
+    row = np.frombuffer(logits, "<f4")
+    if contents.position > ids.size or not np.all((ids >= 0) & (ids < n_vocab)):
+        raise reader.damaged("tokens that cannot be")
+    if row.size not in (0, n_vocab) or np.isnan(row).any():
+        raise reader.damaged("logits that cannot be")
+    return ReadSoFar(contents.position, array("i", ids.tolist()), row if row.size else None)
