@@ -73,7 +73,12 @@ void GraphHook::refuse(const std::string& why) {
     if (refusal_.empty()) refusal_ = why;
 }
 
+void GraphHook::note_obstacle(const std::string& why) {
+    if (rope_obstacle_.empty()) rope_obstacle_ = why;
+}
+
 bool GraphHook::look(const ggml_tensor* node) {
+    if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
     if (is_recurrent(node->op)) refuse("it has recurrent layers");
     if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
     if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
@@ -83,8 +88,27 @@ bool GraphHook::look(const ggml_tensor* node) {
 }
 
 void GraphHook::look_at_write(const ggml_tensor* node) {
-    if (cache_layer_of(node, kCacheK) < 0 && cache_layer_of(node, kCacheV) < 0) return;
+    const int of_keys = cache_layer_of(node, kCacheK);
+    if (of_keys < 0 && cache_layer_of(node, kCacheV) < 0) return;
     if (node->src[0]->type != GGML_TYPE_F32) refuse("its K or V is not computed in f32");
+    if (of_keys >= 0) look_at_keys(node->src[0], of_keys);
+}
+
+void GraphHook::look_at_keys(const ggml_tensor* rows, int cache_layer) {
+    const RopeSeen rope = look_at_rope(rows);
+    if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
+    if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;
+    keys_.push_back({cache_layer, rope});
+}
+
+RopeParams GraphHook::rope_of(int cache_layer, int head_dim) {
+    for (const Keys& keys : keys_) {
+        if (keys.cache_layer != cache_layer) continue;
+        if (keys.rope.head_dim == head_dim) return keys.rope.params;
+        if (keys.rope.head_dim == 0) return {};
+    }
+    note_obstacle("its keys are not written as they are attended to");
+    return {};
 }
 
 void GraphHook::look_at_attention(const ggml_tensor* node) {
@@ -114,6 +138,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.scale = params[0];
     seen.softcap = params[2];
     seen.has_sinks = node->src[4] != nullptr;
+    seen.rope = rope_of(cache_layer, seen.shape.k_dim);
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
     nodes_.push_back(seen);

@@ -17,13 +17,6 @@ float read_value(const PageLayout& layout, const std::byte* values, std::size_t 
            half_to_float(reinterpret_cast<const std::uint16_t*>(scales)[scale_place]);
 }
 
-void read_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
-    for (int d = 0; d < layout.k_dim; ++d)
-        out[d] = read_value(layout, page + layout.k_offset, layout.k_index(slot, d),
-                            page + layout.k_scale_offset,
-                            layout.scale_index(layout.k_blocks, slot, d / kQuantBlock), 0x80);
-}
-
 void read_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {
     for (int d = 0; d < layout.v_dim; ++d)
         out[d] = read_value(layout, page + layout.v_offset, layout.v_index(slot, d),
@@ -32,6 +25,13 @@ void read_v(const PageLayout& layout, const std::byte* page, int slot, float* ou
 }
 
 }  // namespace
+
+void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    for (int d = 0; d < layout.k_dim; ++d)
+        out[d] = read_value(layout, page + layout.k_offset, layout.k_index(slot, d),
+                            page + layout.k_scale_offset,
+                            layout.scale_index(layout.k_blocks, slot, d / kQuantBlock), 0x80);
+}
 
 StoredRows HeadStore::rows(int layer_index, int head_index) const {
     const Layer& layer = layers_.at(index(layer_index));
@@ -50,7 +50,7 @@ StoredRows HeadStore::rows(int layer_index, int head_index) const {
     float* v = rows.v.data();
     for (const auto& [position, i] : order) {
         const Slot slot = stored_slot(layer, head, i);
-        read_k(layout, slot.page, slot.index, k);
+        load_k(layout, slot.page, slot.index, k);
         read_v(layout, slot.page, slot.index, v);
         rows.positions.push_back(position);
         rows.importance.push_back(layout.importance(slot.page)[slot.index]);

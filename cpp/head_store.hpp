@@ -41,6 +41,9 @@ struct StoredRows {
     std::vector<float> v;  // [entries][v_dim]
 };
 
+// The K row of an entry, k_dim values.
+void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);
+
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
 
 // Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
@@ -86,6 +89,15 @@ public:
     std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
     std::vector<float> importance(int layer, int head) const;        // of positions(), in order
     StoredRows rows(int layer, int head) const;
+
+    // visit(page, slot) for every stored entry of a layer's heads.
+    template <typename Visit>
+    void over_entries(int layer, Visit visit) {
+        const int per_page = layout(layer).entries;
+        for (Head& head : layers_[index(layer)].heads)
+            for (int i = 0; i < head.count; ++i)
+                visit(head.pages[index(i / per_page)], i % per_page);
+    }
 
     std::size_t entries() const;
     std::size_t evicted() const { return evicted_.load(std::memory_order_relaxed); }

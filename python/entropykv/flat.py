@@ -16,6 +16,7 @@ from entropykv.fingerprint import check_model
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
+from entropykv.rope import RopeRange
 from entropykv.store import Store, context_parameters, let_hook_change, relu2_layers
 
 _GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
@@ -25,6 +26,7 @@ class FlatStore(Store):
     """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
 
     name = "flat"
+    rebases = 0
 
     def __init__(
         self,
@@ -64,7 +66,33 @@ class FlatStore(Store):
             variation=profile.coefficient_of_variation if profile else 0.0,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
+            rope_sinks=settings.n_sinks,
         )
+        self.rope, self.rope_obstacle = self._rope_range()
+
+    def _rope_range(self) -> tuple[RopeRange, str]:
+        """What RoPE may see, and why its keys cannot be moved to other positions, if so."""
+        trained = RopeRange(self._model.geometry.n_ctx_train, self._settings.n_sinks)
+        handle = self._model.handle
+        kind = llama_cpp.llama_model_rope_type(handle)
+        if kind == llama_cpp.LLAMA_ROPE_TYPE_NONE:
+            if self._model.geometry.learned_positions:
+                return trained, "its position embeddings are learned"
+            return RopeRange(self._n_ctx, 0), ""
+        if llama_cpp.llama_model_is_hybrid(handle):
+            return trained, "it has recurrent layers"
+        if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(self.context)):
+            return trained, "llama.cpp cannot rotate the keys of its cache"
+        return trained, ""
+
+    @property
+    def shift(self) -> int:
+        """How far positions of the text are before what RoPE sees."""
+        return self._store.shift
+
+    @shift.setter
+    def shift(self, shift: int) -> None:
+        self._store.shift = shift
 
     def _plan(self, budget: Budget) -> FlatPlan:
         return plan_flat(
@@ -86,9 +114,13 @@ class FlatStore(Store):
             let_hook_change(parameters, self._gates)
         return self._model.new_context(parameters)
 
-    def before(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Compact where holes would cost attention time."""
+    def before(self, n_tokens: int, position: int) -> None:
+        """Compact where holes would cost attention time; rotate keys where positions run out."""
         self._store.make_room(n_tokens)
+        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        if shift != self.shift:  # right before a decode: until then, the saved state is not rotated
+            self._store.rebase(shift)
+            self.rebases += 1
         if self._gates:
             self._gates.begin_step()
 
@@ -111,6 +143,8 @@ class FlatStore(Store):
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""
         self._store.truncate(position)
+        if position == 0:
+            self.shift = 0
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
         """Positions kept, ascending: the same for every layer and head."""
@@ -132,6 +166,7 @@ class FlatStore(Store):
             "entries_kept": self._store.entries * self.n_kv_heads,
             "evictions": self._store.evicted * self.n_kv_heads,
             "eviction_seconds": self._store.eviction_seconds,
+            "rebases": self.rebases,
         }
 
 

@@ -14,6 +14,7 @@ from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import UnsupportedModelError
 from entropykv.model import Model
+from entropykv.rope import RopeRange
 
 
 class Store(Protocol):
@@ -27,8 +28,26 @@ class Store(Protocol):
     bytes_full_per_token: int
     """K and V of one token for all KV heads, in f16."""
 
+    rope: RopeRange
+    """Positions that RoPE may see."""
+    rope_obstacle: str
+    """Why the session cannot go on beyond them; empty if it can."""
+    rebases: int
+    """How often stored keys were moved to other positions."""
+
+    @property
+    def shift(self) -> int:
+        """How far positions of the text are before what RoPE sees; set where a state is loaded."""
+
+    @shift.setter
+    def shift(self, shift: int) -> None: ...
+
+    def rope_position(self, position: int) -> int:
+        """Where RoPE sees a position of the text."""
+        return _core.rope_position(position, self.rope.n_sinks, self.shift)
+
     def before(self, n_tokens: int, position: int) -> None:
-        """Make room for a micro-batch."""
+        """Make room for a micro-batch, below the positions that RoPE may see."""
 
     def after(self, n_tokens: int, position: int) -> None:
         """Bring the store in order after llama_decode; raises where the graph was not as served."""
@@ -70,7 +89,9 @@ def decode_inside(
     """
     try:
         store.before(len(tokens), position)
-        logits = batch.decode(store.context, tokens, position, n_rows=n_rows)
+        logits = batch.decode(
+            store.context, tokens, store.rope_position(position), n_rows=n_rows
+        )
         store.after(len(tokens), position)
     except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
         raise UnsupportedModelError(f"{model_name}: {error}") from error
