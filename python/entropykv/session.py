@@ -34,9 +34,11 @@ class Session:
     """A model that reads and writes one sequence of tokens inside a KV budget.
 
     `model`: path of a GGUF file. `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head
-    (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens, which may be longer than
-    what the model was trained for; 0: just that. `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform`
-    (`recency` on the flat store). `entropy_config`: an EntropyProfile or the path of one.
+    (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens; 0: what the model was
+    trained for. It may be longer: then positions are re-based as the sequence grows (see rope.py),
+    or ContextError tells why the model cannot. `policy`: see entropykv.policy; None: `entropy` with
+    a profile, else `uniform` (`recency` on the flat store). `entropy_config`: an EntropyProfile or
+    the path of one.
     `store`: headwise, flat, or auto: headwise where it can serve the model (`fallback` says why it
     cannot). `recent_window`: newest entries that every KV head keeps; None: half of the mean
     budget.

@@ -89,9 +89,7 @@ def decode_inside(
     """
     try:
         store.before(len(tokens), position)
-        logits = batch.decode(
-            store.context, tokens, store.rope_position(position), n_rows=n_rows
-        )
+        logits = batch.decode(store.context, tokens, store.rope_position(position), n_rows=n_rows)
         store.after(len(tokens), position)
     except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
         raise UnsupportedModelError(f"{model_name}: {error}") from error
