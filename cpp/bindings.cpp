@@ -14,7 +14,7 @@
 #include "gate_hook.hpp"
 #include "graph_hook.hpp"
 #include "head_store.hpp"
-#include "rope.hpp"
+#include "rope_probe.hpp"
 
 namespace py = pybind11;
 using namespace entropykv;  // NOLINT: this file only registers
@@ -168,16 +168,21 @@ void bind_decisions(py::module_& m) {
         py::arg("n_sinks"), py::arg("recent_window"));
 }
 
-// What both hooks are for llama_context_params, and around every llama_decode.
+// What all hooks are for llama_context_params.
 template <typename Hook>
-void bind_hook(py::class_<Hook>& hook) {
+void bind_callback(py::class_<Hook>& hook) {
     hook.def_property_readonly(
             "callback",
             [](const Hook&) { return reinterpret_cast<std::uintptr_t>(&Hook::on_node); })
         .def_property_readonly("user_data",
-                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); })
-        .def("begin_step", &Hook::begin_step)
-        .def("check_step", &Hook::check_step);
+                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); });
+}
+
+// And what those that change graphs are around every llama_decode.
+template <typename Hook>
+void bind_hook(py::class_<Hook>& hook) {
+    bind_callback(hook);
+    hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
 }
 
 void bind_rope(py::module_& m) {
@@ -205,6 +210,9 @@ void bind_rope(py::module_& m) {
         .def_readonly("beta_slow", &RopeParams::beta_slow)
         .def_readonly("freq_factors", &RopeParams::freq_factors)
         .def_property_readonly("frequencies", &rope_frequencies);
+    py::class_<KShiftProbe> probe(m, "KShiftProbe");
+    bind_callback(probe);
+    probe.def(py::init<>()).def_property_readonly("obstacle", &KShiftProbe::obstacle);
     m.def("rope_position", &rope_position, py::arg("position"), py::arg("n_sinks"),
           py::arg("shift"));
 }

@@ -5,32 +5,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
+#include "cache_tensors.hpp"
 #include "custom_op.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr int kOpsPerLayer = 3;  // K write, V write, attention
-
-const ggml_tensor* root_of(const ggml_tensor* tensor) {
-    while (tensor->view_src != nullptr) tensor = tensor->view_src;
-    return tensor;
-}
-
-// N of a view of cache_<which>_l<N>; -1 for anything else.
-int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
-    if (tensor == nullptr) return -1;
-    const char* name = root_of(tensor)->name;
-    const std::size_t length = std::strlen(prefix);
-    return std::strncmp(name, prefix, length) == 0 ? std::atoi(name + length) : -1;
-}
-
-constexpr const char* kCacheK = "cache_k_l";
-constexpr const char* kCacheV = "cache_v_l";
 
 // llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
 // back to the system (it reads as zeros, should anything touch it).
@@ -97,6 +81,7 @@ void GraphHook::look_at_write(const ggml_tensor* node) {
 void GraphHook::look_at_keys(const ggml_tensor* rows, int cache_layer) {
     const RopeSeen rope = look_at_rope(rows);
     if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
+    if (!rope.factors_known) note_obstacle("its RoPE factors are not in memory");
     if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;
     keys_.push_back({cache_layer, rope});
 }

@@ -3,7 +3,10 @@
 #include <ggml-backend.h>
 #include <ggml.h>
 
+#include <cmath>
 #include <cstring>
+
+#include "cache_tensors.hpp"
 
 namespace entropykv {
 namespace {
@@ -63,12 +66,16 @@ RopeSeen read_rope(const ggml_tensor* node) {
     seen.params.freq_base = floats[0];
     seen.params.freq_scale = floats[1];
     seen.params.ext_factor = floats[2];
-    seen.params.beta_fast = floats[4];  // floats[3], the magnitude, is in the keys already
+    seen.params.beta_fast = floats[4];
     seen.params.beta_slow = floats[5];
+    // rope_yarn in ggml
+    seen.magnitude = floats[3];
+    if (seen.params.ext_factor != 0.0f)
+        seen.magnitude *= 1.0f - 0.1f * std::log(seen.params.freq_scale);
     const ggml_tensor* factors = node->src[2];
     if (factors == nullptr) return seen;
-    if (!is_weight(factors) || !ggml_backend_buffer_is_host(factors->buffer))
-        return obstacle("its RoPE factors are computed");
+    seen.factors_known = is_weight(factors) && ggml_backend_buffer_is_host(factors->buffer);
+    if (!seen.factors_known) return seen;
     const auto* values = static_cast<const float*>(factors->data);
     seen.params.freq_factors.assign(values, values + seen.params.n_dims / 2);
     seen.short_factors = starts_with(factors->name, "rope_factors_short");
@@ -88,6 +95,27 @@ RopeSeen look_at_rope(const ggml_tensor* rows) {
 
 bool reads_learned_positions(const ggml_tensor* node) {
     return node->op == GGML_OP_GET_ROWS && starts_with(node->src[0]->name, "position_embd");
+}
+
+bool KShiftProbe::on_node(ggml_tensor* node, bool ask, void* user_data) {
+    if (ask) static_cast<KShiftProbe*>(user_data)->look(node);
+    return !ask;
+}
+
+void KShiftProbe::look(const ggml_tensor* node) {
+    if (reads_learned_positions(node)) obstacle_ = "its position embeddings are learned";
+    if (node->op != GGML_OP_SET_ROWS || cache_layer_of(node, kCacheK) < 0) return;
+    const RopeSeen rope = look_at_rope(node->src[0]);
+    if (!rope.obstacle.empty()) obstacle_ = rope.obstacle;
+    if (std::abs(rope.magnitude - 1.0f) > 1e-3f)
+        obstacle_ = "llama.cpp would scale its keys again with every rotation";
+    ++(rope.head_dim > 0 ? rotated_ : unrotated_);
+}
+
+std::string KShiftProbe::obstacle() const {
+    if (obstacle_.empty() && rotated_ > 0 && unrotated_ > 0)
+        return "llama.cpp would rotate keys that have no position";
+    return obstacle_;
 }
 
 }  // namespace entropykv

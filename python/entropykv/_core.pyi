@@ -86,6 +86,18 @@ class AttentionNode:
     @property
     def rope(self) -> RopeParams: ...
 
+class KShiftProbe:
+    """Looks at one decode: whether llama.cpp's K-shift does what the model's rotation did."""
+
+    def __init__(self) -> None: ...
+    @property
+    def callback(self) -> int: ...
+    @property
+    def user_data(self) -> int: ...
+    @property
+    def obstacle(self) -> str:
+        """Why it does not; empty if it does."""
+
 class GateHook:
     """Makes the SwiGLU gates in the graphs of one llama_context squared ReLU."""
 

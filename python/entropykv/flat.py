@@ -13,10 +13,10 @@ from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
 from entropykv.fingerprint import check_model
+from entropykv.k_shift import flat_range, k_shift_obstacle
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
-from entropykv.rope import RopeRange
 from entropykv.store import Store, context_parameters, let_hook_change, relu2_layers
 
 _GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
@@ -68,22 +68,10 @@ class FlatStore(Store):
             recent_window=plan.protection.recent_window,
             rope_sinks=settings.n_sinks,
         )
-        self.rope, self.rope_obstacle = self._rope_range()
-
-    def _rope_range(self) -> tuple[RopeRange, str]:
-        """What RoPE may see, and why its keys cannot be moved to other positions, if so."""
-        trained = RopeRange(self._model.geometry.n_ctx_train, self._settings.n_sinks)
-        handle = self._model.handle
-        kind = llama_cpp.llama_model_rope_type(handle)
-        if kind == llama_cpp.LLAMA_ROPE_TYPE_NONE:
-            if self._model.geometry.learned_positions:
-                return trained, "its position embeddings are learned"
-            return RopeRange(self._n_ctx, 0), ""
-        if llama_cpp.llama_model_is_hybrid(handle):
-            return trained, "it has recurrent layers"
-        if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(self.context)):
-            return trained, "llama.cpp cannot rotate the keys of its cache"
-        return trained, ""
+        self.rope = flat_range(model, n_ctx, settings.n_sinks)
+        self.rope_obstacle = ""
+        if n_ctx > self.rope.limit:
+            self.rope_obstacle = k_shift_obstacle(model, self.context, settings)
 
     @property
     def shift(self) -> int:

@@ -124,8 +124,10 @@ def relu2_layers(model: Model, settings: Settings) -> int:
     return model.geometry.n_layer
 
 
-def let_hook_change(parameters: Any, hook: _core.GraphHook | _core.GateHook) -> None:
-    """Let a hook change the graphs of a context; it must live as long as the context."""
+def let_hook_change(
+    parameters: Any, hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe
+) -> None:
+    """Let a hook look at, or change, the graphs of a context; it must live as long as the context."""
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
     parameters.cb_eval_user_data = hook.user_data
     parameters.op_offload = False  # the nodes around a large product would go to the device too
