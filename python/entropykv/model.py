@@ -40,7 +40,7 @@ class Model:
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
 
     def metadata(self, key: str) -> str | None:
-        """What the file says under a key of its architecture, as text; None where it says nothing."""
+        """What the file says under a key of its architecture, as text; None if nothing."""
         buffer = ctypes.create_string_buffer(64)
         name = f"{self.geometry.architecture}.{key}".encode()
         size = llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))

@@ -127,7 +127,7 @@ def relu2_layers(model: Model, settings: Settings) -> int:
 def let_hook_change(
     parameters: Any, hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe
 ) -> None:
-    """Let a hook look at, or change, the graphs of a context; it must live as long as the context."""
+    """Let a hook look at a context's graphs, or change them; it must live as long as that."""
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
     parameters.cb_eval_user_data = hook.user_data
     parameters.op_offload = False  # the nodes around a large product would go to the device too

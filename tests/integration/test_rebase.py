@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from tests.tiny_models import TinyRope, write_bitnet, write_gpt2, write_llama
 from training.facts import STOP, STOP_LINE, Writer
 
 TRAINED = 256
+SMALL: dict[str, Any] = {"n_ubatch": 32, "n_threads": 1}
 FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
 YARN = TinyRope(yarn_factor=4.0, n_ctx_orig=64)
 
@@ -66,7 +68,9 @@ def keys_at(path: Path, tokens: list[int], position: int, move_to: int) -> npt.N
         ropes = [node.rope for node in store._hook.nodes]
         store.core.rebase(ropes, 0, 0, position - move_to)
         heads = range(store.layers[0].n_head_kv)
-        return np.stack([store.core.rows(l, h)[2] for l in range(len(ropes)) for h in heads])
+        return np.stack(
+            [store.core.rows(layer, h)[2] for layer in range(len(ropes)) for h in heads]
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,7 +167,7 @@ def test_going_back_gives_the_session_that_never_went_on(
 @pytest.mark.parametrize("store", ["headwise", "flat"])
 def test_positions_are_those_of_the_text(store: str, model: Callable[..., Path]) -> None:
     with Session(
-        model("llama"), n_ctx=4096, kv_budget=128, store=store, kv_type="f16", n_ubatch=32, n_threads=1
+        model("llama"), n_ctx=4096, kv_budget=128, store=store, kv_type="f16", **SMALL
     ) as session:
         session.decode(tokens_for(2000))
         list(session.generate(tokens_for(5), max_tokens=50))
@@ -177,7 +181,7 @@ def test_positions_are_those_of_the_text(store: str, model: Callable[..., Path])
         session.reset()
         assert session._store.shift == 0
         first = session.decode(tokens_for(20))
-    with Session(model("llama"), n_ctx=64, store=store, kv_type="f16") as session:
+    with Session(model("llama"), n_ctx=64, store=store, kv_type="f16", n_threads=1) as session:
         assert relative_error(first, session.decode(tokens_for(20))) < 2e-3
 
 
@@ -185,7 +189,7 @@ def test_flat_drops_what_headwise_clamps(model: Callable[..., Path]) -> None:
     kept = {}
     for store in ("headwise", "flat"):
         with Session(
-            model("llama"), n_ctx=512, policy="streaming", store=store, kv_type="f16", n_ubatch=32, n_threads=1
+            model("llama"), n_ctx=512, policy="streaming", store=store, kv_type="f16", **SMALL
         ) as session:
             session.decode(tokens_for(500))
             kept[store] = session.entries(1, 1).tolist()
@@ -227,9 +231,7 @@ def test_a_model_that_cannot_go_on_says_so_at_the_limit(
     path = tmp_path / "model.gguf"
     write_unmovable(name, path)
     tokens = tokens_for(TRAINED)
-    with Session(
-        path, n_ctx=512, kv_budget=96, store=store, kv_type=kv_type, n_ubatch=32
-    ) as session:
+    with Session(path, n_ctx=512, kv_budget=96, store=store, kv_type=kv_type, **SMALL) as session:
         session.decode(tokens)
         with pytest.raises(ContextError, match=f"tiny .*{TRAINED} that the model.*{why}"):
             session.decode([5])
@@ -237,7 +239,7 @@ def test_a_model_that_cannot_go_on_says_so_at_the_limit(
         session.truncate(TRAINED - 1)
         ours = session.decode(tokens[-1:])
     with Session(
-        path, n_ctx=TRAINED, kv_budget=96, store=store, kv_type=kv_type, n_ubatch=32
+        path, n_ctx=TRAINED, kv_budget=96, store=store, kv_type=kv_type, **SMALL
     ) as session:
         session.decode(tokens)
         session.truncate(TRAINED - 1)
@@ -248,7 +250,7 @@ def test_frequencies_for_short_contexts_end_where_they_do(tmp_path: Path) -> Non
     path = tmp_path / "model.gguf"
     rope = TinyRope(factors=FACTORS, short_factors=True, n_ctx_orig=512)
     write_llama(path, head_dim=32, n_ctx_train=4096, rope=rope)
-    with Session(path, n_ctx=2048, kv_budget=64, n_ubatch=64) as session:
+    with Session(path, n_ctx=2048, kv_budget=64, n_ubatch=64, n_threads=1) as session:
         session.decode(tokens_for(512))
         assert session.stats().rebases == 0
         session.decode(tokens_for(64))
@@ -262,7 +264,7 @@ def test_frequencies_for_short_contexts_end_where_they_do(tmp_path: Path) -> Non
 def test_the_shipped_model_answers_far_beyond_its_trained_context() -> None:
     writer = Writer("beyond")
     right: list[bool] = []
-    with Session(DEMOS["bitnet"].path, n_ctx=3 * 2048 + 256, kv_budget=1024) as session:
+    with Session(DEMOS["bitnet"].path, n_ctx=8192, kv_budget=1024, n_threads=1) as session:
         trained = session._model.geometry.n_ctx_train
         while session.position < 3 * trained:
             words, facts = writer.test_document(400, 4)
