@@ -14,6 +14,7 @@
 #include "gate_hook.hpp"
 #include "graph_hook.hpp"
 #include "head_store.hpp"
+#include "rope_probe.hpp"
 
 namespace py = pybind11;
 using namespace entropykv;  // NOLINT: this file only registers
@@ -51,8 +52,10 @@ KvType kv_type_named(const std::string& name) {
 class Headwise {
 public:
     Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings,
-             int observation_window, int n_threads, const std::optional<std::string>& kernels)
-        : store(layers, settings), attention(store, kernels_named(kernels), n_threads) {
+             int observation_window, int n_threads, const std::optional<std::string>& name)
+        : kernels(kernels_named(name)),
+          store(layers, settings),
+          attention(store, kernels, n_threads) {
         attention.set_observation_window(observation_window);
     }
 
@@ -86,6 +89,7 @@ public:
         return output;
     }
 
+    const KernelTable& kernels;
     HeadStore store;
     Attention attention;
 };
@@ -164,16 +168,53 @@ void bind_decisions(py::module_& m) {
         py::arg("n_sinks"), py::arg("recent_window"));
 }
 
-// What both hooks are for llama_context_params, and around every llama_decode.
+// What all hooks are for llama_context_params.
 template <typename Hook>
-void bind_hook(py::class_<Hook>& hook) {
+void bind_callback(py::class_<Hook>& hook) {
     hook.def_property_readonly(
             "callback",
             [](const Hook&) { return reinterpret_cast<std::uintptr_t>(&Hook::on_node); })
         .def_property_readonly("user_data",
-                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); })
-        .def("begin_step", &Hook::begin_step)
-        .def("check_step", &Hook::check_step);
+                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); });
+}
+
+// And what those that change graphs are around every llama_decode.
+template <typename Hook>
+void bind_hook(py::class_<Hook>& hook) {
+    bind_callback(hook);
+    hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
+}
+
+void bind_rope(py::module_& m) {
+    py::class_<RopeParams>(m, "RopeParams")
+        .def(py::init([](int n_dims, int offset, bool neox, int n_ctx_orig, float freq_base,
+                         float freq_scale, float ext_factor, float beta_fast, float beta_slow,
+                         std::vector<float> freq_factors) {
+                 return RopeParams{
+                     n_dims,     offset,     neox,      n_ctx_orig, freq_base,
+                     freq_scale, ext_factor, beta_fast, beta_slow,  std::move(freq_factors)};
+             }),
+             py::arg("n_dims"), py::arg("offset") = 0, py::arg("neox") = false,
+             py::arg("n_ctx_orig") = 0, py::arg("freq_base") = 10000.0f,
+             py::arg("freq_scale") = 1.0f, py::arg("ext_factor") = 0.0f,
+             py::arg("beta_fast") = 0.0f, py::arg("beta_slow") = 0.0f,
+             py::arg("freq_factors") = std::vector<float>{})
+        .def_readonly("n_dims", &RopeParams::n_dims)
+        .def_readonly("offset", &RopeParams::offset)
+        .def_readonly("neox", &RopeParams::neox)
+        .def_readonly("n_ctx_orig", &RopeParams::n_ctx_orig)
+        .def_readonly("freq_base", &RopeParams::freq_base)
+        .def_readonly("freq_scale", &RopeParams::freq_scale)
+        .def_readonly("ext_factor", &RopeParams::ext_factor)
+        .def_readonly("beta_fast", &RopeParams::beta_fast)
+        .def_readonly("beta_slow", &RopeParams::beta_slow)
+        .def_readonly("freq_factors", &RopeParams::freq_factors)
+        .def_property_readonly("frequencies", &rope_frequencies);
+    py::class_<KShiftProbe> probe(m, "KShiftProbe");
+    bind_callback(probe);
+    probe.def(py::init<>()).def_property_readonly("obstacle", &KShiftProbe::obstacle);
+    m.def("rope_position", &rope_position, py::arg("position"), py::arg("n_sinks"),
+          py::arg("shift"));
 }
 
 void bind_graph(py::module_& m) {
@@ -189,7 +230,8 @@ void bind_graph(py::module_& m) {
         .def_readonly("shape", &AttentionNode::shape)
         .def_readonly("scale", &AttentionNode::scale)
         .def_readonly("softcap", &AttentionNode::softcap)
-        .def_readonly("has_sinks", &AttentionNode::has_sinks);
+        .def_readonly("has_sinks", &AttentionNode::has_sinks)
+        .def_readonly("rope", &AttentionNode::rope);
     py::class_<GateHook> gate_hook(m, "GateHook");
     gate_hook.def(py::init<int>(), py::arg("n_layers"));
     bind_hook(gate_hook);
@@ -198,6 +240,8 @@ void bind_graph(py::module_& m) {
     graph_hook.def(py::init<int>(), py::arg("relu2_layers"))
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
+        .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)
+        .def_property_readonly("rope_limit", &GraphHook::rope_limit)
         .def(
             "serve", [](GraphHook& self, Headwise& store) { self.serve(store.attention); },
             py::arg("store"), py::keep_alive<1, 2>());
@@ -357,6 +401,14 @@ void bind_headwise(py::module_& m) {
             },
             py::arg("layer"))
         .def(
+            "rebase",
+            [](Headwise& self, const std::vector<RopeParams>& ropes, int n_sinks, int old_shift,
+               int new_shift) {
+                const py::gil_scoped_release release;
+                rebase(self.store, self.kernels, ropes, n_sinks, old_shift, new_shift);
+            },
+            py::arg("ropes"), py::arg("n_sinks"), py::arg("old_shift"), py::arg("new_shift"))
+        .def(
             "truncate", [](Headwise& self, int position) { self.store.truncate(position); },
             py::arg("position"))
         .def(
@@ -401,12 +453,12 @@ void bind_flat(py::module_& m) {
     };
     py::class_<FlatStore>(m, "FlatStore")
         .def(py::init([context](std::uintptr_t address, int budget, ScoreKind score,
-                                float variation, int n_sinks, int recent_window) {
+                                float variation, int n_sinks, int recent_window, int rope_sinks) {
                  return std::make_unique<FlatStore>(context(address), budget, score, variation,
-                                                    Protection{n_sinks, recent_window});
+                                                    Protection{n_sinks, recent_window}, rope_sinks);
              }),
              py::arg("context"), py::arg("budget"), py::arg("score"), py::arg("variation"),
-             py::arg("n_sinks"), py::arg("recent_window"))
+             py::arg("n_sinks"), py::arg("recent_window"), py::arg("rope_sinks"))
         .def("make_room", &FlatStore::make_room, py::arg("n_tokens"),
              py::call_guard<py::gil_scoped_release>())
         .def("settle", &FlatStore::settle, py::arg("position"), py::arg("n_tokens"),
@@ -426,12 +478,14 @@ void bind_flat(py::module_& m) {
         .def(
             "load_state",
             [](FlatStore& self, std::vector<std::int32_t> positions, const py::bytearray& state,
-               std::size_t evicted) {
+               std::size_t evicted, int shift) {
                 const auto* data =
                     reinterpret_cast<const std::uint8_t*>(PyByteArray_AS_STRING(state.ptr()));
-                self.load_state(std::move(positions), data, state.size(), evicted);
+                self.load_state(std::move(positions), data, state.size(), evicted, shift);
             },
-            py::arg("positions"), py::arg("state"), py::arg("evicted"))
+            py::arg("positions"), py::arg("state"), py::arg("evicted"), py::arg("shift"))
+        .def("rebase", &FlatStore::rebase, py::arg("shift"))
+        .def_property("shift", &FlatStore::shift, &FlatStore::set_shift)
         .def(
             "move_to",
             [context](FlatStore& self, std::uintptr_t address) { self.move_to(context(address)); },
@@ -454,6 +508,7 @@ PYBIND11_MODULE(_core, m) {
         .value("streaming", ScoreKind::streaming)
         .value("recency", ScoreKind::recency)
         .value("mass", ScoreKind::mass);
+    bind_rope(m);
     bind_graph(m);
     bind_decisions(m);
     bind_headwise(m);

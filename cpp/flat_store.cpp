@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "rope.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -57,21 +59,27 @@ FlatPlan plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep
 }
 
 FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score, float entropy_variation,
-                     const Protection& protection)
+                     const Protection& protection, int rope_sinks)
     : context_(context),
       budget_(budget),
       score_(score),
       entropy_variation_(entropy_variation),
-      protection_(protection) {}
+      protection_(protection),
+      rope_sinks_(rope_sinks) {}
+
+// Removes what llama.cpp holds at positions [first, last) of the text.
+void FlatStore::remove(std::int32_t first, std::int32_t last) {
+    const auto place = [&](std::int32_t p) { return rope_position(p, rope_sinks_, shift_); };
+    if (!llama_memory_seq_rm(llama_get_memory(context_), kSequence, place(first),
+                             place(last - 1) + 1))
+        throw std::runtime_error("the model's memory cannot remove a range of positions");
+}
 
 void FlatStore::evict(int keep) {
     const Stopwatch watch(eviction_seconds_);
     const FlatPlan plan =
         plan_flat_eviction(positions_, keep, score_, entropy_variation_, protection_);
-    llama_memory_t memory = llama_get_memory(context_);
-    for (const auto& [first, last] : plan.removed)
-        if (!llama_memory_seq_rm(memory, kSequence, first, last))
-            throw std::runtime_error("the model's memory cannot remove a range of positions");
+    for (const auto& [first, last] : plan.removed) remove(first, last);
     evicted_ += positions_.size() - plan.kept.size();
     positions_ = plan.kept;
 }
@@ -108,13 +116,14 @@ std::vector<std::uint8_t> FlatStore::save_state() {
 }
 
 void FlatStore::load_state(std::vector<std::int32_t> positions, const std::uint8_t* state,
-                           std::size_t size, std::size_t evicted) {
+                           std::size_t size, std::size_t evicted, int shift) {
     std::vector<std::uint8_t> before;
     if (!positions_.empty()) before = saved_state();
     try {
         replace_state(state, size);
         const llama_pos newest = llama_memory_seq_pos_max(llama_get_memory(context_), kSequence);
-        if (newest != (positions.empty() ? -1 : positions.back()))
+        if (newest !=
+            (positions.empty() ? -1 : rope_position(positions.back(), rope_sinks_, shift)))
             throw std::runtime_error("the state of llama.cpp's cache ends elsewhere");
     } catch (const std::exception&) {
         replace_state(before.data(), before.size());
@@ -122,6 +131,7 @@ void FlatStore::load_state(std::vector<std::int32_t> positions, const std::uint8
         throw;
     }
     positions_ = std::move(positions);
+    shift_ = shift;
     evicted_ = evicted;
     highest_cell_ = static_cast<int>(positions_.size());
     peak_ = std::max(peak_, highest_cell_);
@@ -158,10 +168,24 @@ void FlatStore::set_budget(int budget, const Protection& protection) {
 }
 
 void FlatStore::truncate(std::int32_t position) {
-    if (!llama_memory_seq_rm(llama_get_memory(context_), kSequence, position, -1))
+    if (!llama_memory_seq_rm(llama_get_memory(context_), kSequence,
+                             rope_position(position, rope_sinks_, shift_), -1))
         throw std::runtime_error("the model's memory cannot remove a range of positions");
     positions_.erase(std::lower_bound(positions_.begin(), positions_.end(), position),
                      positions_.end());
+}
+
+void FlatStore::rebase(int shift) {
+    const Stopwatch watch(eviction_seconds_);
+    const auto sinks_end = std::lower_bound(positions_.begin(), positions_.end(), rope_sinks_);
+    const auto clamped_end = std::lower_bound(sinks_end, positions_.end(), rope_sinks_ + shift);
+    if (clamped_end != sinks_end) {
+        remove(*sinks_end, *(clamped_end - 1) + 1);
+        evicted_ += static_cast<std::size_t>(clamped_end - sinks_end);
+        positions_.erase(sinks_end, clamped_end);
+    }
+    llama_memory_seq_add(llama_get_memory(context_), kSequence, rope_sinks_, -1, shift_ - shift);
+    shift_ = shift;
 }
 
 }  // namespace entropykv

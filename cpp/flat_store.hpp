@@ -25,8 +25,9 @@ FlatPlan plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep
 
 class FlatStore {
 public:
+    // rope_sinks: first positions that keep their rope position whatever the shift (rope.hpp).
     FlatStore(llama_context* context, int budget, ScoreKind score, float entropy_variation,
-              const Protection& protection);
+              const Protection& protection, int rope_sinks);
 
     // Before reading n_tokens: compacts where holes would cost attention time.
     void make_room(int n_tokens);
@@ -34,6 +35,12 @@ public:
     void settle(std::int32_t position, int n_tokens);
     void set_budget(int budget, const Protection& protection);
     void truncate(std::int32_t position);
+    // Positions go on at another shift: llama.cpp rotates the keys in its next decode. Entries that
+    // would be clamped to the first position after the sinks are dropped: llama.cpp's cache removes
+    // by position, and could not tell them apart.
+    void rebase(int shift);
+    int shift() const { return shift_; }
+    void set_shift(int shift) { shift_ = shift; }  // of a cache that was filled at it
     // The store goes on in another context (larger or smaller) that holds nothing yet.
     void move_to(llama_context* context);
 
@@ -43,7 +50,7 @@ public:
     // Replaces everything, and evicts down to the budget. Throws std::runtime_error where llama.cpp
     // does not take the state; what was there before is there again then.
     void load_state(std::vector<std::int32_t> positions, const std::uint8_t* state,
-                    std::size_t size, std::size_t evicted);
+                    std::size_t size, std::size_t evicted, int shift);
 
     const std::vector<std::int32_t>& positions() const { return positions_; }
     int budget() const { return budget_; }
@@ -54,6 +61,7 @@ public:
 
 private:
     void evict(int keep);
+    void remove(std::int32_t first, std::int32_t last);
     void compact();
     std::vector<std::uint8_t> saved_state() const;
     void restore_state(const std::uint8_t* state, std::size_t size);
@@ -64,6 +72,8 @@ private:
     ScoreKind score_;
     float entropy_variation_;
     Protection protection_;
+    int rope_sinks_;
+    int shift_ = 0;
     std::vector<std::int32_t> positions_;
     int highest_cell_ = 0;  // cells that may be in use, counted from the first
     int peak_ = 0;

@@ -5,32 +5,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
+#include "cache_tensors.hpp"
 #include "custom_op.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr int kOpsPerLayer = 3;  // K write, V write, attention
-
-const ggml_tensor* root_of(const ggml_tensor* tensor) {
-    while (tensor->view_src != nullptr) tensor = tensor->view_src;
-    return tensor;
-}
-
-// N of a view of cache_<which>_l<N>; -1 for anything else.
-int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
-    if (tensor == nullptr) return -1;
-    const char* name = root_of(tensor)->name;
-    const std::size_t length = std::strlen(prefix);
-    return std::strncmp(name, prefix, length) == 0 ? std::atoi(name + length) : -1;
-}
-
-constexpr const char* kCacheK = "cache_k_l";
-constexpr const char* kCacheV = "cache_v_l";
 
 // llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
 // back to the system (it reads as zeros, should anything touch it).
@@ -73,7 +57,12 @@ void GraphHook::refuse(const std::string& why) {
     if (refusal_.empty()) refusal_ = why;
 }
 
+void GraphHook::note_obstacle(const std::string& why) {
+    if (rope_obstacle_.empty()) rope_obstacle_ = why;
+}
+
 bool GraphHook::look(const ggml_tensor* node) {
+    if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
     if (is_recurrent(node->op)) refuse("it has recurrent layers");
     if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
     if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
@@ -83,8 +72,28 @@ bool GraphHook::look(const ggml_tensor* node) {
 }
 
 void GraphHook::look_at_write(const ggml_tensor* node) {
-    if (cache_layer_of(node, kCacheK) < 0 && cache_layer_of(node, kCacheV) < 0) return;
+    const int of_keys = cache_layer_of(node, kCacheK);
+    if (of_keys < 0 && cache_layer_of(node, kCacheV) < 0) return;
     if (node->src[0]->type != GGML_TYPE_F32) refuse("its K or V is not computed in f32");
+    if (of_keys >= 0) look_at_keys(node->src[0], of_keys);
+}
+
+void GraphHook::look_at_keys(const ggml_tensor* rows, int cache_layer) {
+    const RopeSeen rope = look_at_rope(rows);
+    if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
+    if (!rope.factors_known) note_obstacle("its RoPE factors are not in memory");
+    if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;
+    keys_.push_back({cache_layer, rope});
+}
+
+RopeParams GraphHook::rope_of(int cache_layer, int head_dim) {
+    for (const Keys& keys : keys_) {
+        if (keys.cache_layer != cache_layer) continue;
+        if (keys.rope.head_dim == head_dim) return keys.rope.params;
+        if (keys.rope.head_dim == 0) return {};
+    }
+    note_obstacle("its keys are not written as they are attended to");
+    return {};
 }
 
 void GraphHook::look_at_attention(const ggml_tensor* node) {
@@ -114,6 +123,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.scale = params[0];
     seen.softcap = params[2];
     seen.has_sinks = node->src[4] != nullptr;
+    seen.rope = rope_of(cache_layer, seen.shape.k_dim);
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
     nodes_.push_back(seen);

@@ -13,6 +13,7 @@
 
 #include "attention.hpp"
 #include "gate_hook.hpp"
+#include "rope_probe.hpp"
 
 struct ggml_tensor;
 
@@ -24,6 +25,7 @@ struct AttentionNode {
     float scale;
     float softcap;
     bool has_sinks;
+    RopeParams rope;  // of its stored keys
 };
 
 class GraphHook {
@@ -40,6 +42,10 @@ public:
     const std::vector<AttentionNode>& nodes() const { return nodes_; }
     // Why this graph cannot be served; empty if it can. Final once one token was decoded.
     const std::string& refusal() const { return refusal_; }
+    // Why stored keys cannot be moved to other positions; empty if they can.
+    const std::string& rope_obstacle() const { return rope_obstacle_; }
+    // Positions that the model's frequencies hold for; 0: as many as it was trained for.
+    int rope_limit() const { return rope_limit_; }
 
     // From now on graphs are changed. `attention` must outlive the context's last decode.
     void serve(Attention& attention);
@@ -56,12 +62,19 @@ private:
         int cache_layer;
         AttentionParams params;
     };
+    struct Keys {  // what a layer writes as K
+        int cache_layer;
+        RopeSeen rope;
+    };
     using OpFunction = void (*)(ggml_tensor*, int, int, void*);
 
     bool look(const ggml_tensor* node);
     void look_at_attention(const ggml_tensor* node);
     void look_at_write(const ggml_tensor* node);
+    void look_at_keys(const ggml_tensor* rows, int cache_layer);
+    RopeParams rope_of(int cache_layer, int head_dim);
     void refuse(const std::string& why);
+    void note_obstacle(const std::string& why);
     void change(ggml_tensor* node);
     void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);
     LayerHook* layer_of(int cache_layer);
@@ -74,7 +87,10 @@ private:
     std::optional<GateHook> gates_;  // while probing too
     std::vector<AttentionNode> nodes_;
     std::vector<LayerHook> layers_;
+    std::vector<Keys> keys_;
     std::string refusal_;
+    std::string rope_obstacle_;
+    int rope_limit_ = 0;
     int served_ = 0;                           // nodes of ours in the graphs of this step
     std::atomic<const char*> fault_{nullptr};  // set in the graph, reported by check_step()
 };

@@ -42,6 +42,9 @@ struct StoredRows {
     std::vector<float> v;  // [entries][v_dim]
 };
 
+// The K row of an entry, k_dim values.
+void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);
+
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
 
 // Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
@@ -100,6 +103,14 @@ public:
     // holds more than the head's budget, and evicts as set_budgets() does.
     void load_head(int layer, int head, int count, std::byte* state);
     void set_evicted(std::size_t entries) { evicted_.store(entries, std::memory_order_relaxed); }
+    // visit(page, slot) for every stored entry of a layer's heads.
+    template <typename Visit>
+    void over_entries(int layer, Visit visit) {
+        const int per_page = layout(layer).entries;
+        for (Head& head : layers_[index(layer)].heads)
+            for (int i = 0; i < head.count; ++i)
+                visit(head.pages[index(i / per_page)], i % per_page);
+    }
 
     std::size_t entries() const;
     std::size_t evicted() const { return evicted_.load(std::memory_order_relaxed); }

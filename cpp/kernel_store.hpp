@@ -13,17 +13,28 @@ inline void convert_half_row(const float* row, int dim, int stride, std::uint16_
     for (; d < stride; ++d) out[d] = d < dim ? float_to_half(row[d]) : std::uint16_t{0};
 }
 
+inline float largest_magnitude(const float* values, int n) {
+    Vec limits = zero();
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) {
+        const Vec x = load(values + d);
+        limits = maximum(limits, maximum(x, zero() - x));
+    }
+    float limit = largest(limits);
+    for (; d < n; ++d) {
+        const float magnitude = values[d] < 0.0f ? -values[d] : values[d];
+        limit = magnitude > limit ? magnitude : limit;
+    }
+    return limit;
+}
+
 // ggml's q8_0: scale = largest magnitude / 127 (stored as f16), values rounded to nearest.
 inline void convert_int8_row(const float* row, int dim, int stride, std::int8_t* out,
                              std::uint16_t* scales) {
     for (int block = 0; block * kQuantBlock < stride; ++block) {
         const int first = block * kQuantBlock;
         const int last = smaller(first + kQuantBlock, stride);
-        float limit = 0.0f;
-        for (int d = first; d < smaller(last, dim); ++d) {
-            const float magnitude = row[d] < 0.0f ? -row[d] : row[d];
-            limit = magnitude > limit ? magnitude : limit;
-        }
+        const float limit = largest_magnitude(row + first, smaller(last, dim) - first);
         const std::uint16_t half = float_to_half(limit / 127.0f);
         const float scale = half_to_float(half);
         const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -55,9 +66,10 @@ void store_k(const PageLayout& layout, std::byte* page, int slot, const float* r
     std::int8_t values[kMaxHeadDim];
     std::uint16_t scales[kMaxBlocks];
     convert_int8_row(row, layout.k_dim, layout.k_stride, values, scales);
-    auto* k = reinterpret_cast<std::uint8_t*>(page + layout.k_offset);
-    for (int d = 0; d < layout.k_stride; ++d)
-        k[layout.k_index(slot, d)] = static_cast<std::uint8_t>(values[d] ^ 0x80);
+    auto* k = reinterpret_cast<std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+    for (int d = 0; d < layout.k_stride; d += 4)
+        for (int i = 0; i < 4; ++i)
+            k[d * kGroupEntries + quad_place(i)] = static_cast<std::uint8_t>(values[d + i] ^ 0x80);
     store_scales(layout.k_blocks, scales, slot, page + layout.k_scale_offset);
 }
 

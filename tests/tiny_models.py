@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 
 WEIGHT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -39,6 +39,20 @@ _PIECES = (
 MINIMUM_VOCABULARY = 3 + 256 + len(_PIECES)
 
 FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TinyRope:
+    """What a model says about its rotary position embedding, besides the base."""
+
+    n_dims: int | None = None
+    """Values of a head that are rotated; None: all."""
+    factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, one for each pair (llama3)."""
+    short_factors: bool = False
+    """Such divisors, and others for long contexts: from `n_ctx_orig` on (LongRoPE)."""
+    yarn_factor: float | None = None
+    n_ctx_orig: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,13 +100,16 @@ def write_llama(
     seed: int = 0,
     rope_freq_base: float = 10000.0,
     activation: str | None = None,
+    architecture: str = "llama",
+    rope: TinyRope | None = None,
 ) -> None:
     """Write a llama model; AssertionError for a shape that llama.cpp cannot load.
 
-    `activation` is what entropykv.activation of the file says.
+    `activation` is what entropykv.activation of the file says. `architecture`: llama, or
+    hunyuan-dense, which norms its keys after RoPE, or smollm3, without RoPE in every fourth layer.
     """
     shape = TinyShape(
-        "llama",
+        architecture,
         n_layer=n_layer,
         n_head=n_head,
         n_head_kv=n_head_kv,
@@ -103,7 +120,7 @@ def write_llama(
         weight_type=weight_type,
         rope_freq_base=rope_freq_base,
     )
-    _TinyWriter(path, shape, seed, activation).write()
+    _TinyWriter(path, shape, seed, activation, rope).write()
 
 
 def write_bitnet(
@@ -120,6 +137,7 @@ def write_bitnet(
     seed: int = 0,
     rope_freq_base: float = 10000.0,
     activation: str | None = None,
+    rope: TinyRope | None = None,
 ) -> None:
     """Write a BitNet model (sub-norms, tied head); the weights are dense, not ternary.
 
@@ -137,7 +155,7 @@ def write_bitnet(
         weight_type=weight_type,
         rope_freq_base=rope_freq_base,
     )
-    _TinyWriter(path, shape, seed, activation).write()
+    _TinyWriter(path, shape, seed, activation, rope).write()
 
 
 def write_gemma(path: str | os.PathLike[str], *, activation: str | None = None) -> None:
@@ -157,11 +175,34 @@ def write_gemma(path: str | os.PathLike[str], *, activation: str | None = None) 
     _TinyWriter(path, shape, 0, activation).write()
 
 
+def write_gpt2(path: str | os.PathLike[str], *, n_ctx_train: int) -> None:
+    """Write a gpt2 model: it learned an embedding for each position."""
+    shape = TinyShape(
+        "gpt2",
+        n_layer=2,
+        n_head=4,
+        n_head_kv=4,
+        head_dim=32,
+        n_ff=64,
+        n_vocab=320,
+        n_ctx_train=n_ctx_train,
+        weight_type="F32",
+        rope_freq_base=10000.0,
+    )
+    _TinyGpt2Writer(path, shape, 0, None).write()
+
+
 class _TinyWriter:
     def __init__(
-        self, path: str | os.PathLike[str], shape: TinyShape, seed: int, activation: str | None
+        self,
+        path: str | os.PathLike[str],
+        shape: TinyShape,
+        seed: int,
+        activation: str | None,
+        rope: TinyRope | None = None,
     ) -> None:
         self.shape = shape
+        self.rope = rope or TinyRope()
         self.activation = activation
         self.random = np.random.default_rng(seed)
         self.writer = GGUFWriter(path, shape.architecture)
@@ -184,12 +225,29 @@ class _TinyWriter:
         writer.add_feed_forward_length(shape.n_ff)
         writer.add_head_count(shape.n_head)
         writer.add_head_count_kv(shape.n_head_kv)
-        writer.add_rope_dimension_count(shape.head_dim)
-        writer.add_rope_freq_base(shape.rope_freq_base)
+        self._add_rope()
         writer.add_layer_norm_rms_eps(RMS_EPSILON)
+        writer.add_layer_norm_eps(RMS_EPSILON)
         writer.add_vocab_size(shape.n_vocab)
         if self.activation is not None:
             writer.add_string("entropykv.activation", self.activation)
+
+    def _add_rope(self) -> None:
+        writer, rope, head_dim = self.writer, self.rope, self.shape.head_dim
+        writer.add_rope_dimension_count(rope.n_dims or head_dim)
+        writer.add_rope_freq_base(self.shape.rope_freq_base)
+        factors = np.asarray(rope.factors, dtype=np.float32)
+        if rope.yarn_factor is not None:
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope.yarn_factor)
+        if rope.n_ctx_orig:
+            writer.add_rope_scaling_orig_ctx_len(rope.n_ctx_orig)
+        if rope.short_factors:
+            writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+            writer.add_tensor("rope_factors_short.weight", factors)
+            writer.add_tensor("rope_factors_long.weight", factors * 2.0)
+        elif rope.factors:
+            writer.add_tensor("rope_freqs.weight", factors)
 
     def _add_tokenizer(self) -> None:
         """Add a sentencepiece vocabulary: any text works, because every byte is a token."""
@@ -223,7 +281,7 @@ class _TinyWriter:
         for layer in range(shape.n_layer):
             self._add_layer(f"blk.{layer}.")
         self._add_norm("output_norm", shape.n_embd)
-        if shape.architecture == "llama":
+        if shape.architecture != "bitnet":
             self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
 
     def _add_layer(self, prefix: str) -> None:
@@ -241,6 +299,9 @@ class _TinyWriter:
         if shape.architecture == "bitnet":
             self._add_norm(prefix + "attn_sub_norm", n_embd)
             self._add_norm(prefix + "ffn_sub_norm", n_ff)
+        if shape.architecture == "hunyuan-dense":
+            self._add_norm(prefix + "attn_q_norm", shape.head_dim)
+            self._add_norm(prefix + "attn_k_norm", shape.head_dim)
 
     def _add_norm(self, name: str, size: int) -> None:
         weights = 1.0 + self._normal((size,), 0.1)
@@ -255,3 +316,34 @@ class _TinyWriter:
 
     def _normal(self, shape: Sequence[int], scale: float) -> FloatArray:
         return (self.random.standard_normal(shape) * scale).astype(np.float32)
+
+
+class _TinyGpt2Writer(_TinyWriter):
+    def _add_tensors(self) -> None:
+        shape = self.shape
+        self._add_matrix("token_embd", self._normal((shape.n_vocab, shape.n_embd), 1.0))
+        self._add_matrix("position_embd", self._normal((shape.n_ctx_train, shape.n_embd), 1.0))
+        for layer in range(shape.n_layer):
+            self._add_layer(f"blk.{layer}.")
+        self._add_norm_with_bias("output_norm")
+        self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
+
+    def _add_layer(self, prefix: str) -> None:
+        n_embd, n_ff = self.shape.n_embd, self.shape.n_ff
+        self._add_norm_with_bias(prefix + "attn_norm")
+        self._add_norm_with_bias(prefix + "ffn_norm")
+        for name, n_out, n_in in (
+            ("attn_qkv", 3 * n_embd, n_embd),
+            ("attn_output", n_embd, n_embd),
+            ("ffn_up", n_ff, n_embd),
+            ("ffn_down", n_embd, n_ff),
+        ):
+            self._add_projection(prefix + name, n_out, n_in, OUTPUT_SCALE)
+            self._add_bias(prefix + name, n_out)
+
+    def _add_norm_with_bias(self, name: str) -> None:
+        self._add_norm(name, self.shape.n_embd)
+        self._add_bias(name, self.shape.n_embd)
+
+    def _add_bias(self, name: str, size: int) -> None:
+        self.writer.add_tensor(f"{name}.bias", self._normal((size,), 0.1))

@@ -30,6 +30,46 @@ class LayerShape:
     @property
     def v_dim(self) -> int: ...
 
+class RopeParams:
+    """How a layer's keys depend on their position, by ggml's names; n_dims 0: they do not."""
+
+    def __init__(
+        self,
+        n_dims: int,
+        offset: int = 0,
+        neox: bool = False,
+        n_ctx_orig: int = 0,
+        freq_base: float = 10000.0,
+        freq_scale: float = 1.0,
+        ext_factor: float = 0.0,
+        beta_fast: float = 0.0,
+        beta_slow: float = 0.0,
+        freq_factors: Sequence[float] = (),
+    ) -> None: ...
+    @property
+    def n_dims(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def neox(self) -> bool: ...
+    @property
+    def n_ctx_orig(self) -> int: ...
+    @property
+    def freq_base(self) -> float: ...
+    @property
+    def freq_scale(self) -> float: ...
+    @property
+    def ext_factor(self) -> float: ...
+    @property
+    def beta_fast(self) -> float: ...
+    @property
+    def beta_slow(self) -> float: ...
+    @property
+    def freq_factors(self) -> list[float]: ...
+    @property
+    def frequencies(self) -> list[float]:
+        """Radians per position of every pair."""
+
 class AttentionNode:
     """An attention node that the probe saw."""
 
@@ -43,6 +83,20 @@ class AttentionNode:
     def softcap(self) -> float: ...
     @property
     def has_sinks(self) -> bool: ...
+    @property
+    def rope(self) -> RopeParams: ...
+
+class KShiftProbe:
+    """Looks at one decode: whether llama.cpp's K-shift does what the model's rotation did."""
+
+    def __init__(self) -> None: ...
+    @property
+    def callback(self) -> int: ...
+    @property
+    def user_data(self) -> int: ...
+    @property
+    def obstacle(self) -> str:
+        """Why it does not; empty if it does."""
 
 class GateHook:
     """Makes the SwiGLU gates in the graphs of one llama_context squared ReLU."""
@@ -79,6 +133,14 @@ class GraphHook:
     @property
     def refusal(self) -> str:
         """Why the headwise store cannot serve the model; empty if it can."""
+
+    @property
+    def rope_obstacle(self) -> str:
+        """Why stored keys cannot be moved to other positions; empty if they can."""
+
+    @property
+    def rope_limit(self) -> int:
+        """Positions that the model's frequencies hold for; 0: as many as it was trained for."""
 
     def serve(self, store: HeadwiseStore) -> None: ...
     def begin_step(self) -> None: ...
@@ -151,6 +213,13 @@ class HeadwiseStore:
 
     def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
         """Replace a head's entries by a state without problems; evicts down to its budget."""
+    def rebase(
+        self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
+    ) -> None:
+        """Rotate every stored key from its rope position under one shift to that under another.
+
+        `ropes`: one for each layer; ValueError where they do not fit its keys.
+        """
 
     def truncate(self, position: int) -> None: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
@@ -185,16 +254,25 @@ class FlatStore:
         variation: float,
         n_sinks: int,
         recent_window: int,
+        rope_sinks: int,
     ) -> None: ...
     def make_room(self, n_tokens: int) -> None: ...
     def settle(self, position: int, n_tokens: int) -> None: ...
     def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None: ...
     def truncate(self, position: int) -> None: ...
+    def rebase(self, shift: int) -> None:
+        """Go on at another shift; entries that would be clamped to the sinks are dropped."""
+
+    shift: int
+    """Settable for a cache that was filled at another one."""
+
     def move_to(self, context: int) -> None: ...
     def save_state(self) -> bytes:
         """Compact, then return llama.cpp's bytes of the sequence."""
 
-    def load_state(self, positions: Sequence[int], state: bytearray, evicted: int) -> None:
+    def load_state(
+        self, positions: Sequence[int], state: bytearray, evicted: int, shift: int
+    ) -> None:
         """Replace everything, then evict; RuntimeError where llama.cpp does not take the state."""
 
     @property
@@ -211,6 +289,9 @@ class FlatStore:
     def compactions(self) -> int: ...
     @property
     def eviction_seconds(self) -> float: ...
+
+def rope_position(position: int, n_sinks: int, shift: int) -> int:
+    """Where RoPE sees a position: moved back by `shift`, but not before the sinks."""
 
 def read_bandwidth(n_bytes: int, n_threads: int) -> float:
     """Bytes per second of a plain read of memory."""

@@ -16,6 +16,7 @@ from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
 from entropykv.errors import SessionFileError
 from entropykv.fingerprint import check_model
+from entropykv.k_shift import flat_range, k_shift_obstacle
 from entropykv.model import Model, captured_log
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
@@ -35,6 +36,7 @@ class FlatStore(Store):
     """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
 
     name = "flat"
+    rebases = 0
 
     def __init__(
         self,
@@ -74,7 +76,21 @@ class FlatStore(Store):
             variation=profile.coefficient_of_variation if profile else 0.0,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
+            rope_sinks=settings.n_sinks,
         )
+        self.rope = flat_range(model, n_ctx, settings.n_sinks)
+        self.rope_obstacle = ""
+        if n_ctx > self.rope.limit:
+            self.rope_obstacle = k_shift_obstacle(model, self.context, settings)
+
+    @property
+    def shift(self) -> int:
+        """How far positions of the text are before what RoPE sees."""
+        return self._store.shift
+
+    @shift.setter
+    def shift(self, shift: int) -> None:
+        self._store.shift = shift
 
     def _plan(self, budget: Budget) -> FlatPlan:
         return plan_flat(
@@ -96,9 +112,13 @@ class FlatStore(Store):
             let_hook_change(parameters, self._gates)
         return self._model.new_context(parameters)
 
-    def before(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Compact where holes would cost attention time."""
+    def before(self, n_tokens: int, position: int) -> None:
+        """Compact where holes would cost attention time; rotate keys where positions run out."""
         self._store.make_room(n_tokens)
+        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        if shift != self.shift:  # right before a decode: until then, the saved state is not rotated
+            self._store.rebase(shift)
+            self.rebases += 1
         if self._gates:
             self._gates.begin_step()
 
@@ -121,6 +141,8 @@ class FlatStore(Store):
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""
         self._store.truncate(position)
+        if position == 0:
+            self.shift = 0
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
         """Positions kept, ascending: the same for every layer and head."""
@@ -165,7 +187,7 @@ class FlatStore(Store):
         positions, state = sections
         with captured_log():  # it says more than a user can use
             self._store.load_state(
-                np.frombuffer(positions, "<i4").tolist(), state, contents.evicted
+                np.frombuffer(positions, "<i4").tolist(), state, contents.evicted, contents.shift
             )
 
     def counters(self) -> dict[str, Any]:
@@ -180,6 +202,7 @@ class FlatStore(Store):
             "entries_kept": self._store.entries * self.n_kv_heads,
             "evictions": self._store.evicted * self.n_kv_heads,
             "eviction_seconds": self._store.eviction_seconds,
+            "rebases": self.rebases,
         }
 
 

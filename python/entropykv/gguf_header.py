@@ -99,6 +99,7 @@ class HeaderReader(GGUFReader):
         """Read the header; KeyError, ValueError and others where it is damaged."""
         self.path = path
         self.type_bytes: Counter[str] = Counter()
+        self.tensor_names: set[str] = set()
         super().__init__(path)
 
     def _check_end(self, end: int) -> None:
@@ -156,6 +157,7 @@ class HeaderReader(GGUFReader):
             _, _, _, dims, raw_type, offset = field.parts
             kind, n_bytes = self._tensor_bytes(field.name, int(raw_type[0]), dims.tolist())
             self.type_bytes[kind] += n_bytes
+            self.tensor_names.add(field.name)
             end = max(end, int(start_offs) + int(offset[0]) + n_bytes)
         if end > len(self.data):
             raise ModelFileError(

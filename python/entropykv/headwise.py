@@ -17,6 +17,7 @@ from entropykv.fingerprint import check_model
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
+from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
 from entropykv.store import (
     Store,
@@ -33,6 +34,8 @@ class HeadwiseStore(Store):
     """Paged entries per (layer, KV head); llama.cpp's own cells only count one micro-batch."""
 
     name = "headwise"
+    shift = 0
+    rebases = 0
 
     def __init__(
         self,
@@ -62,6 +65,9 @@ class HeadwiseStore(Store):
         self.context = self._hooked_context(model, n_ubatch)
         try:
             self.layers = self._probe(model)
+            self.rope_obstacle = self._hook.rope_obstacle
+            limit = self._hook.rope_limit or model.geometry.n_ctx_train
+            self.rope = RopeRange(limit, settings.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self.bytes_full_per_token = sum(
                 2 * s.n_head_kv * (s.k_dim + s.v_dim) for s in self.layers
@@ -140,8 +146,17 @@ class HeadwiseStore(Store):
 
     def before(self, n_tokens: int, position: int) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
+        self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
         self._store.begin(n_tokens, position)
         self._hook.begin_step()
+
+    def _rebase(self, shift: int) -> None:
+        if shift == self.shift:
+            return
+        ropes = [node.rope for node in self._hook.nodes]
+        self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
+        self.shift = shift
+        self.rebases += 1
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """llama.cpp's cells are free again; check that every layer was served."""
@@ -155,6 +170,8 @@ class HeadwiseStore(Store):
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""
         self._store.truncate(position)
+        if position == 0:
+            self.shift = 0
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""
@@ -201,6 +218,7 @@ class HeadwiseStore(Store):
         for i, (layer, head, count) in enumerate(heads):
             self._store.load_head(layer, head, count, sections[i])
             sections[i] = bytearray()  # or the cache would be in memory twice
+        self.shift = contents.shift
 
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
@@ -213,6 +231,7 @@ class HeadwiseStore(Store):
             "entries_kept": self._store.entries,
             "evictions": self._store.evicted,
             "eviction_seconds": self._store.eviction_seconds,
+            "rebases": self.rebases,
         }
 
 

@@ -39,6 +39,13 @@ class Model:
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
 
+    def metadata(self, key: str) -> str | None:
+        """What the file says under a key of its architecture, as text; None if nothing."""
+        buffer = ctypes.create_string_buffer(64)
+        name = f"{self.geometry.architecture}.{key}".encode()
+        size = llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace") if size >= 0 else None
+
     @property
     def name(self) -> str:
         """The model's name, or its file's."""

@@ -37,7 +37,8 @@ class ModelGeometry:
     elements of one head, `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of
     this file (of a split model: of this part); `weight_types` is (type, bytes), largest first.
     `activation` is the file's `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for
-    what llama.cpp's graph of the architecture computes.
+    what llama.cpp's graph of the architecture computes. `learned_positions`: the file has an
+    embedding for each position.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class ModelGeometry:
     file_bytes: int
     weight_types: tuple[tuple[str, int], ...]
     activation: str | None
+    learned_positions: bool
 
 
 def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
@@ -104,6 +106,7 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         file_bytes=file_bytes,
         weight_types=tuple(reader.type_bytes.most_common()),
         activation=_activation(reader),
+        learned_positions="position_embd.weight" in reader.tensor_names,
     )
 
 

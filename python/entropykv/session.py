@@ -27,6 +27,7 @@ from entropykv.headwise import HeadwiseStore
 from entropykv.model import Model
 from entropykv.policy import Policy, policy_named
 from entropykv.profile import EntropyProfile
+from entropykv.rope import check_sinks, largest_micro_batch
 from entropykv.session_file import (
     SavedContents,
     SavedSettings,
@@ -50,8 +51,10 @@ class Session:
 
     `model`: path of a GGUF file. `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head
     (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens; 0: what the model was
-    trained for. `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform`
-    (`recency` on the flat store). `entropy_config`: an EntropyProfile or the path of one.
+    trained for. It may be longer: then positions are re-based as the sequence grows (see rope.py),
+    or ContextError tells why the model cannot. `policy`: see entropykv.policy; None: `entropy` with
+    a profile, else `uniform` (`recency` on the flat store). `entropy_config`: an EntropyProfile or
+    the path of one.
     `store`: headwise, flat, or auto: headwise where it can serve the model (`fallback` says why it
     cannot). `recent_window`: newest entries that every KV head keeps; None: half of the mean
     budget.
@@ -95,8 +98,10 @@ class Session:
         policy_named(policy, has_profile=self.profile is not None, store=store)
         self._model = Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
         self.n_ctx = n_ctx or self._model.geometry.n_ctx_train
-        self._n_ubatch = min(n_ubatch, self.n_ctx)
+        trained = self._model.geometry.n_ctx_train
+        self._n_ubatch = largest_micro_batch(n_ubatch, self.n_ctx, trained)
         try:
+            check_sinks(n_sinks, self.n_ctx, trained)
             self._store, self.policy = self._make_store(policy)
         except BaseException:
             self._model.close()
@@ -236,6 +241,14 @@ class Session:
             raise ContextError(
                 f"{self._position + n_tokens} tokens do not fit into a context of {self.n_ctx}; "
                 "shorten the prompt or raise --ctx-size (n_ctx)"
+            )
+
+        store = self._store
+        if store.rope_obstacle and self._position + n_tokens > store.rope.limit:
+            raise ContextError(
+                f"{self._model.name}: {self._position + n_tokens} tokens are more than the "
+                f"{store.rope.limit} that the model was trained for, and it cannot go beyond them: "
+                f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
             )
 
     def _check_usable(self) -> None:

@@ -74,6 +74,8 @@ class SavedContents:
     """Entries kept, [layer][KV head]."""
     evicted: int
     """Entries evicted so far, as the store counts them."""
+    shift: int
+    """How far positions of the text are before what RoPE saw: see rope.py."""
     chat: bool | None
     """Whether the text is a chat by the model's template; None: nobody said."""
     sections: list[int]

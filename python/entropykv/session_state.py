@@ -72,6 +72,7 @@ def write_state(
         n_logits=logits.size,
         entries=state.entries,
         evicted=state.evicted,
+        shift=store.shift,
         chat=chat,
         sections=state.section_bytes,
     )
@@ -94,6 +95,7 @@ def load_state(
             f"{reader.where}: holds {contents.position} tokens, more than the context of "
             f"{settings.n_ctx}; raise -c (n_ctx)"
         )
+    _check_shift(reader, settings, store)
     tokens, logits, *sections = reader.sections()
     sequence = _sequence(reader, tokens, logits, n_vocab)
     store.check_state(reader, contents, sections)
@@ -102,6 +104,20 @@ def load_state(
     except (MemoryError, RuntimeError) as error:
         raise SessionFileError(f"{reader.where}: cannot be loaded ({error}); {AGAIN}") from error
     return sequence
+
+
+def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -> None:
+    shift, sinks = reader.contents.shift, reader.settings.n_sinks
+    if shift == 0:
+        return
+    if sinks != settings.n_sinks:
+        raise SessionFileError(
+            f"{reader.where}: goes beyond the trained context with {sinks} sinks, but this session "
+            f"has {settings.n_sinks}; use --sinks {sinks} (n_sinks={sinks})"
+        )
+    beyond = reader.contents.position - shift > store.rope.limit
+    if store.rope_obstacle or beyond or shift % store.rope.step != 0:
+        raise reader.damaged("an impossible shift")
 
 
 def _sequence(

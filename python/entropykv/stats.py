@@ -39,6 +39,8 @@ class SessionStats:
     """Entries evicted, of all KV heads."""
     eviction_seconds: float
     """Time spent choosing and dropping entries, summed over threads."""
+    rebases: int
+    """How often stored keys were rotated to positions that the model was trained for."""
     peak_rss_bytes: int
 
     @property

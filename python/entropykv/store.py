@@ -15,6 +15,7 @@ from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import UnsupportedModelError
 from entropykv.model import Model
+from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
 
 
@@ -40,8 +41,26 @@ class Store(Protocol):
     bytes_full_per_token: int
     """K and V of one token for all KV heads, in f16."""
 
+    rope: RopeRange
+    """Positions that RoPE may see."""
+    rope_obstacle: str
+    """Why the session cannot go on beyond them; empty if it can."""
+    rebases: int
+    """How often stored keys were moved to other positions."""
+
+    @property
+    def shift(self) -> int:
+        """How far positions of the text are before what RoPE sees; set where a state is loaded."""
+
+    @shift.setter
+    def shift(self, shift: int) -> None: ...
+
+    def rope_position(self, position: int) -> int:
+        """Where RoPE sees a position of the text."""
+        return _core.rope_position(position, self.rope.n_sinks, self.shift)
+
     def before(self, n_tokens: int, position: int) -> None:
-        """Make room for a micro-batch."""
+        """Make room for a micro-batch, below the positions that RoPE may see."""
 
     def after(self, n_tokens: int, position: int) -> None:
         """Bring the store in order after llama_decode; raises where the graph was not as served."""
@@ -97,7 +116,7 @@ def decode_inside(
     """
     try:
         store.before(len(tokens), position)
-        logits = batch.decode(store.context, tokens, position, n_rows=n_rows)
+        logits = batch.decode(store.context, tokens, store.rope_position(position), n_rows=n_rows)
         store.after(len(tokens), position)
     except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
         raise UnsupportedModelError(f"{model_name}: {error}") from error
@@ -132,8 +151,10 @@ def relu2_layers(model: Model, settings: Settings) -> int:
     return model.geometry.n_layer
 
 
-def let_hook_change(parameters: Any, hook: _core.GraphHook | _core.GateHook) -> None:
-    """Let a hook change the graphs of a context; it must live as long as the context."""
+def let_hook_change(
+    parameters: Any, hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe
+) -> None:
+    """Let a hook look at a context's graphs, or change them; it must live as long as that."""
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
     parameters.cb_eval_user_data = hook.user_data
     parameters.op_offload = False  # the nodes around a large product would go to the device too

@@ -11,6 +11,7 @@
 #include "budget.hpp"
 #include "page_pool.hpp"
 #include "testing.hpp"
+#include "rope.hpp"
 
 namespace {
 
@@ -166,7 +167,8 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
     }
 }
 
-// Meant for the address sanitizer: every size of micro-batch, budgets up and down, truncation.
+// Meant for the address sanitizer: every size of micro-batch, budgets up and down, truncation,
+// re-basing.
 void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     const LayerShape shape{4, 2, 24, 40};
     HeadStore store({shape}, settings_of(type, score));
@@ -174,6 +176,11 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     Attention attention(store, *available_kernels().back(), n_threads);
     std::mt19937 random(seed);
     const auto below = [&](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+    RopeParams rope;
+    rope.n_dims = 16;
+    rope.offset = 6;
+    rope.neox = seed % 2 == 0;
+    int shift = 0;
     std::int32_t end = 0;
     std::size_t most_bytes = 0;
     const auto set_budgets = [&] {
@@ -185,12 +192,16 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     };
     set_budgets();
     for (int step = 0; step < 60; ++step) {
-        const int kind = below(10);
+        const int kind = below(11);
         if (kind == 0) {
             set_budgets();
         } else if (kind == 1) {
             end = static_cast<std::int32_t>(below(end + 1));
             store.truncate(end);
+        } else if (kind == 10) {
+            const int next = below(kMaxEntries);
+            rebase(store, *available_kernels().back(), {rope}, kProtection.n_sinks, shift, next);
+            shift = next;
         } else if (end < kMaxEntries - kMaxTokens) {
             const int n = kind < 6 ? 1 : 1 + below(kind < 9 ? 20 : kMaxTokens);
             read_batch(attention, shape, n, end, random, n_threads);

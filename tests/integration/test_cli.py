@@ -33,6 +33,7 @@ STATS_FIELDS = {
     "entries_full",
     "evictions",
     "eviction_seconds",
+    "rebases",
     "peak_rss_bytes",
 }
 

@@ -75,6 +75,7 @@ def test_geometry_of_a_llama_file(tiny: Path) -> None:
         file_bytes=tiny.stat().st_size,
         weight_types=geometry.weight_types,
         activation=None,
+        learned_positions=False,
     )
     assert [kind for kind, _ in geometry.weight_types] == ["Q8_0", "F32"]
     assert sum(size for _, size in geometry.weight_types) == geometry.weights_bytes

@@ -50,6 +50,7 @@ CONTENTS = SavedContents(
     n_logits=5,
     entries=[[1, 2], [3, 0]],
     evicted=4,
+    shift=0,
     chat=None,
     sections=[7, 0, 2],
 )

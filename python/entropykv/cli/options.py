@@ -48,7 +48,8 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         type=integer(0),
         default=_DEFAULTS.n_ctx,
         metavar="N",
-        help="longest sequence in tokens (0, the default: what the model was trained for)",
+        help="longest sequence in tokens; it may be longer than what the model was trained for (0, "
+        "the default: just that)",
     )
     group = parser.add_argument_group("KV budget")
     group.add_argument(

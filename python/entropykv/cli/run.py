@@ -301,6 +301,7 @@ def format_stats(stats: SessionStats) -> str:
             f"{stats.entries_kept} of {stats.entries_full} kept ({kept:.1%}); "
             f"{stats.evictions} evicted in {stats.eviction_seconds:.3f} s",
         ),
+        *([("positions", f"re-based {stats.rebases} times")] if stats.rebases else []),
         ("peak RSS", _mib(stats.peak_rss_bytes)),
     ]
     return "\n".join(f"{name:>10}  {value}" for name, value in rows)
