@@ -22,6 +22,8 @@ from entropykv.errors import (  # noqa: E402
     UnsupportedModelError,
     VersionError,
 )
+from entropykv.llama import EntropyLlama, attach, detach  # noqa: E402
+from entropykv.llama_arguments import EvictionEvent  # noqa: E402
 from entropykv.profile import EntropyProfile  # noqa: E402
 from entropykv.session import Session  # noqa: E402
 from entropykv.stats import SessionStats  # noqa: E402
@@ -34,7 +36,9 @@ __all__ = [
     "CalibrationError",
     "ContextError",
     "EntropyKVError",
+    "EntropyLlama",
     "EntropyProfile",
+    "EvictionEvent",
     "ModelFileError",
     "ProfileError",
     "Session",
@@ -43,4 +47,6 @@ __all__ = [
     "UnsupportedModelError",
     "VersionError",
     "__version__",
+    "attach",
+    "detach",
 ]

@@ -32,20 +32,20 @@ _STORES: dict[str, type[HeadwiseStore] | type[FlatStore]] = {
 class Session:
     """A model that reads and writes one sequence of tokens inside a KV budget.
 
-    `model`: path of a GGUF file. `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head
-    (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens; 0: what the model was
-    trained for. `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform`
-    (`recency` on the flat store). `entropy_config`: an EntropyProfile or the path of one.
-    `store`: headwise, flat, or auto: headwise where it can serve the model (`fallback` says why it
-    cannot). `recent_window`: newest entries that every KV head keeps; None: half of the mean
-    budget.
+    `model`: path of a GGUF file, or a Model, which the session closes. `kv_budget`: a fraction of
+    n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB"). `n_ctx`: the longest
+    sequence, in tokens; 0: what the model was trained for. `policy`: see entropykv.policy; None:
+    `entropy` with a profile, else `uniform` (`recency` on the flat store). `entropy_config`: an
+    EntropyProfile or the path of one. `store`: headwise, flat, or auto: headwise where it can serve
+    the model (`fallback` says why it cannot). `recent_window`: newest entries that every KV head
+    keeps; None: half of the mean budget.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | Model,
         *,
         n_ctx: int = 0,
         kv_budget: Budget | str | float = 1.0,
@@ -77,7 +77,11 @@ class Session:
         self._budget = Budget.parse(kv_budget)
         self.profile = _profile(entropy_config)
         policy_named(policy, has_profile=self.profile is not None, store=store)
-        self._model = Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
+        self._model = (
+            model
+            if isinstance(model, Model)
+            else Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
+        )
         self.n_ctx = n_ctx or self._model.geometry.n_ctx_train
         self._n_ubatch = min(n_ubatch, self.n_ctx)
         try:
@@ -89,6 +93,7 @@ class Session:
         self._closed = False
         self._broken = False
         self._position = 0
+        self._reusable_from = 0
         self._clear_counters()
 
     def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
@@ -214,6 +219,7 @@ class Session:
 
     def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
         self._broken = True
+        evicted = self.evicted
         logits = decode_inside(
             self._store,
             self._batch,
@@ -223,6 +229,7 @@ class Session:
             model_name=self._model.name,
         )
         self._position += len(tokens)
+        self._note_evictions(evicted)
         self._broken = False
         return logits
 
@@ -271,11 +278,44 @@ class Session:
         """
         self._check_usable()
         budget = Budget.parse(kv_budget)
+        evicted = self.evicted
         self._store.resize(budget)
+        self._note_evictions(evicted)
         self._budget = budget
 
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads."""
+        return self._store.evicted
+
+    def _note_evictions(self, before: int) -> None:
+        if self.evicted != before:
+            self._reusable_from = self._position
+
+    @property
+    def reusable_from(self) -> int:
+        """The position at the end of what last evicted an entry in any KV head; 0 if none ever did.
+
+        Truncating to it or beyond leaves the entries that were there when the session stood there.
+        """
+        return self._reusable_from
+
+    def can_return_to(self, position: int) -> bool:
+        """Whether truncate(position) leaves the entries of a session that never read on.
+
+        Always so for 0. Where it is False, the tokens must be read again.
+        """
+        if position == 0:
+            return True
+        return not self._broken and self._reusable_from <= position <= self._position
+
     def truncate(self, position: int) -> None:
-        """Go back to `position` tokens. What was evicted before it does not come back."""
+        """Go back to `position` tokens; 0 is possible after a decode that failed, too.
+
+        What was evicted before `position` does not come back: see can_return_to().
+        """
+        if position == 0:
+            self._broken = False
         self._check_usable()
         if not 0 <= position <= self._position:
             raise ContextError(
@@ -283,16 +323,14 @@ class Session:
             )
         self._store.truncate(position)
         self._position = position
+        self._reusable_from = min(self._reusable_from, position)
 
     def reset(self) -> None:
         """Forget every token; counters start again."""
-        self._broken = False
-        self._check_usable()
-        self._store.truncate(0)
+        self.truncate(0)
         self._clear_counters()
 
     def _clear_counters(self) -> None:
-        self._position = 0
         self._prompt_tokens = 0
         self._prompt_seconds = 0.0
         self._generated_tokens = 0
