@@ -228,11 +228,12 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
     """Make a stock llama_cpp.Llama of an EntropyLlama again, in place; nothing is read any more.
 
     Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama that is
-    not inside a budget, EntropyKVError where it is closed or there is no memory for the context.
+    not inside a budget or that has a cache, EntropyKVError where it is closed or there is no memory
+    for the context.
     """
     if not isinstance(llm, EntropyLlama):
         raise SettingsError("this model is not inside a KV budget; attach() it first")
-    _check_open(llm)
+    _check_idle(llm)
     context, batch = _stock_context(llm)
     llm._close_session()
     del llm._budget, llm._sampled
@@ -280,9 +281,15 @@ def _check_stock(llm: object) -> None:
         raise SettingsError(
             f"attach() takes a llama_cpp.Llama, not {type(llm).__name__}; make an EntropyLlama"
         )
-    _check_open(llm)
+    _check_idle(llm)
 
 
-def _check_open(llm: llama_cpp.Llama) -> None:
+def _check_idle(llm: llama_cpp.Llama) -> None:
+    """Raise where the model is closed, or its cache holds states of the other kind of context."""
     if llm.ctx is None:
         raise EntropyKVError("the model is closed; load it again")
+    if llm.cache is not None:
+        raise SettingsError(
+            "the states in the model's cache would not fit any more; call set_cache(None) first, "
+            "and give it a new cache afterwards"
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import re
+import runpy
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,7 @@ QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
 PROMPT = "the winding road to the land of "
 GRAMMAR = 'root ::= [a-z]{3} " " [0-9]{2}'
 STORES = ("headwise", "flat")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def content(response: Any) -> Any:
@@ -495,6 +498,10 @@ def test_attach_and_detach_of_the_wrong_thing(tiny_llama: Path) -> None:
         attach("model.gguf")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="not Mine"):
         attach(Mine(str(tiny_llama), n_ctx=64, **QUIET))
+    cached = Llama(str(tiny_llama), n_ctx=64, **QUIET)
+    cached.set_cache(llama_cpp.LlamaRAMCache())
+    with pytest.raises(SettingsError, match=r"set_cache\(None\)"):
+        attach(cached)
     closed = Llama(str(tiny_llama), n_ctx=64, **QUIET)
     closed.close()
     with pytest.raises(EntropyKVError, match="closed"):
@@ -518,6 +525,39 @@ def test_an_attach_that_fails_changes_nothing(tiny_llama: Path) -> None:
     assert stock.n_tokens > 0
     assert content(stock(PROMPT, max_tokens=10, temperature=0.0)) == expected
     stock.close()
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
+    """8,192 cells of f16 are 180 MiB: attach() frees them, and EntropyLlama never has them."""
+    n_ctx, cache_bytes = 8192, 8192 * 30 * 2 * 3 * 64 * 2
+    sizes = [resident_bytes()]
+    llms: list[Llama] = []
+    for length in (512, 512, n_ctx):  # the first one also maps libraries
+        llms.append(EntropyLlama(str(smollm2), n_ctx=length, kv_budget=256, **QUIET))
+        sizes.append(resident_bytes())
+    _, short, long = np.diff(sizes)
+    assert long < short + cache_bytes / 5
+    llms.append(Llama(str(smollm2), n_ctx=n_ctx, **QUIET))
+    full = resident_bytes()
+    attach(llms[-1], kv_budget=256)
+    assert full - resident_bytes() > cache_bytes / 2
+    for llm in llms:
+        llm.close()
+
+
+def test_the_example(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    runpy.run_path(str(EXAMPLES / "embed_llama.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "entries evicted at" in printed
+    assert re.search(r"\d+ tokens read, \d+ written", printed)
 
 
 # --- life -----------------------------------------------------------------------------------------
