@@ -553,6 +553,21 @@ def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
         llm.close()
 
 
+def test_the_stub_has_hardly_any_cells(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama-cpp-python makes a context before ours can take its place."""
+    cells = []
+    original = llama_cpp.llama_init_from_model
+
+    def recorded(model: Any, parameters: Any) -> Any:
+        context = original(model, parameters)
+        cells.append(llama_cpp.llama_n_ctx(context))
+        return context
+
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_init_from_model", recorded)
+    EntropyLlama(str(tiny_llama), n_ctx=100_000, **QUIET).close()
+    assert cells == [256]
+
+
 def test_the_example(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     runpy.run_path(str(EXAMPLES / "embed_llama.py"), run_name="__main__")
     printed = capsys.readouterr().out
@@ -586,7 +601,7 @@ def test_deleting_is_enough(tiny_llama: Path) -> None:
 
 def test_pickling_makes_another_one(tiny_llama: Path) -> None:
     llm = EntropyLlama(
-        str(tiny_llama), n_ctx=96, kv_budget=48, kv_type="f16", policy="streaming", **QUIET
+        str(tiny_llama), n_ctx=96, kv_budget=48, kv_type="q8_0", policy="streaming", **QUIET
     )
     expected = content(llm(PROMPT, max_tokens=20, temperature=0.0))
     other = pickle.loads(pickle.dumps(llm))  # noqa: S301

@@ -63,13 +63,13 @@ def all_entries(session: Session) -> list[list[int]]:
 
 
 @given(
-    steps=st.lists(st.integers(1, 40), min_size=1, max_size=14),
+    steps=st.lists(st.integers(1, 50), min_size=2, max_size=14),
     back=st.floats(0, 1),
     store=st.sampled_from(STORES),
     budget=st.sampled_from([48, 96, 1.0]),
 )
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_going_back_leaves_what_was_there(
     tiny_llama: Path, steps: list[int], back: float, store: str, budget: float
