@@ -23,6 +23,8 @@ from entropykv.errors import (  # noqa: E402
     UnsupportedModelError,
     VersionError,
 )
+from entropykv.llama import EntropyLlama, attach, detach  # noqa: E402
+from entropykv.llama_arguments import EvictionEvent  # noqa: E402
 from entropykv.profile import EntropyProfile  # noqa: E402
 from entropykv.session import Session  # noqa: E402
 from entropykv.stats import SessionStats  # noqa: E402
@@ -35,7 +37,9 @@ __all__ = [
     "CalibrationError",
     "ContextError",
     "EntropyKVError",
+    "EntropyLlama",
     "EntropyProfile",
+    "EvictionEvent",
     "ModelFileError",
     "ProfileError",
     "Session",
@@ -45,4 +49,6 @@ __all__ = [
     "UnsupportedModelError",
     "VersionError",
     "__version__",
+    "attach",
+    "detach",
 ]

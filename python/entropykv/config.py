@@ -84,13 +84,13 @@ class Settings:
         """Check every value."""
         _one_of("kv_type", self.kv_type, KV_TYPES)
         _one_of("store", self.store, STORES)
-        _at_least("n_ctx", self.n_ctx, 0)
-        _at_least("n_ubatch", self.n_ubatch, 1)
-        _at_least("n_threads", self.n_threads, 0)
-        _at_least("n_threads_batch", self.n_threads_batch, 0)
-        _at_least("n_sinks", self.n_sinks, 0)
+        at_least("n_ctx", self.n_ctx, 0)
+        at_least("n_ubatch", self.n_ubatch, 1)
+        at_least("n_threads", self.n_threads, 0)
+        at_least("n_threads_batch", self.n_threads_batch, 0)
+        at_least("n_sinks", self.n_sinks, 0)
         if self.recent_window is not None:
-            _at_least("recent_window", self.recent_window, 1)
+            at_least("recent_window", self.recent_window, 1)
 
     @property
     def threads(self) -> int:
@@ -114,6 +114,7 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise SettingsError(f"{name} cannot be {value!r}; use one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: object, least: int) -> None:
+def at_least(name: str, value: object, least: int) -> None:
+    """Raise SettingsError unless `value` is an integer of `least` or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SettingsError(f"{name} cannot be {value!r}; use an integer of {least} or more")

@@ -103,7 +103,7 @@ class FlatStore(Store):
         )
 
     def _new_context(self, cells: int) -> Any:
-        parameters = context_parameters(self._settings, self._n_ubatch, cells)
+        parameters = context_parameters(self._model, self._settings, self._n_ubatch, cells)
         kv_type = _GGML_TYPES[self._settings.kv_type]
         parameters.type_k = parameters.type_v = kv_type
         if self._settings.kv_type != "f16":
@@ -190,6 +190,11 @@ class FlatStore(Store):
                 np.frombuffer(positions, "<i4").tolist(), state, contents.evicted, contents.shift
             )
 
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads."""
+        return self._store.evicted * self.n_kv_heads
+
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
         cell_bytes = self._cell_bytes
@@ -200,7 +205,7 @@ class FlatStore(Store):
             "kv_bytes_now": self._store.entries * cell_bytes,
             "kv_bytes_staging": 0,
             "entries_kept": self._store.entries * self.n_kv_heads,
-            "evictions": self._store.evicted * self.n_kv_heads,
+            "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
         }

@@ -93,7 +93,7 @@ class HeadwiseStore(Store):
         self._hook.serve(self._store)
 
     def _hooked_context(self, model: Model, n_ubatch: int) -> Any:
-        parameters = context_parameters(self._settings, n_ubatch, n_ubatch)
+        parameters = context_parameters(model, self._settings, n_ubatch, n_ubatch)
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
         let_hook_change(parameters, self._hook)
@@ -169,6 +169,7 @@ class HeadwiseStore(Store):
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""
+        self._forget_cells()  # a decode that failed leaves some
         self._store.truncate(position)
         if position == 0:
             self.shift = 0
@@ -220,6 +221,11 @@ class HeadwiseStore(Store):
             sections[i] = bytearray()  # or the cache would be in memory twice
         self.shift = contents.shift
 
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads."""
+        return self._store.evicted
+
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
         return {
@@ -229,7 +235,7 @@ class HeadwiseStore(Store):
             "kv_bytes_now": self._store.used_bytes,
             "kv_bytes_staging": self._store.staging_bytes,
             "entries_kept": self._store.entries,
-            "evictions": self._store.evicted,
+            "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
         }

@@ -152,6 +152,12 @@ class Model:
     def _token_text(self, token: int) -> str:
         return self.detokenize([token], special=True) if token >= 0 else ""
 
+    def context_defaults(self) -> Any:
+        """Parameters of a context of this model, before a store sets its own."""
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.no_perf = True
+        return parameters
+
     def new_context(self, parameters: Any) -> Any:
         """A llama_context; ModelFileError with llama.cpp's reason where it cannot be made."""
         with captured_log() as log:

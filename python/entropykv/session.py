@@ -49,22 +49,21 @@ _STORES: dict[str, type[HeadwiseStore] | type[FlatStore]] = {
 class Session:
     """A model that reads and writes one sequence of tokens inside a KV budget.
 
-    `model`: path of a GGUF file. `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head
-    (2 or more), or bytes ("64MiB"). `n_ctx`: the longest sequence, in tokens; 0: what the model was
-    trained for. It may be longer: then positions are re-based as the sequence grows (see rope.py),
-    or ContextError tells why the model cannot. `policy`: see entropykv.policy; None: `entropy` with
-    a profile, else `uniform` (`recency` on the flat store). `entropy_config`: an EntropyProfile or
-    the path of one.
-    `store`: headwise, flat, or auto: headwise where it can serve the model (`fallback` says why it
-    cannot). `recent_window`: newest entries that every KV head keeps; None: half of the mean
-    budget.
+    `model`: path of a GGUF file, or a Model, which the session closes. `kv_budget`: a fraction of
+    n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB"). `n_ctx`: the longest
+    sequence, in tokens; 0: what the model was trained for. It may be longer: then positions are
+    re-based as the sequence grows (see rope.py), or ContextError tells why the model cannot.
+    `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform` (`recency` on the
+    flat store). `entropy_config`: an EntropyProfile or the path of one. `store`: headwise, flat, or
+    auto: headwise where it can serve the model (`fallback` says why it cannot). `recent_window`:
+    newest entries that every KV head keeps; None: half of the mean budget.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | Model,
         *,
         n_ctx: int = 0,
         kv_budget: Budget | str | float = 1.0,
@@ -96,7 +95,11 @@ class Session:
         self._budget = Budget.parse(kv_budget)
         self.profile = _profile(entropy_config)
         policy_named(policy, has_profile=self.profile is not None, store=store)
-        self._model = Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
+        self._model = (
+            model
+            if isinstance(model, Model)
+            else Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
+        )
         self.n_ctx = n_ctx or self._model.geometry.n_ctx_train
         trained = self._model.geometry.n_ctx_train
         self._n_ubatch = largest_micro_batch(n_ubatch, self.n_ctx, trained)
@@ -112,6 +115,7 @@ class Session:
         self._position = 0
         self._tokens = array("i")
         self._logits: npt.NDArray[np.float32] | None = None
+        self._reusable_from = 0
         self._clear_counters()
 
     def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
@@ -259,6 +263,7 @@ class Session:
 
     def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
         self._broken = True
+        evicted = self.evicted
         logits = decode_inside(
             self._store,
             self._batch,
@@ -270,6 +275,7 @@ class Session:
         self._position += len(tokens)
         self._tokens.extend(tokens)
         self._logits = None if logits is None else logits[-1].copy()
+        self._note_evictions(evicted)
         self._broken = False
         return logits
 
@@ -321,26 +327,58 @@ class Session:
         """
         self._check_usable()
         budget = Budget.parse(kv_budget)
+        evicted = self.evicted
         self._store.resize(budget)
+        self._note_evictions(evicted)
         self._budget = budget
 
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads."""
+        return self._store.evicted
+
+    def _note_evictions(self, before: int) -> None:
+        if self.evicted != before:
+            self._reusable_from = self._position
+
+    @property
+    def reusable_from(self) -> int:
+        """The position at the end of what last evicted an entry in any KV head; 0 if none ever did.
+
+        Truncating to it or beyond leaves the entries that were there when the session stood there.
+        """
+        return self._reusable_from
+
+    def can_return_to(self, position: int) -> bool:
+        """Whether truncate(position) leaves the entries of a session that never read on.
+
+        Always so for 0. Where it is False, the tokens must be read again.
+        """
+        if position == 0:
+            return True
+        return not self._broken and self._reusable_from <= position <= self._position
+
     def truncate(self, position: int) -> None:
-        """Go back to `position` tokens. What was evicted before it does not come back."""
+        """Go back to `position` tokens; 0 is possible after a decode that failed, too.
+
+        What was evicted before `position` does not come back: see can_return_to().
+        """
+        if position == 0:
+            self._broken = False
         self._check_usable()
         if not 0 <= position <= self._position:
             raise ContextError(
                 f"cannot truncate to position {position}; give 0 to {self._position}"
             )
-        if position < self._position:
+        if position == 0 or position < self._position:
             self._store.truncate(position)
             del self._tokens[position - self._position :]
             self._position, self._logits = position, None
+            self._reusable_from = min(self._reusable_from, position)
 
     def reset(self) -> None:
         """Forget every token; counters start again."""
-        self._broken = False
-        self._check_usable()
-        self._store.truncate(0)
+        self.truncate(0)
         self._clear_counters()
 
     # --- sessions on disk -------------------------------------------------------------------------
@@ -392,13 +430,11 @@ class Session:
             raise
         self._clear_counters()
         self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
+        self._reusable_from = self._position  # nobody knows when it evicted last
         self._broken = False
         return reader.contents
 
     def _clear_counters(self) -> None:
-        self._position = 0
-        del self._tokens[:]
-        self._logits = None
         self._prompt_tokens = 0
         self._prompt_seconds = 0.0
         self._generated_tokens = 0

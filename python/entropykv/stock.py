@@ -37,7 +37,7 @@ class StockSession:
         self._model = Model(path, n_gpu_layers=0, verbose=False)
         self._context: Any = None
         try:
-            parameters = context_parameters(settings, n_ubatch, n_ctx)
+            parameters = context_parameters(self._model, settings, n_ubatch, n_ctx)
             parameters.flash_attn_type = (
                 llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
                 if flash

@@ -77,6 +77,10 @@ class Store(Protocol):
     def budgets(self) -> list[tuple[int, ...]]:
         """[layer][KV head] in entries."""
 
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads."""
+
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
 
@@ -123,16 +127,15 @@ def decode_inside(
     return logits
 
 
-def context_parameters(settings: Settings, n_ubatch: int, cells: int) -> Any:
+def context_parameters(model: Model, settings: Settings, n_ubatch: int, cells: int) -> Any:
     """Parameters that both stores share: one sequence, `cells` cells of llama.cpp's cache."""
-    parameters = llama_cpp.llama_context_default_params()
+    parameters = model.context_defaults()
     parameters.n_ctx = cells
     parameters.n_batch = n_ubatch
     parameters.n_ubatch = n_ubatch
     parameters.n_seq_max = 1
     parameters.n_threads = settings.threads
     parameters.n_threads_batch = settings.threads_batch
-    parameters.no_perf = True
     return parameters
 
 

@@ -1,0 +1,87 @@
+"""Which of a prompt's tokens a cache already holds, though its text is cut into other tokens.
+
+A chat that is rendered again spells what was generated with the tokenizer's own choice of tokens;
+the model may have chosen others ("hel" + "lo"). What was read is reused where the text agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_BYTES = 256
+
+
+def spelling(piece: bytes) -> str:
+    """A token's bytes as characters below 256, so that a control token can be one beyond them."""
+    return piece.decode("latin-1")
+
+
+def control_symbol(token: int) -> str:
+    """A control token's spelling: equal to no text, not even to its own name written out."""
+    return chr(_BYTES + token)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def continuing(
+    cached: Sequence[int],
+    prompt: Sequence[int],
+    spell: Callable[[int], str],
+    tokenize: Callable[[bytes], Sequence[int]],
+) -> list[int] | None:
+    """Tokens of the same text as `prompt` that begin with `cached`; None where there are none.
+
+    Control tokens must be the same ones; `spell` is control_symbol() for them, else spelling().
+    Where the cached text ends within a token of the prompt, the text from there to the next control
+    token is tokenized again: `tokenize` reads text without control tokens.
+    """
+    start = common_prefix(cached, prompt)
+    ahead = ""  # of the prompt's text, what its tokens so far spell beyond the cached ones
+    read = start
+    for token in cached[start:]:
+        text = spell(token)
+        while len(ahead) < len(text):
+            if read == len(prompt):
+                return None
+            ahead += spell(prompt[read])
+            read += 1
+        if not ahead.startswith(text):
+            return None
+        ahead = ahead[len(text) :]
+    if not ahead:
+        return [*cached, *prompt[read:]]
+    while read < len(prompt) and not _is_control(spell(prompt[read])):
+        ahead += spell(prompt[read])
+        read += 1
+    fragment = _fragment(ahead, spell, tokenize)
+    return None if fragment is None else [*cached, *fragment, *prompt[read:]]
+
+
+def _is_control(text: str) -> bool:
+    return text != "" and ord(text[0]) >= _BYTES
+
+
+def _fragment(
+    text: str, spell: Callable[[int], str], tokenize: Callable[[bytes], Sequence[int]]
+) -> list[int] | None:
+    """Tokens that spell `text` exactly, which may begin within a word; None where none do.
+
+    Some tokenizers put a space before every text. It then stands before a line break instead, and
+    both are taken away again.
+    """
+    for lead in ("", "\n"):
+        tokens = list(tokenize((lead + text).encode("latin-1")))
+        dropped = ""
+        while tokens and dropped.lstrip(" ") != lead:
+            dropped += spell(tokens.pop(0))
+        if "".join(map(spell, tokens)) == text:
+            return tokens
+    return None

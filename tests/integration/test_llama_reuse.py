@@ -1,0 +1,394 @@
+"""What EntropyLlama reads again of a prompt, and what not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llama_cpp import LlamaGrammar
+
+from entropykv import ContextError, EntropyLlama, Session
+from tests.integration.test_headwise import tokens_for
+from tests.integration.test_llama import QUIET, STORES, answer, content
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
+BYTE = 3  # the first of the 256 byte tokens of the tiny models
+
+
+def as_bytes(text: str) -> list[int]:
+    """A text as the tiny models' tokenizer would never cut it: every byte a token."""
+    return [BYTE + byte for byte in text.encode("utf-8")]
+
+
+class Reads:
+    """How many prompt tokens a call reads, and from where on."""
+
+    def __init__(self, llm: EntropyLlama) -> None:
+        self.llm = llm
+        self._before = llm.kv_stats().prompt_tokens
+
+    def count(self) -> int:
+        now = self.llm.kv_stats().prompt_tokens
+        count, self._before = now - self._before, now
+        return count
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
+    """64 of 512 tokens, micro-batches of 32."""
+    made = EntropyLlama(str(tiny_llama), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)
+    yield made
+    made.close()
+
+
+# --- the session knows where it can go back to ----------------------------------------------------
+
+
+def all_entries(session: Session) -> list[list[int]]:
+    return [
+        session.entries(layer, head).tolist()
+        for layer, heads in enumerate(session.budgets())
+        for head in range(len(heads))
+    ]
+
+
+@given(
+    steps=st.lists(st.integers(1, 50), min_size=2, max_size=14),
+    back=st.floats(0, 1),
+    store=st.sampled_from(STORES),
+    budget=st.sampled_from([48, 96, 1.0]),
+)
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_going_back_leaves_what_was_there(
+    tiny_llama: Path, steps: list[int], back: float, store: str, budget: float
+) -> None:
+    """The entries of the moment of the last eviction, and all that was read since."""
+    tokens = tokens_for(sum(steps))
+    with Session(
+        tiny_llama, n_ctx=600, kv_budget=budget, n_ubatch=16, store=store, n_threads=1
+    ) as session:
+        seen = {0: [[] for _ in all_entries(session)]}
+        last = 0
+        for step in steps:
+            for _ in session.decode_micro_batches(
+                tokens[session.position : session.position + step], all_logits=False
+            ):
+                seen[session.position] = all_entries(session)
+                lost = any(
+                    len(kept) < session.position - last + len(before)
+                    for kept, before in zip(seen[session.position], seen[last], strict=True)
+                )
+                last = session.position if lost else last
+                assert session.reusable_from == last
+        position = last + round(back * (session.position - last))
+        assert session.can_return_to(position)
+        assert session.can_return_to(0)
+        assert last <= 1 or not session.can_return_to(last - 1)
+        assert not session.can_return_to(session.position + 1)
+        session.truncate(position)
+        expected = [[*kept, *range(last, position)] for kept in seen[last]]
+        assert all_entries(session) == expected
+
+
+def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> None:
+    with Session(tiny_llama, n_ctx=256, store=store, n_threads=1) as session:
+        session.decode(tokens_for(100))
+        session.resize(0.9)
+        assert session.reusable_from == 0
+        session.resize(50)
+        assert session.reusable_from == 100
+        session.decode(tokens_for(3))
+        session.truncate(100)
+        assert session.reusable_from == 100
+        session.truncate(95)  # possible, though what was evicted does not come back
+        assert session.reusable_from == 95
+        session.reset()
+        assert session.reusable_from == 0
+
+
+# --- by tokens ------------------------------------------------------------------------------------
+
+
+def test_what_extends_is_never_read_again(llm: EntropyLlama) -> None:
+    reads = Reads(llm)
+    prompt = tokens_for(150)
+    llm(prompt, **GREEDY)
+    assert reads.count() == 150
+    assert llm.kv_stats().evictions > 0
+    for turn in range(6):
+        held = llm.n_tokens
+        prompt = [*llm.input_ids[:held].tolist(), *tokens_for(21, seed=turn)]
+        llm(prompt, **GREEDY)
+        assert reads.count() == len(prompt) - held == 21
+        stats = llm.kv_stats()
+        assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+
+
+def test_what_extends_gives_what_a_session_that_reads_on_gives(
+    llm: EntropyLlama, tiny_llama: Path, store: str
+) -> None:
+    first, more = tokens_for(150), tokens_for(40, seed=1)
+    llm(first, **GREEDY)
+    held = llm.input_ids[: llm.n_tokens].tolist()
+    llm([*held, *more], **GREEDY)
+    with Session(
+        tiny_llama, n_ctx=512, kv_budget=64, n_ubatch=32, store=store, n_threads=1
+    ) as session:
+        written = list(session.generate(first, max_tokens=len(held) - 150 + 1))
+        assert [*first, *written][: len(held)] == held
+        list(session.generate(more, max_tokens=llm.n_tokens - len(held) - 40 + 1))
+        session.truncate(min(session.position, llm.n_tokens))
+        assert session.position == llm.n_tokens
+        assert all_entries(session) == all_entries(llm._session)
+
+
+def test_what_departs_after_an_eviction_is_read_from_the_start(
+    llm: EntropyLlama, tiny_llama: Path, store: str
+) -> None:
+    reads = Reads(llm)
+    prompt = tokens_for(150)
+    llm(prompt, **GREEDY)
+    limit = llm._session.reusable_from
+    assert limit > 64
+    other = [*prompt[: limit - 1], *tokens_for(20, seed=1)]
+    reads.count()
+    reply = content(llm(other, **GREEDY))
+    assert reads.count() == len(other)
+    fresh = EntropyLlama(
+        str(tiny_llama), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET
+    )
+    assert content(fresh(other, **GREEDY)) == reply
+    assert all_entries(fresh._session) == all_entries(llm._session)
+    fresh.close()
+
+
+def test_what_departs_after_the_last_eviction_is_read_from_there(llm: EntropyLlama) -> None:
+    llm.eval(tokens_for(150))
+    limit = 0
+    while len(all_entries(llm._session)[0]) > 60 or limit != llm.n_tokens:
+        llm.eval([7])  # an eviction makes room for a few more tokens
+        limit = llm._session.reusable_from
+    llm.eval([8, 9, 10])
+    assert llm._session.reusable_from == limit == llm.n_tokens - 3
+    cached = llm.input_ids[: llm.n_tokens].tolist()
+    reads = Reads(llm)
+    llm([*cached[: limit + 1], 11, 12], **GREEDY)
+    assert reads.count() == 2
+
+
+def test_without_evictions_any_prefix_is_used(tiny_llama: Path, store: str) -> None:
+    """The same text and the same entries as of a model that never read anything else."""
+
+    def make() -> EntropyLlama:
+        return EntropyLlama(str(tiny_llama), n_ctx=512, kv_type="f16", store=store, **QUIET)
+
+    used, fresh = make(), make()
+    prompt = tokens_for(100)
+    used(prompt, **GREEDY)
+    other = [*prompt[:70], *tokens_for(40, seed=2)]
+    reads = Reads(used)
+    reply = content(used(other, **GREEDY))
+    assert reads.count() == 40
+    fresh.eval(prompt[:70])
+    assert content(fresh(other, **GREEDY)) == reply
+    assert all_entries(fresh._session) == all_entries(used._session)
+    used.close()
+    fresh.close()
+
+
+def test_the_same_prompt_again_is_sampled_at_once(llm: EntropyLlama) -> None:
+    prompt = tokens_for(150)
+    llm.eval(prompt)
+    reads = Reads(llm)
+    llm(prompt, temperature=0.0, max_tokens=1)
+    assert reads.count() == 0
+
+
+def test_going_back_by_hand(llm: EntropyLlama) -> None:
+    """n_tokens set by the caller: what cannot be taken back is read again."""
+    llm.eval(tokens_for(150))
+    assert llm._session.reusable_from > 100
+    reads = Reads(llm)
+    llm.n_tokens = 100
+    llm.eval([5])
+    assert reads.count() == 101
+    assert llm.input_ids[:101].tolist() == [*tokens_for(150)[:100], 5]
+    llm._session.resize(40)
+    llm.n_tokens = 90
+    llm.eval([6])
+    assert reads.count() == 91
+
+
+# --- by text --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["generate", "list", "text", "stream"])
+def test_the_same_text_in_other_tokens_is_not_read_again(llm: EntropyLlama, how: str) -> None:
+    text = "the winding road to the land " * 8
+    more = "and on"
+    cached = [llm.token_bos(), *as_bytes(text)]
+    llm.eval(cached)
+    assert llm.kv_stats().evictions > 0
+    prompt = llm.tokenize((text + more).encode(), add_bos=True)
+    rest = llm.tokenize(more.encode(), add_bos=False)
+    assert len(prompt) < len(cached)
+    reads = Reads(llm)
+    if how == "generate":
+        next(llm.generate(prompt, temp=0.0))
+    elif how == "stream":
+        list(llm(text + more, stream=True, **GREEDY))
+    else:
+        reply = llm(prompt if how == "list" else text + more, **GREEDY)
+        assert reply["usage"]["prompt_tokens"] == len(cached) + len(rest)
+    assert llm.input_ids[: len(cached) + len(rest)].tolist() == [*cached, *rest]
+    assert reads.count() == len(rest)
+
+
+def test_the_boundary_may_be_within_a_token(llm: EntropyLlama) -> None:
+    cached = [llm.token_bos(), *as_bytes("of th")]
+    llm.eval(cached)
+    prompt = llm.tokenize(b"of the king", add_bos=True)
+    reads = Reads(llm)
+    llm(prompt, **GREEDY)
+    rest = llm.tokenize(b"e king", add_bos=False)
+    assert llm.input_ids[: len(cached) + len(rest)].tolist() == [*cached, *rest]
+    assert reads.count() == len(rest)
+
+
+def test_echo_of_a_text_in_other_tokens(llm: EntropyLlama) -> None:
+    llm.eval([llm.token_bos(), *as_bytes("the land")])
+    reply = llm("the land of", echo=True, **GREEDY)
+    assert reply["choices"][0]["text"].startswith("the land of")
+    assert reply["usage"]["prompt_tokens"] > 8
+
+
+def test_a_name_of_a_control_token_is_not_the_token(llm: EntropyLlama) -> None:
+    """Text that spells </s> was read; a prompt with the control token is another one."""
+    llm.eval([llm.token_bos(), *as_bytes("the </s>")])
+    prompt = llm.tokenize(b"the </s>and", add_bos=True, special=True)
+    assert llm.token_eos() in prompt
+    llm(prompt, **GREEDY)
+    assert llm.input_ids[: len(prompt)].tolist() == prompt
+
+
+def test_other_tokens_never_exceed_the_context(tiny_llama: Path) -> None:
+    """A generation up to the very end of the context, after a text that takes more tokens."""
+    llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
+    letters = LlamaGrammar.from_string("root ::= [a-z ]+", verbose=False)
+    endless: dict[str, Any] = {"max_tokens": None, "grammar": letters, "logit_bias": {2: -1e9}}
+    cached = [llm.token_bos(), *as_bytes("the land in the land")]
+    llm.eval(cached)
+    reply = llm("the land in the land and", **endless)
+    usage = reply["usage"]
+    assert usage["prompt_tokens"] > len(cached)
+    assert usage["total_tokens"] == 64
+    llm.reset()
+    text = "the land in the land " * 3
+    cached = [llm.token_bos(), *as_bytes(text)]
+    llm.eval(cached[:63])
+    prompt = llm.tokenize(text.encode(), add_bos=True)
+    llm(prompt, **endless)  # as bytes, it would not fit
+    assert llm.input_ids[: len(prompt)].tolist() == prompt
+    llm.close()
+
+
+def test_with_logits_all_rows_are_those_of_the_prompt(tiny_llama: Path) -> None:
+    llm = EntropyLlama(str(tiny_llama), n_ctx=128, logits_all=True, kv_type="f16", **QUIET)
+    text = "the land in the "
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "logprobs": 2}
+    expected = llm(text, **options)["choices"][0]["logprobs"]
+    llm.reset()
+    llm.eval([llm.token_bos(), *as_bytes("the land")])
+    again = llm(text, **options)["choices"][0]["logprobs"]
+    assert again["tokens"] == expected["tokens"]
+    np.testing.assert_allclose(
+        again["token_logprobs"], expected["token_logprobs"], rtol=1e-2, atol=1e-2
+    )
+    llm.close()
+
+
+def test_a_prompt_beyond_the_context_names_it(llm: EntropyLlama) -> None:
+    with pytest.raises(ContextError, match=r"exceed context window of 512; shorten the prompt"):
+        llm("the land " * 400)
+
+
+# --- chats ----------------------------------------------------------------------------------------
+
+QUESTIONS = [
+    "Hello! My name is Ada and I keep a lighthouse on a cold and windy island. Who are you?",
+    "The island has a small harbour, a school, and a bakery. What would you ask the baker?",
+    "My brother has a boat with a blue sail. He fishes every morning. Is that a good life?",
+    "Yesterday a storm broke two windows of the school. What should we do first?",
+    "We have glass, but no putty, and the next ship comes in a week. Any ideas?",
+    "Good. The children want to help. What can children of eight years do safely?",
+    "They also want to sing while they work. Which song would you choose, and why?",
+    "The teacher says that songs about storms bring storms. What do you say to her?",
+    "In the evening we sit together and drink tea. What do you like about evenings?",
+    "My brother asks whether you know the name of the wind from the north.",
+    "He calls it the old grey man, and he is not afraid of it at all. Would you be?",
+    "Good night! What should I write into the book of the lighthouse today?",
+]
+
+
+def test_twelve_turns_read_only_what_is_new(smollm2: Path) -> None:
+    """At 512 tokens per KV head; turns end by the model's stop token, or cut off."""
+    llm = EntropyLlama(str(smollm2), n_ctx=4096, kv_budget=512, n_ubatch=128, **QUIET)
+    messages: list[dict[str, str]] = []
+    endings = []
+    read = 0
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        held = llm.n_tokens
+        reply = llm.create_chat_completion(messages, max_tokens=28, temperature=0.0)  # type: ignore[arg-type]
+        messages.append({"role": "assistant", "content": answer(reply)})
+        endings.append(reply["choices"][0]["finish_reason"])
+        read += reply["usage"]["prompt_tokens"] - held
+        stats = llm.kv_stats()
+        assert stats.prompt_tokens == read
+        assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+        assert stats.entries_kept <= 512 * 90
+    assert set(endings) == {"stop", "length"}
+    assert llm.n_tokens > 512
+    assert stats.evictions > 0
+    # Every token was read once; the last of every turn is read with the next one, or not at all.
+    assert stats.prompt_tokens + stats.generated_tokens - llm.n_tokens in range(len(QUESTIONS) + 1)
+    llm.close()
+
+
+def test_a_chat_whose_words_were_cut_otherwise(smollm2: Path) -> None:
+    """What the model wrote is spelled "hel" + "lo"; the next turn renders it as text."""
+    llm = EntropyLlama(str(smollm2), n_ctx=512, kv_budget=128, n_ubatch=32, **QUIET)
+
+    def tokens(text: str) -> list[int]:
+        return llm.tokenize(text.encode(), add_bos=False, special=True)
+
+    opening = tokens(
+        "<|im_start|>user\n" + "Say hello! " * 40 + "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    written = [*tokens("hel"), *tokens("lo"), *tokens(" to"), *tokens(" un"), *tokens("der")]
+    assert written != tokens("hello to under")
+    llm.eval([*opening, *written])
+    assert llm._session.reusable_from > 0
+    reads = Reads(llm)
+    ending = "<|im_end|>\n<|im_start|>user\nAgain!<|im_end|>\n<|im_start|>assistant\n"
+    prompt = [*opening, *tokens("hello to under" + ending)]
+    llm(prompt, **GREEDY)
+    assert reads.count() == len(tokens(ending))
+    llm.reset()
+    llm.eval([*opening, *written])
+    reads.count()
+    llm([*opening, *tokens("hello to understanding" + ending)], **GREEDY)  # cut within a word
+    assert reads.count() == len(tokens("standing" + ending))
+    llm.close()
