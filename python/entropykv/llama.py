@@ -152,7 +152,7 @@ class EntropyLlama(ReadingLlama):
     # --- state ------------------------------------------------------------------------------------
 
     def kv_stats(self) -> SessionStats:
-        """Counts, bytes and times since the model was made or attached."""
+        """Counts, bytes and times since the model was made, attached, or got a state loaded."""
         return self._session.stats()
 
     def save_state(self) -> LlamaState:
@@ -170,8 +170,8 @@ class EntropyLlama(ReadingLlama):
 
     def load_state(self, state: LlamaState) -> None:
         """Go on from what save_state() of an EntropyLlama of this model returned."""
-        self._requires_eval = True
         self._session.load_state(state.llama_state)  # type: ignore[attr-defined]
+        self._requires_eval = True
         self.n_tokens = state.n_tokens
         self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
         if self._logits_all:

@@ -763,6 +763,20 @@ needs_state = pytest.mark.skipif(
 )
 
 
+def decoded_by(llm: EntropyLlama) -> list[int]:
+    """A list that gets every token that is decoded from now on."""
+    tokens: list[int] = []
+    session = llm._session
+    decode = session.decode_micro_batches
+
+    def spy(ids: Any, all_logits: bool) -> Iterator[Any]:
+        tokens.extend(ids)
+        return decode(ids, all_logits)
+
+    session.decode_micro_batches = spy  # type: ignore[method-assign]
+    return tokens
+
+
 @needs_state
 def test_state_is_saved_and_loaded(tiny_llama: Path, store: str) -> None:
     def make() -> EntropyLlama:
@@ -778,9 +792,16 @@ def test_state_is_saved_and_loaded(tiny_llama: Path, store: str) -> None:
     expected = content(llm(prompt, max_tokens=10, temperature=0.0))
     for each in (llm, other):
         each.load_state(state)
-        read = each.kv_stats().prompt_tokens
+        assert each.n_tokens == len(prompt) - 12
+        decoded = decoded_by(each)
         assert content(each(prompt, max_tokens=10, temperature=0.0)) == expected
-        assert each.kv_stats().prompt_tokens == read + 12
+        assert decoded[:12] == prompt[-12:]
+    foreign = llama_cpp.Llama(str(tiny_llama), n_ctx=64, **QUIET)
+    foreign.eval([5])
+    with pytest.raises(EntropyKVError):
+        llm.load_state(foreign.save_state())
+    assert llm([5, 6], max_tokens=2, temperature=0.0)["usage"]["prompt_tokens"] == 2
+    foreign.close()
     llm.close()
     other.close()
 
@@ -793,9 +814,9 @@ def test_a_cache_of_prompts(tiny_llama: Path) -> None:
     llm(first, max_tokens=5, temperature=0.0)
     longer = [*llm.input_ids[: llm.n_tokens].tolist(), *tokens_for(7, seed=5)]
     llm(second, max_tokens=5, temperature=0.0)
-    read = llm.kv_stats().prompt_tokens
+    decoded = decoded_by(llm)
     llm(longer, max_tokens=5, temperature=0.0)
-    assert llm.kv_stats().prompt_tokens == read + 7
+    assert decoded[:7] == longer[-7:]
     llm.close()
 
 
