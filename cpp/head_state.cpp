@@ -24,11 +24,10 @@ std::size_t pages_of(const PageLayout& layout, int count) {
 const char* entries_problem(const PageLayout& layout, const std::byte* page, int n,
                             std::vector<bool>& seen) {
     for (int i = 0; i < n; ++i) {
-        const std::int32_t position = layout.positions(page)[i];
-        if (position < 0 || static_cast<std::size_t>(position) >= seen.size())
-            return "a position that was never read";
-        if (seen[static_cast<std::size_t>(position)]) return "a position twice";
-        seen[static_cast<std::size_t>(position)] = true;
+        const auto position = static_cast<std::size_t>(layout.positions(page)[i]);
+        if (position >= seen.size()) return "a position that was never read";  // or negative
+        if (seen[position]) return "a position twice";
+        seen[position] = true;
         const float importance = layout.importance(page)[i];
         if (!std::isfinite(importance) || importance < 0.0f) return "an impossible importance";
     }

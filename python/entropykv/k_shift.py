@@ -43,7 +43,7 @@ def k_shift_obstacle(model: Model, context: Any, settings: Settings) -> str:
 def _probed_obstacle(model: Model, settings: Settings) -> str:
     """Decode one token in a context of its own, with the probe looking on."""
     probe = _core.KShiftProbe()
-    parameters = context_parameters(settings, 1, CELL_PADDING)
+    parameters = context_parameters(model, settings, 1, CELL_PADDING)
     let_hook_change(parameters, probe)
     context = model.new_context(parameters)
     try:

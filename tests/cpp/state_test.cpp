@@ -41,7 +41,7 @@ struct Sequence {
     std::vector<State> save() const {
         std::vector<State> states;
         for (const int head : {0, 1}) {
-            states.emplace_back(store.state_bytes(0, store.count(0, head)));
+            states.emplace_back(store.state_bytes(0, store.count(0, head)), std::byte{0xAB});
             store.save_head(0, head, states.back().data());
         }
         return states;
