@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 
@@ -249,6 +250,22 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
     head.count = end;
 }
 
+// All staged entries after the stored ones, whole pages where they begin with one.
+void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept {
+    const int per_page = layer.layout.entries;
+    int i = 0;
+    if (head.count % per_page == 0)
+        for (; i + per_page <= n_staged; i += per_page)
+            std::memcpy(stored_slot(layer, head, head.count + i).page,
+                        staged_slot(layer, head_index, i).page, layer.layout.bytes);
+    for (; i < n_staged; ++i) {
+        const Slot from = staged_slot(layer, head_index, i);
+        const Slot to = stored_slot(layer, head, head.count + i);
+        copy_entry(layer.layout, from.page, from.index, to.page, to.index);
+    }
+    head.count += n_staged;
+}
+
 void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                           Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
@@ -273,12 +290,7 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     const int total = head.count + n_staged;
     if (mass != nullptr) add_mass(layer, head, head_index, n_staged, mass);
     if (total <= head.budget) {
-        for (int i = 0; i < n_staged; ++i) {
-            const Slot from = staged_slot(layer, head_index, i);
-            const Slot to = stored_slot(layer, head, head.count + i);
-            copy_entry(layer.layout, from.page, from.index, to.page, to.index);
-        }
-        head.count = total;
+        append(layer, head, head_index, n_staged);
         return;
     }
     const auto start = std::chrono::steady_clock::now();

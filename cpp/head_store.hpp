@@ -161,6 +161,7 @@ private:
     std::int32_t gather(const Layer& layer, const Head& head, int head_index, int n_staged,
                         Workspace& workspace) const noexcept;
     void score(int n, std::int32_t newest, Workspace& workspace) const noexcept;
+    void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
     void keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
