@@ -220,9 +220,9 @@ def test_tensor_data_is_not_read(tmp_path: Path) -> None:
     offset = source.read_bytes().index(b"token_embd.weight") + len(b"token_embd.weight") + 4
     path = patched(source, tmp_path / "large.gguf", offset, struct.pack("<QQ", 1 << 16, 1 << 15))
     os.truncate(path, 9 << 30)
-    start = time.perf_counter()
+    start = time.process_time()
     geometry = read_geometry(path)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert geometry.weights_bytes > 8 << 30
     assert path.stat().st_blocks * 512 < 1 << 20
 
@@ -234,10 +234,10 @@ def test_large_counts_over_zeros_are_refused_at_once(
     path = tmp_path / "zeros.gguf"
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, n_tensors, n_keys))
     os.truncate(path, 4 << 30)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ModelFileError, match="is truncated or damaged"):
         read_geometry(path)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize("item_type", [8, 9, 0, 10])
@@ -248,14 +248,14 @@ def test_large_arrays_are_refused_in_time(tmp_path: Path, item_type: int, count:
     key = struct.pack("<Q1sIIQ", 1, b"k", 9, item_type, count)
     path.write_bytes(prefix + key)
     os.truncate(path, 1 << 30)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ModelFileError, match=r"truncated or damaged|lacks general.architecture"):
         read_geometry(path)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0  # of the CPU: others do not count
 
 
 def assert_read_or_refused(path: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     message = ""
     try:
         geometry = read_geometry(path)
@@ -264,7 +264,7 @@ def assert_read_or_refused(path: Path) -> None:
         message = str(error)
     assert not message or path.name in message
     assert "\n" not in message
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 fuzz = settings(
