@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_INTERRUPTED if answer.interrupted else 0
 
 
-def _save(session: Session, path: str, answer: _Answer, *, chat: bool) -> None:
+def _save(session: Session, path: str, answer: _Answer, *, chat: bool | None) -> None:
     if answer.unread is None:
         say(f"interrupted while the prompt was read: {path} is not written")
     else:
@@ -213,12 +213,12 @@ def _prompt_text(options: argparse.Namespace) -> str:
 
 def _prompt_tokens(
     session: Session, text: str, options: argparse.Namespace, loaded: SavedContents | None
-) -> tuple[list[int], bool]:
-    """Tokens to read, and whether they are (part of) a chat."""
+) -> tuple[list[int], bool | None]:
+    """Tokens to read, and whether the session is a chat (None: nobody knows)."""
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
-        return [], bool(loaded.chat)
+        return [], loaded.chat
     turn = None
     if not options.no_chat:
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text)

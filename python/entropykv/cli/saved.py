@@ -50,7 +50,7 @@ def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
     raise SettingsError(f"{path}: was saved as {kind}; {way_out} to go on with it")
 
 
-def save_session(session: Session, path: str, unread: list[int], *, chat: bool) -> None:
+def save_session(session: Session, path: str, unread: list[int], *, chat: bool | None) -> None:
     """Save a session, and say so; `unread`: tokens of the answer that it has not read yet."""
     start = time.perf_counter()
     if session.position + len(unread) <= session.n_ctx:
