@@ -281,7 +281,7 @@ class _TinyWriter:
         for layer in range(shape.n_layer):
             self._add_layer(f"blk.{layer}.")
         self._add_norm("output_norm", shape.n_embd)
-        if shape.architecture != "bitnet":
+        if shape.architecture not in ("bitnet", "gemma"):  # their head is the embedding
             self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
 
     def _add_layer(self, prefix: str) -> None:

@@ -430,7 +430,7 @@ class Session:
             raise
         self._clear_counters()
         self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
-        self._reusable_from = self._position  # nobody knows when it evicted last
+        self._reusable_from = self._position if self.evicted else 0  # nobody knows when it last did
         self._broken = False
         return reader.contents
 
