@@ -171,7 +171,7 @@ def test_what_goes_wrong_is_one_sentence(
         f"/load {tmp_path}/other": "other.ekv: ",
         f"/save {tmp_path}/none/x": "No such file",
         f"/save {tiny_llama}": "is no saved session",
-        "/save ..": "not the name of a file",
+        "/save ..": "is a directory",
     }
     out, errors = chat(tiny_llama, "the\n" + "\n".join(wrong) + "\n/budget 1024\nof\n")
     with open_plain(tiny_llama) as session:
@@ -236,7 +236,7 @@ def test_ctrl_c_stops_the_answer_only(
     monkeypatch.setattr(Session, "token_bytes", interrupting(Session.token_bytes, 5))
     out, errors = chat(tiny_llama, "the and of\n/stats\nto in\n", "-n", 12)
     answers = out.split("\n")
-    assert answers[0] + "\n" == whole  # it is kept
+    assert answers[0].rstrip("\ufffd") == whole.rstrip("\n\ufffd")  # half a character or not
     assert answers[1]
     with open_plain(tiny_llama) as session:
         n_read = len(session.tokenize("the and of")) + 5

@@ -21,7 +21,7 @@ from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.options import add_budget_options, demo_of
 from entropykv.cli.saved import add_load_option, say
 from entropykv.cli.table import format_rows, stats_rows
-from entropykv.errors import ContextError, EntropyKVError, SessionFileError, SettingsError
+from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.text_file import read_text
 
 CONTEXT = 1_000_000
@@ -249,10 +249,8 @@ class _Terminal:
 
 
 def _session_path(name: str) -> str:
-    try:
-        return name if Path(name).suffix else str(Path(name).with_suffix(SUFFIX))
-    except ValueError:  # such as "..", which is no file
-        raise SessionFileError(f"{name}: is not the name of a file; give another one") from None
+    path = Path(name)
+    return name if path.suffix or path.is_dir() else name + SUFFIX
 
 
 def _columns() -> int:
