@@ -126,8 +126,9 @@ def generate(
 
     chain = sampling.chain(session.n_vocab)
     try:
-        for token in session.tokens[-PENALTY_WINDOW:]:
-            llama_cpp.llama_sampler_accept(chain, token)
+        if sampling.repeat_penalty != 1.0:  # or a long session would be copied for nothing
+            for token in session.tokens[-PENALTY_WINDOW:]:
+                llama_cpp.llama_sampler_accept(chain, token)
         yield from _sample(session, chain, max_tokens)
     finally:
         llama_cpp.llama_sampler_free(chain)

@@ -103,9 +103,15 @@ class Model:
         """Whether texts of this model begin with a BOS token."""
         return bool(llama_cpp.llama_vocab_get_add_bos(self.vocabulary))
 
-    def chat_prompt(self, text: str) -> str | None:
-        """The prompt of one user turn by the model's chat template; None without a template."""
-        return self._chat([{"role": "user", "content": text}])
+    def chat_prompt(self, text: str, system: str | None = None) -> str | None:
+        """The prompt of one user turn by the model's chat template; None without a template.
+
+        `system` stands before it; None: the template's own, if it has one.
+        """
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return self._chat(messages)
 
     def chat_turn(self, text: str) -> str | None:
         """What follows the text of an answer where the user goes on with another turn.

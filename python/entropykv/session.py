@@ -184,9 +184,9 @@ class Session:
         """Bytes of one token, for output as it is generated."""
         return self._model.token_bytes(token)
 
-    def chat_prompt(self, text: str) -> str | None:
-        """The prompt of one user turn by the model's chat template; None without a template."""
-        return self._model.chat_prompt(text)
+    def chat_prompt(self, text: str, system: str | None = None) -> str | None:
+        """The prompt of one user turn: see Model.chat_prompt."""
+        return self._model.chat_prompt(text, system)
 
     def chat_turn(self, text: str) -> str | None:
         """What a further user turn adds after an answer: see Model.chat_turn."""

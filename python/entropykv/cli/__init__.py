@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from entropykv import _version
 from entropykv.cli.bench import add_bench
 from entropykv.cli.calibrate import add_calibrate
+from entropykv.cli.chat import add_chat
 from entropykv.cli.convert import add_convert
 from entropykv.cli.models import add_models
 from entropykv.cli.plan import add_plan
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"entropykv {_version.VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
+    add_chat(commands)
     add_plan(commands)
     add_bench(commands)
     add_models(commands)

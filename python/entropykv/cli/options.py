@@ -39,22 +39,24 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_budget_options(parser: argparse.ArgumentParser) -> None:
+def add_budget_options(
+    parser: argparse.ArgumentParser, *, n_ctx: int = _DEFAULTS.n_ctx, kv_budget: str = "1.0"
+) -> None:
     """Model, context and budget."""
     add_model_options(parser)
     parser.add_argument(
         "-c",
         "--ctx-size",
         type=integer(0),
-        default=_DEFAULTS.n_ctx,
+        default=n_ctx,
         metavar="N",
-        help="longest sequence in tokens; it may be longer than what the model was trained for (0, "
-        "the default: just that)",
+        help="longest sequence in tokens; it may be longer than what the model was trained for "
+        "(0: just that; default: %(default)s)",
     )
     group = parser.add_argument_group("KV budget")
     group.add_argument(
         "--kv-budget",
-        default="1.0",
+        default=kv_budget,
         metavar="B",
         help="fraction of the context in (0, 1], tokens per KV head, or bytes such as 64MiB "
         "(default: %(default)s)",

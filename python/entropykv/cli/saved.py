@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from entropykv.cli.answer import read_rest
 from entropykv.errors import SettingsError
 from entropykv.session import Session
 from entropykv.session_file import SavedContents
@@ -20,12 +21,16 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="save the session at the end, after Ctrl-C too: what the KV cache holds, not the text",
     )
-    group.add_argument(
-        "--load-session",
-        metavar="FILE",
-        help="go on with a saved session: the prompt comes after what it has read, as a new turn "
+    add_load_option(
+        group,
+        "go on with a saved session: the prompt comes after what it has read, as a new turn "
         "where it is a chat; without a prompt, the answer goes on",
     )
+
+
+def add_load_option(group: argparse._ActionsContainer, description: str) -> None:
+    """--load-session."""
+    group.add_argument("--load-session", metavar="FILE", help=description)
 
 
 def load_session(session: Session, path: str | None) -> SavedContents | None:
@@ -53,10 +58,7 @@ def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
 def save_session(session: Session, path: str, unread: list[int], *, chat: bool | None) -> None:
     """Save a session, and say so; `unread`: tokens of the answer that it has not read yet."""
     start = time.perf_counter()
-    if session.position + len(unread) <= session.n_ctx:
-        for _ in session.decode_micro_batches(unread, all_logits=False) if unread else ():
-            pass
-    else:
+    if not read_rest(session, unread):
         say("the context is full: the saved session ends before the last token of the answer")
     contents = session.save(path, chat=chat)
     _say_what("saved", path, contents, time.perf_counter() - start)

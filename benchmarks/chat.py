@@ -1,0 +1,179 @@
+"""A conversation without end: memory, speed and recall over 60 turns, beyond the trained context.
+
+    python benchmarks/chat.py
+
+Every turn tells facts and asks for one that was told in this turn or in the two before it. The
+turns go the way of `entropykv chat`, with its default budget. Resident memory is compared after
+turn 15, when the budget is full, and after the last one; speeds (tokens written, by the time for
+writing) of turns 6 to 15 and of the last ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv import Session, models
+from entropykv.cli.chat import BUDGET, CONTEXT
+from entropykv.cli.conversation import Conversation
+from entropykv.generate import Sampling
+from entropykv.model_file import read_geometry
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from training.facts import Fact, Writer
+
+WARM_UP = 15
+SPAN = 10
+LATEST_TURNS = 3
+KNOWN = 240  # facts that are not told again: more than the budget holds
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model is talked to: facts of a turn, filler sentences, and what its answer has."""
+
+    facts: int
+    filler: int
+    system: str | None
+    exact: bool
+    """The answer is the sentence word for word; else it has the fact's value somewhere."""
+    answer_tokens: int
+
+
+MODELS = {
+    "bitnet": Style(facts=14, filler=3, system=None, exact=True, answer_tokens=12),
+    "smollm2": Style(
+        facts=5,
+        filler=30,
+        system="The user tells you facts. Answer each question in one short sentence.",
+        exact=False,
+        answer_tokens=24,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one conversation; bytes, and tokens per second."""
+
+    tokens: int
+    rss_growth: int
+    early_speed: float
+    late_speed: float
+    right: float
+    right_at_once: float
+    """Of the questions about the same turn."""
+
+
+def resident_bytes() -> int:
+    """Resident set of this process now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Script:
+    """Turns with a question each, and the fact that answers it."""
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._writer = Writer("chat")
+        self._random = self._writer.random
+        self._known: dict[tuple[int, int], Fact] = {}
+        self._told: list[list[Fact]] = []
+
+    def turn(self) -> tuple[str, Fact, int]:
+        """The text, the fact that it asks for, and how many turns ago that was told."""
+        facts = [self._fact() for _ in range(self._style.facts)]
+        self._told = [*self._told, facts][-LATEST_TURNS:]
+        sentences = ["".join(fact.statement()) for fact in facts]
+        sentences += ["".join(self._writer.filler()) for _ in range(self._style.filler)]
+        self._random.shuffle(sentences)
+        back = self._random.randrange(len(self._told))
+        asked = self._random.choice(self._told[-1 - back])
+        text = " ".join(f"{sentence.strip()}." for sentence in sentences)
+        return f"{text}\n{''.join(asked.question())}", asked, back
+
+    def _fact(self) -> Fact:
+        fact = self._writer.fact(self._known, self._random.random() < 0.5)
+        self._known[fact.subject, fact.relation] = fact
+        if len(self._known) > KNOWN:
+            del self._known[next(iter(self._known))]
+        return fact
+
+
+def is_right(answer: str, fact: Fact, style: Style) -> bool:
+    """Whether an answer tells the fact."""
+    if style.exact:
+        return answer.strip() == f"{''.join(fact.statement()).strip()}."
+    value = "".join(fact.statement()).split(" ")[3:]
+    return all(word in answer for word in value if word != "a")
+
+
+def talk(session: Session, style: Style, n_turns: int) -> Result:
+    """Hold the conversation."""
+    conversation = Conversation(
+        session, Sampling(), max_tokens=style.answer_tokens, system=style.system
+    )
+    script = Script(style)
+    right: list[tuple[bool, int]] = []
+    marks = []  # tokens written, seconds, resident bytes after every turn
+    for _ in range(n_turns):
+        text, fact, back = script.turn()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            conversation.ask(text)
+        right.append((is_right(conversation.turns[-1].answer, fact, style), back))
+        stats = session.stats()
+        marks.append((stats.generated_tokens, stats.decode_seconds, resident_bytes()))
+
+    def speed(first: int, last: int) -> float:
+        return (marks[last][0] - marks[first][0]) / (marks[last][1] - marks[first][1])
+
+    now = [correct for correct, back in right if back == 0]
+    return Result(
+        tokens=session.position,
+        rss_growth=marks[-1][2] - marks[WARM_UP - 1][2],
+        early_speed=speed(WARM_UP - SPAN - 1, WARM_UP - 1),
+        late_speed=speed(-SPAN - 1, -1),
+        right=sum(correct for correct, _ in right) / len(right),
+        right_at_once=sum(now) / len(now),
+    )
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="bitnet,smollm2")
+    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--kv-budget", default=str(BUDGET))
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    print(
+        "| model | turns | tokens (of trained) | KV MiB | RSS growth MiB | tok/s turns 6-15 | "
+        "last ten | ratio | right: latest 3 turns | same turn |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name in arguments.models.split(","):
+        local = models.smollm2() if name == "smollm2" else models.DEMOS[name]
+        with Session(
+            local.path, n_ctx=CONTEXT, kv_budget=arguments.kv_budget, n_threads=arguments.threads
+        ) as session:
+            result = talk(session, MODELS[name], arguments.turns)
+            kv_bytes = session.stats().kv_bytes_peak
+        trained = read_geometry(local.path).n_ctx_train
+        print(
+            f"| {name} | {arguments.turns} | {result.tokens} ({result.tokens / trained:.1f}x"
+            f" {trained}) | {kv_bytes / 2**20:.1f} | {result.rss_growth / 2**20:.1f} | "
+            f"{result.early_speed:.0f} | {result.late_speed:.0f} | "
+            f"{result.late_speed / result.early_speed:.2f} | {result.right:.0%} | "
+            f"{result.right_at_once:.0%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

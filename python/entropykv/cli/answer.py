@@ -1,0 +1,74 @@
+"""An answer, written to stdout as it comes."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from entropykv.cli.interrupts import InterruptionError, noted_interrupts
+from entropykv.generate import Sampling, generate
+from entropykv.session import Session
+
+
+@dataclasses.dataclass
+class Answer:
+    """What was generated; write_answer() fills it, so that it is known after an error, too."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    unread: list[int] | None = None
+    """The last token, where the session has not read it; None where not even the prompt is read."""
+    interrupted: bool = False
+
+
+def write_answer(
+    session: Session, tokens: list[int], max_tokens: int, sampling: Sampling, answer: Answer
+) -> None:
+    """Read a prompt and write the answer to stdout as it comes; Ctrl-C ends it."""
+    end_of_prompt = session.position + len(tokens)
+    bar = tqdm(total=len(tokens), desc="reading the prompt", unit=" tokens", leave=False, delay=0.5)
+    with noted_interrupts() as interrupts, bar:
+
+        def on_prompt(done: int) -> None:
+            bar.update(done - bar.n)
+            if done == len(tokens):
+                bar.close()
+            interrupts.check()
+
+        stream = generate(session, tokens, max_tokens, sampling, on_prompt)
+        try:
+            for piece in _text_pieces(session, stream, answer.tokens):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                interrupts.check()
+        except InterruptionError:
+            answer.interrupted = True
+        finally:
+            n_read = session.position - end_of_prompt
+            answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def read_rest(session: Session, tokens: list[int]) -> bool:
+    """Read tokens of an answer that are not read yet; False where the context has no room."""
+    if session.position + len(tokens) > session.n_ctx:
+        return False
+    for _ in session.decode_micro_batches(tokens, all_logits=False) if tokens else ():
+        pass
+    return True
+
+
+def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> Iterator[str]:
+    """Text, maybe empty, for every token, which is added to `tokens`.
+
+    A character may be spread over several tokens: it comes with the last one.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in stream:
+        tokens.append(token)
+        yield decoder.decode(session.token_bytes(token))
+    yield decoder.decode(b"", final=True)

@@ -1,0 +1,257 @@
+"""`entropykv chat`: a conversation without end, in fixed memory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from entropykv.cli.conversation import Conversation
+from entropykv.cli.engine import (
+    add_engine_options,
+    add_sampling_options,
+    open_engine,
+    sampling_of,
+)
+from entropykv.cli.interrupts import noted_interrupts
+from entropykv.cli.options import add_budget_options, demo_of
+from entropykv.cli.saved import add_load_option, say
+from entropykv.cli.table import format_rows, stats_rows
+from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.text_file import read_text
+
+CONTEXT = 1_000_000
+"""Tokens of a conversation: the entries that are kept are the memory, not these."""
+
+BUDGET = 1024
+"""Entries per KV head: some ten turns, half of them word for word."""
+
+ANSWER_TOKENS = BUDGET
+"""A longer answer would leave nothing of the question."""
+
+BLOCK = '"""'
+SUFFIX = ".ekv"
+
+
+def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model in fixed memory",
+        description="A conversation in fixed memory, however long. /help shows the commands. The "
+        "answers alone go to stdout; turns may be piped in, one a line.",
+    )
+    add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
+    group = parser.add_argument_group("conversation")
+    group.add_argument(
+        "--system", metavar="TEXT", help="what stands before the first turn: by the chat template"
+    )
+    group.add_argument(
+        "--no-chat",
+        action="store_true",
+        help="turns as lines of plain text, without the model's chat template",
+    )
+    add_load_option(group, "go on with a conversation that /save or `run --save-session` saved")
+    add_sampling_options(parser, n_predict=ANSWER_TOKENS)
+    add_engine_options(parser)
+    parser.set_defaults(command=_chat)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    demo = demo_of(options)
+    sampling = sampling_of(options)
+    if demo is not None and options.system is None and options.load_session is None:
+        options.system = read_text(str(demo.document), ContextError)
+        say(f"the first turn comes with {demo.document}; ask: {demo.question}")
+    with open_engine(options) as session:
+        conversation = Conversation(
+            session,
+            sampling,
+            max_tokens=options.n_predict,
+            system=options.system,
+            use_template=not options.no_chat,
+        )
+        if options.load_session is not None:
+            conversation.load(options.load_session)
+        return _Terminal(conversation).run()
+
+
+class _Terminal:
+    """Reads turns and commands from stdin; only answers go to stdout."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._is_terminal = sys.stdin.isatty()
+        self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
+            "/help": ("", "show this", self._help),
+            "/stats": ("", "speed, memory and entries", self._stats),
+            "/history": ("", "show the turns", self._history),
+            "/budget": ("B", "another KV budget: 512, 0.2 or 64MiB", self._budget),
+            "/save": ("NAME", "save the conversation to a file", self._save),
+            "/load": ("NAME", "go on with a saved one", self._load),
+            "/reset": ("", "forget all turns", self._reset),
+            "/exit": ("", "end; as Ctrl-D, or Ctrl-C twice", self._exit),
+        }
+        self._ended = False
+
+    def run(self) -> int:
+        """Take turns until stdin or the user ends; returns the exit code."""
+        sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if self._is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401, PLC0415  # input() has line editing and history then
+            self._show("Say something; /help shows the commands.")
+        interrupted = False
+        while not self._ended:
+            try:
+                text, is_command = self._read()
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                if not self._is_terminal:
+                    raise
+                print(file=sys.stderr)
+                if interrupted:
+                    break
+                interrupted = True
+                self._show("Ctrl-C again, or Ctrl-D, ends the conversation.")
+                continue
+            interrupted = False
+            self._take(text, is_command=is_command)
+        return 0
+
+    # --- input ------------------------------------------------------------------------------------
+
+    def _read(self) -> tuple[str, bool]:
+        """One text, and whether it is a command.
+
+        A line, lines that end with a backslash and the next, or a block, which is no command.
+        """
+        line = self._line("> ")
+        if line.strip() == BLOCK:
+            return self._block(), False
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            try:
+                lines.append(self._line(". "))
+            except EOFError:
+                break
+        return "\n".join(lines), line.startswith("/")
+
+    def _block(self) -> str:
+        lines: list[str] = []
+        with contextlib.suppress(EOFError):  # the end of a file ends its last block
+            while (line := self._line(". ")).strip() != BLOCK:
+                lines.append(line)
+        return "\n".join(lines)
+
+    def _line(self, prompt: str) -> str:
+        if not self._is_terminal:
+            return input()
+        if sys.stdout.isatty():
+            return input(prompt)
+        print(prompt, end="", file=sys.stderr, flush=True)
+        return input()
+
+    # --- turns and commands -----------------------------------------------------------------------
+
+    def _take(self, text: str, *, is_command: bool) -> None:
+        """Do what the user wants; what goes wrong is one sentence."""
+        try:
+            if is_command:
+                with noted_interrupts():
+                    self._command(text)
+            elif text.strip():
+                self._ask(text)
+        except ContextError as error:
+            say(f"{error} (here: /reset)")
+        except EntropyKVError as error:
+            say(str(error))
+
+    def _command(self, text: str) -> None:
+        name, _, argument = text.strip().partition(" ")
+        if name not in self._commands:
+            raise SettingsError(
+                f"unknown command {name}; /help shows the commands, and a blank before the slash "
+                "makes it a text"
+            )
+        wanted, _, command = self._commands[name]
+        argument = argument.strip()
+        if bool(argument) != bool(wanted):
+            raise SettingsError(f"{name} takes {wanted or 'nothing'}; type {name} {wanted}".strip())
+        command(argument)
+
+    def _ask(self, text: str) -> None:
+        conversation = self._conversation
+        answer = conversation.ask(text)
+        if answer.unread is None:
+            say("interrupted while the turn was read: it does not count")
+        elif not answer.interrupted and conversation.was_cut(answer):
+            say(f"the answer was cut after {len(answer.tokens)} tokens; raise -n for longer ones")
+        elif conversation.session.position >= conversation.session.n_ctx:
+            say("the context is full; /reset starts anew")
+
+    def _show(self, text: str) -> None:
+        print(textwrap.fill(text, _columns()), file=sys.stderr)
+
+    def _help(self, _: str) -> None:
+        rows = [
+            (f"{name} {argument}".strip(), summary)
+            for name, (argument, summary, _) in self._commands.items()
+        ]
+        print(format_rows(rows, _columns()), file=sys.stderr)
+        self._show(
+            f"A line that ends with a backslash goes on in the next one; so do lines between two "
+            f"lines of {BLOCK}. Ctrl-C stops an answer."
+        )
+
+    def _stats(self, _: str) -> None:
+        session = self._conversation.session
+        rows = [
+            ("turns", str(len(self._conversation.turns))),
+            ("context", f"{session.position:,} of {session.n_ctx:,} tokens"),
+            *stats_rows(session.stats()),
+        ]
+        print(format_rows(rows, _columns()), file=sys.stderr)
+
+    def _history(self, _: str) -> None:
+        conversation = self._conversation
+        if conversation.loaded_text:
+            print(conversation.loaded_text, file=sys.stderr)
+        for turn in conversation.turns:
+            print(f"> {turn.text}\n{turn.answer}", file=sys.stderr)
+        if not conversation.turns and not conversation.loaded_text:
+            self._show("No turns yet.")
+
+    def _budget(self, budget: str) -> None:
+        session = self._conversation.session
+        session.resize(budget)
+        size = session.stats().kv_bytes_budget / 2**20
+        self._show(f"The KV budget is {budget} now: {size:.1f} MiB.")
+
+    def _save(self, name: str) -> None:
+        self._conversation.save(_session_path(name))
+
+    def _load(self, name: str) -> None:
+        self._conversation.load(_session_path(name))
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        self._show("All turns are forgotten.")
+
+    def _exit(self, _: str) -> None:
+        self._ended = True
+
+
+def _session_path(name: str) -> str:
+    path = Path(name)
+    return name if path.suffix or path.is_dir() else name + SUFFIX
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns

@@ -1,0 +1,47 @@
+"""Figures as a table for people."""
+
+from __future__ import annotations
+
+import textwrap
+
+from entropykv.stats import SessionStats
+
+Row = tuple[str, str]
+
+
+def stats_rows(stats: SessionStats) -> list[Row]:
+    """What a session did, as names and values."""
+    kept = stats.entries_kept / stats.entries_full if stats.entries_full else 1.0
+    return [
+        ("model", f"{stats.model}, {stats.store} store, policy {stats.policy}, {stats.kv_type}"),
+        ("prompt", f"{stats.prompt_tokens} tokens, {stats.prompt_speed:.1f} tokens/s"),
+        ("generated", f"{stats.generated_tokens} tokens, {stats.decode_speed:.1f} tokens/s"),
+        (
+            "KV cache",
+            f"{_mib(stats.kv_bytes_peak)} at most of a budget of {_mib(stats.kv_bytes_budget)}; "
+            f"{_mib(stats.kv_bytes_full)} without (f16)",
+        ),
+        (
+            "entries",
+            f"{stats.entries_kept} of {stats.entries_full} kept ({kept:.1%}); "
+            f"{stats.evictions} evicted in {stats.eviction_seconds:.3f} s",
+        ),
+        *([("positions", f"re-based {stats.rebases} times")] if stats.rebases else []),
+        ("peak RSS", _mib(stats.peak_rss_bytes)),
+    ]
+
+
+def format_rows(rows: list[Row], width: int | None = None) -> str:
+    """A table of two columns; values go on in the next line where `width` characters are full."""
+    indent = max(10, *(len(name) for name, _ in rows)) + 2
+    lines = []
+    for name, value in rows:
+        room = max(len(value), 1) if width is None else max(width - indent, 8)
+        first, *rest = textwrap.wrap(value, room) or [""]
+        lines.append(f"{name:>{indent - 2}}  {first}")
+        lines += [" " * indent + line for line in rest]
+    return "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
