@@ -182,7 +182,7 @@ class FlatStore(Store):
                 f"session; use --kv-budget {n} (kv_budget={n}) or more"
             )
 
-    def load_state(self, contents: SavedContents, sections: list[bytearray]) -> None:
+    def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Give llama.cpp its state, and evict; RuntimeError where it does not take it."""
         positions, state = sections
         with captured_log():  # it says more than a user can use

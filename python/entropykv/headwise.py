@@ -212,13 +212,12 @@ class HeadwiseStore(Store):
             if problem:
                 raise reader.damaged(f"KV head {head} of layer {layer} has {problem}")
 
-    def load_state(self, contents: SavedContents, sections: list[bytearray]) -> None:
+    def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
         heads = list(_per_head(contents.entries))
         self._store.begin_load([count for _, _, count in heads], contents.evicted)
-        for i, (layer, head, count) in enumerate(heads):
-            self._store.load_head(layer, head, count, sections[i])
-            sections[i] = bytearray()  # or the cache would be in memory twice
+        for (layer, head, count), section in zip(heads, sections, strict=True):
+            self._store.load_head(layer, head, count, section)
         self.shift = contents.shift
 
     @property

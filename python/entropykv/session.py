@@ -401,7 +401,8 @@ class Session:
         """Go on with a session that was saved: the same numbers as if it had never ended.
 
         Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
-        than what the file holds, it evicts. Raises SessionFileError, and is as it was before.
+        than what the file holds, it evicts. All of the file is read and checked before anything
+        changes. Raises SessionFileError, and is as it was before.
         """
         with open_session(path) as reader:
             return self._load(reader)

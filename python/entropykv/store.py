@@ -92,10 +92,10 @@ class Store(Protocol):
     ) -> None:
         """Raise SessionFileError where load_state() would not go well."""
 
-    def load_state(self, contents: SavedContents, sections: list[bytearray]) -> None:
+    def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Replace everything by a checked state, and evict down to the budget.
 
-        The sections are used up. An Exception leaves the store as it was.
+        The sections may be changed. An Exception leaves the store as it was.
         """
 
     def close(self) -> None:
