@@ -6,10 +6,10 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import llama_cpp
-from llama_cpp import llama_chat_format, llama_tokenizer
+from llama_cpp import llama_cache, llama_chat_format, llama_tokenizer
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError
@@ -68,10 +68,13 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     if options.hf_model_repo_id is None:
         llama = ServedLlama(options.model, **arguments)
     else:
-        llama = ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments)
+        llama = cast(
+            ServedLlama,
+            ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
+        )
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
-        kinds = {"ram": llama_cpp.LlamaRAMCache, "disk": llama_cpp.LlamaDiskCache}
+        kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
 
@@ -117,11 +120,8 @@ def _chat_handler(options: ModelOptions) -> Any:
 
 
 def _set_template_arguments(llama: ServedLlama, template: dict[str, Any] | None) -> None:
-    handler = (
-        llama.chat_handler
-        or llama._chat_handlers.get(llama.chat_format)
-        or _named_handler(llama.chat_format)
-    )
+    name = str(llama.chat_format)
+    handler = llama.chat_handler or llama._chat_handlers.get(name) or _named_handler(name)
     if template:
         llama.chat_handler = lambda *given, **named: handler(*given, **{**template, **named})
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 from pydantic import Field
 
@@ -62,9 +63,7 @@ def _arguments(request: CompletionRequest | ChatRequest, llama: EntropyLlama) ->
         processors.append(_bias(_token_biases(request, llama)))
     if request.min_tokens > 0:
         _check_free_of_grammar(request)
-        processors.append(
-            llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos())
-        )
+        processors.append(llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos()))
     if processors:
         # not as logit_bias: llama-cpp-python drops both where there is another processor
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(processors)
@@ -126,7 +125,7 @@ def _bias(biases: dict[int, float]) -> Any:
     return add
 
 
-def _grammar(text: str, llama: EntropyLlama) -> llama_cpp.LlamaGrammar:
+def _grammar(text: str, llama: EntropyLlama) -> LlamaGrammar:
     """Have llama.cpp read it first: where it cannot, llama-cpp-python would crash."""
     vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
     sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text.encode("utf-8"), b"root")
@@ -135,4 +134,4 @@ def _grammar(text: str, llama: EntropyLlama) -> llama_cpp.LlamaGrammar:
             400, "grammar: llama.cpp cannot read it; give GBNF with a rule root", param="grammar"
         )
     llama_cpp.llama_sampler_free(sampler)
-    return llama_cpp.LlamaGrammar.from_string(text, verbose=False)
+    return LlamaGrammar.from_string(text, verbose=False)
