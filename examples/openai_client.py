@@ -1,4 +1,4 @@
-"""OpenAI's own client against `entropykv serve`: a chat as it is written, and the KV cache's figures.
+"""OpenAI's own client against `entropykv serve`: a chat, and the KV cache's figures.
 
 entropykv serve -m model.gguf --kv-budget 0.2 &
 python openai_client.py http://127.0.0.1:8000 [API key]

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,9 @@ def complete(client: openai.OpenAI, prompt: str = PROMPT, **options: Any) -> str
 
 
 def assert_next_is_right(client: openai.OpenAI) -> None:
-    with EntropyLlama(MODEL, n_ctx=N_CTX, kv_budget=256, verbose=False, n_threads=1) as llama:
-        expected = llama(PROMPT, max_tokens=12, temperature=0.0)["choices"][0]["text"]
+    arguments: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with closing(EntropyLlama(MODEL, n_ctx=N_CTX, kv_budget="256", **arguments)) as llama:
+        expected: Any = llama(PROMPT, max_tokens=12, temperature=0.0)["choices"][0]["text"]
     assert complete(client) == expected
 
 
@@ -344,9 +346,8 @@ def test_metrics_are_what_prometheus_reads(server: Server) -> None:
     assert answer.text.endswith("\n")
     kinds = dict(re.findall(r"^# TYPE (\S+) (counter|gauge)$", answer.text, re.MULTILINE))
     helps = re.findall(r"^# HELP (\S+) \S.+$", answer.text, re.MULTILINE)
-    samples = re.findall(
-        r"^([a-z_]+)(?:\{[a-z]+=\"[a-z]+\"\})? [0-9.e+-]+$", answer.text, re.MULTILINE
-    )
+    sample = r"^([a-z_]+)(?:\{[a-z]+=\"[a-z]+\"\})? [0-9.e+-]+$"
+    samples = re.findall(sample, answer.text, re.MULTILINE)
     assert list(kinds) == helps
     assert set(samples) == set(kinds)
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
