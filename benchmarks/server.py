@@ -6,11 +6,12 @@ python benchmarks/server.py [-n 1000] [-m model.gguf]
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
     """Start the server on a free port; returns it and its address."""
     options = ["-m", model, "--port", "0", "--n_ctx", N_CTX, "--kv-budget", "256"]
     options += ["--n_threads", threads, "--n_threads_batch", threads]
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603
         [sys.executable, "-m", "entropykv.cli", "serve", *map(str, options)],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ,
     )
-    assert process.stderr is not None
-    return process, re.findall(r"http://\S+/v1", process.stderr.readline())[0]
+    log = process.stderr or sys.stdin
+    first = log.readline()
+    threading.Thread(target=log.read, daemon=True).start()  # a full pipe would stop the server
+    return process, re.findall(r"http://\S+/v1", first)[0]
 
 
 def rss_mib(process: subprocess.Popen[str]) -> float:
@@ -54,12 +56,9 @@ def one_request(client: openai.OpenAI, index: int) -> float:
     elif index % 4 == 2:
         client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
     else:
-        try:
-            client.completions.create(
-                prompt=prompt, extra_body={"grammar": "root ::= ("}, **options
-            )
-        except openai.BadRequestError:
-            pass
+        options["extra_body"] = {"grammar": "root ::= ("}
+        with contextlib.suppress(openai.BadRequestError):
+            client.completions.create(prompt=prompt, **options)
     return time.perf_counter() - begin
 
 

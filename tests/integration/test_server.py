@@ -203,6 +203,22 @@ BAD: dict[str, tuple[int, str, dict[str, Any]]] = {
             "tool_choice": {"type": "function", "function": {"name": "b"}},
         },
     ),
+    "schema that is no grammar": (
+        400,
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "response_format": {
+                "type": "json_object",
+                "schema": {"type": "string", "maxLength": 1_000_000},
+            },
+        },
+    ),
+    "response_format and min_tokens": (
+        400,
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "response_format": {"type": "json_object"}, "min_tokens": 50},
+    ),
     "logprobs": (400, "/v1/completions", {"prompt": "a", "logprobs": 3}),
     "two prompts": (400, "/v1/completions", {"prompt": ["a", "b"]}),
     "no string": (400, "/v1/completions", {"prompt": 7}),
