@@ -180,6 +180,11 @@ def test_models_and_extras(client: openai.OpenAI, server: Server) -> None:
 
 BAD: dict[str, tuple[int, str, dict[str, Any]]] = {
     "grammar": (400, "/v1/completions", {"prompt": "a", "grammar": "root ::= ("}),
+    "grammar of many groups": (
+        400,
+        "/v1/completions",
+        {"prompt": "a", "grammar": "root ::= " + "(" * 100_000 + '"a"' + ")" * 100_000},
+    ),
     "grammar and min_tokens": (
         400,
         "/v1/completions",

@@ -19,6 +19,10 @@ from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
+# llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
+# 20,000 groups overflow a stack of 8 MiB, 5,000 groups and 50,000 rules do not.
+_MOST_GROUPS = 5_000
+_MOST_RULES = 50_000
 _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: text.lower() in ("true", "1"),
     "int": int,
@@ -70,7 +74,9 @@ class ServedLlama(EntropyLlama):
             )
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         text, root = grammar._grammar.encode("utf-8"), grammar._root.encode("utf-8")
-        sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text, root)
+        sampler = None
+        if text.count(b"(") <= _MOST_GROUPS and text.count(b"::=") <= _MOST_RULES:
+            sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text, root)
         if not sampler:
             raise RequestError(
                 400,
