@@ -101,10 +101,13 @@ class _Events(Response):
 
     async def _next(self, seconds: float | None) -> Any:
         """The next chunk or the end; None where there is none for so long."""
+        # not wait_for(): before Python 3.12 a chunk that comes with a cancellation swallows it
+        chunk = asyncio.ensure_future(self._chunks.get())
         try:
-            return await asyncio.wait_for(self._chunks.get(), seconds)
-        except asyncio.TimeoutError:
-            return None
+            done, _ = await asyncio.wait({chunk}, timeout=seconds)
+            return chunk.result() if done else None
+        finally:
+            chunk.cancel()
 
 
 async def _unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
