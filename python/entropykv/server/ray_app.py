@@ -8,6 +8,7 @@ restart, a crash), another one goes on from the session that was saved after the
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import signal
 import tempfile
@@ -20,6 +21,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from starlette.middleware import Middleware
 
 from entropykv.errors import SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
@@ -98,12 +100,13 @@ def _builder(
     def build() -> FastAPI:
         """Load the model, in the replica's process."""
         app = create_app(model, server)
-        app.add_middleware(
+        turns = Middleware(
             TurnMiddleware,
             llama=lambda: app.state.llama,
             conversations=Conversations(sessions, sessions_bytes),
             replica=serve.get_replica_context().replica_id.unique_id,
         )
+        app.user_middleware.append(turns)  # innermost: what is refused costs no other one's turn
         return app
 
     return build
@@ -115,6 +118,7 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
     Uses the Ray cluster that is running, else starts one on this machine, which ends with it.
     """
     with _sessions(options) as shared:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's reports home: opt in, not out
         ray.init(include_dashboard=False, log_to_driver=False)
         try:
             with _signals() as next_signal:  # ray.init() has set its own
