@@ -41,3 +41,7 @@ class SettingsError(EntropyKVError, ValueError):
 
 class VersionError(EntropyKVError, ImportError):
     """An installed llama-cpp-python or extension of a version that does not fit."""
+
+
+class MissingExtraError(EntropyKVError, ImportError):
+    """A part of this package whose optional packages are not installed."""

@@ -37,7 +37,8 @@ from entropykv.server.ray_app import ReplicaOptions, run_replicas
 
 run_replicas(
     ModelOptions(
-        model=sys.argv[1], n_ctx={N_CTX}, kv_budget="{BUDGET}", n_threads=1, n_threads_batch=1
+        model=sys.argv[1], n_ctx={N_CTX}, kv_budget="{BUDGET}", n_threads=1, n_threads_batch=1,
+        verbose=False,
     ),
     ServerOptions(port=int(sys.argv[2])),
     ReplicaOptions(replicas=2, sessions=sys.argv[3], num_cpus=0.5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ from entropykv import EntropyKVError, SessionFileError, SettingsError
 pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.conversations import Conversations
-from entropykv.server.turns import TurnMiddleware
+from entropykv.server.engine import Engine
+from entropykv.server.turns import TurnMiddleware, _name
 
 
 @dataclass
@@ -25,9 +27,17 @@ class FakeLlama:
     """Reads text; its sessions are that text."""
 
     text: str = ""
+    checkpoint: Any = None
     read: int = 0
     calls: list[str] = field(default_factory=list)
     broken: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.text)
+
+    def reset(self) -> None:
+        self.text = ""
 
     def kv_stats(self) -> Any:
         return SimpleNamespace(prompt_tokens=self.read, generated_tokens=0)
@@ -130,12 +140,9 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def middleware(app: App, llama: FakeLlama, directory: Path) -> TurnMiddleware:
-    return TurnMiddleware(
-        app,
-        llama=lambda: llama,  # type: ignore[arg-type, return-value]
-        conversations=Conversations(directory, 1 << 20),
-        replica="one",
-    )
+    engine = Engine(llama)  # type: ignore[arg-type]
+    conversations = Conversations(directory, 1 << 20)
+    return TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
 
 
 def scope(name: str | None = None) -> dict[str, Any]:
@@ -190,38 +197,50 @@ def test_a_refused_request_changes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cancelled_request_keeps_the_model_until_its_thread_is_done(tmp_path: Path) -> None:
+def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> None:
     llama = FakeLlama()
     inside: list[str] = []
-    disconnected: list[Any] = []
+    engine = Engine(llama)  # type: ignore[arg-type]
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        name = dict(scope["headers"])[b"x-session-id"].decode()
+    def generate(name: str) -> None:
         assert not inside
         inside.append(name)
-        await asyncio.sleep(0.05)
-        if name == "a":
-            disconnected.append(await receive())
+        time.sleep(0.05)
         llama.complete(name)
         inside.remove(name)
+
+    async def app(scope: Any, _: Any, send: Any) -> None:
+        await engine.generate(lambda _: generate(_name(scope)))
         await send({"type": "http.response.body"})
 
     async def send(_: Any) -> None:
         pass
 
-    async def both() -> None:
-        turns = middleware(app, llama, tmp_path)
-        first = asyncio.create_task(turns(scope("a"), nothing, send))
+    async def three() -> None:
+        conversations = Conversations(tmp_path, 1 << 20)
+        turns = TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
+        first, second, third = (
+            asyncio.create_task(turns(scope(name), nothing, send)) for name in "abc"
+        )
         await asyncio.sleep(0.02)
-        second = asyncio.create_task(turns(scope("b"), nothing, send))
-        third = asyncio.create_task(turns(scope("c"), nothing, send))
-        await asyncio.sleep(0)
         first.cancel()
         third.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         await second
+        assert conversations.path("a").read_text() == "a"
+        assert conversations.path("b").read_text() == "ab"
+        assert not conversations.path("c").exists()
 
-    asyncio.run(both())
-    assert disconnected == [{"type": "http.disconnect"}]
-    assert llama.text == "ab"  # c was cancelled while it waited
+    asyncio.run(three())
+
+
+def test_a_failed_generation_keeps_what_the_turn_before_saved(tmp_path: Path) -> None:
+    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
+    turn(conversations, llama, "a", "1")
+    conversations.enter(llama, "a")  # type: ignore[arg-type]
+    llama.complete("2")
+    llama.reset()
+    conversations.leave(llama, "a")  # type: ignore[arg-type]
+    turn(conversations, llama, "a", "3")
+    assert llama.text == "13"

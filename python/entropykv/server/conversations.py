@@ -59,6 +59,8 @@ class Conversations:
     def leave(self, llama: EntropyLlama, name: str) -> None:
         """Save a conversation that was just read on; an error costs reading it again, no more."""
         self._held = None
+        if llama.n_tokens == 0:  # the generation failed: what the turn before saved is better
+            return
         path = self.path(name)
         try:
             llama.save_session(path)

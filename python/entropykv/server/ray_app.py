@@ -102,7 +102,7 @@ def _builder(
         app = create_app(model, server)
         turns = Middleware(
             TurnMiddleware,
-            llama=lambda: app.state.llama,
+            engine=app.state.engine,
             conversations=Conversations(sessions, sessions_bytes),
             replica=serve.get_replica_context().replica_id.unique_id,
         )

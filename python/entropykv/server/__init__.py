@@ -1,0 +1,23 @@
+"""An OpenAI-compatible server of one model inside a KV budget; needs the extra `server`.
+
+>>> from entropykv.server import ModelOptions, ServerOptions, create_app
+>>> app = create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions())
+>>> await app.state.engine.call(lambda llama: llama.kv_stats())
+"""
+
+from entropykv.errors import MissingExtraError
+
+try:
+    import fastapi  # noqa: F401
+    import pydantic_settings  # noqa: F401
+    import uvicorn  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f'the server needs {error.name}, which is not installed; run pip install "entropykv[server]"'
+    ) from None
+
+from entropykv.server.app import create_app
+from entropykv.server.engine import Engine
+from entropykv.server.options import ModelOptions, ServerOptions
+
+__all__ = ["Engine", "ModelOptions", "ServerOptions", "create_app"]

@@ -1,0 +1,74 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+
+from entropykv.errors import ContextError
+
+logger = logging.getLogger("entropykv.server")
+
+
+class RequestError(HTTPException):
+    """A request that gets an error as its answer: a status of 400 to 599, and one sentence."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        """`param` names the field that is wrong, `code` is one of OpenAI's."""
+        super().__init__(status, message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body, self.status_code)
+
+
+def as_request_error(error: BaseException) -> RequestError:
+    """What a client is told of an error during a generation; those that are ours are logged.
+
+    llama-cpp-python and this package raise ValueError for what is wrong with the request.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ContextError):
+        return RequestError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, TemplateError):
+        return RequestError(400, f"the chat template refuses this: {error}", param="messages")
+    if isinstance(error, ValueError):
+        return RequestError(400, str(error))
+    logger.error("a generation failed", exc_info=error)
+    return RequestError(500, f"the generation failed: {error}; the server goes on")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let every error of the app have OpenAI's form."""
+
+    @app.exception_handler(RequestError)
+    def refused(_: Request, error: RequestError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    def http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no {request.url.path} here; see /docs"
+        answer = RequestError(error.status_code, message).response()
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part != "body"]
+        if first["type"] == "json_invalid":
+            return RequestError(400, f"the body is no JSON: {first['ctx']['error']}").response()
+        param = ".".join(place) or None
+        return RequestError(400, f"{param or 'the body'}: {first['msg']}", param=param).response()

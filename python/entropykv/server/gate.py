@@ -1,0 +1,64 @@
+"""What every request must pass before its body is read: the API key, and the limit of its size."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from entropykv.server.errors import RequestError
+
+
+class Gate:
+    """ASGI middleware: 401 without the right key, 413 for a body above `max_body` bytes."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
+        """No key, no 401."""
+        self._app = app
+        self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or pass it on with a body that cannot become too long."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            self._check_key(headers.get(b"authorization", b""))
+            length = headers.get(b"content-length", b"")
+            self._check_size(int(length) if length.isdigit() else 0)
+        except RequestError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, self._counted(receive), send)
+
+    def _check_key(self, given: bytes) -> None:
+        if self._credentials is not None and not hmac.compare_digest(given, self._credentials):
+            raise RequestError(
+                401,
+                "this server wants its API key; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes > self._max_body:
+            raise RequestError(
+                413,
+                f"the request's body has more than {self._max_body} bytes; shorten it or start "
+                "the server with a larger --max-body",
+            )
+
+    def _counted(self, receive: Receive) -> Receive:
+        """A body without a content-length is refused where it gets too long."""
+        n_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                n_bytes += len(message.get("body", b""))
+                self._check_size(n_bytes)
+            return message
+
+        return counted

@@ -1,0 +1,136 @@
+"""Load the model that the server's options name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp import llama_chat_format, llama_tokenizer
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from entropykv.errors import SettingsError
+from entropykv.llama import EntropyLlama
+from entropykv.server.options import ModelOptions
+
+_LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
+_KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
+    "bool": lambda text: text.lower() in ("true", "1"),
+    "int": int,
+    "float": float,
+    "str": str,
+}
+
+
+class ServedLlama(EntropyLlama):
+    """An EntropyLlama that can be stopped between two micro-batches, or two tokens."""
+
+    checkpoint: Callable[[], None] | None = None
+    """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Read tokens; see EntropyLlama.eval."""
+        n_ubatch = self.context_params.n_ubatch
+        for first in range(0, max(len(tokens), 1), n_ubatch):
+            if self.checkpoint is not None:
+                self.checkpoint()
+            super().eval(tokens[first : first + n_ubatch])
+
+
+def load_llama(options: ModelOptions) -> ServedLlama:
+    """Load the model; raises what EntropyLlama raises.
+
+    llama_cpp.server's own loader (LlamaProxy) names llama_cpp.Llama, whose full cache would be
+    allocated before attach() could replace it; its settings have the names of Llama's arguments.
+    """
+    given = options.model_dump()
+    arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
+    arguments.update(
+        kv_budget=options.kv_budget,
+        policy=options.policy,
+        entropy_config=options.entropy_config,
+        kv_type=options.kv_type,
+        store=options.store,
+        n_sinks=options.sinks,
+        recent_window=options.recent_window,
+        kv_overrides=_overrides(options.kv_overrides),
+        chat_handler=_chat_handler(options),
+    )
+    if options.draft_model is not None:
+        arguments["draft_model"] = LlamaPromptLookupDecoding(options.draft_model_num_pred_tokens)
+    if options.hf_pretrained_model_name_or_path is not None:
+        arguments["tokenizer"] = llama_tokenizer.LlamaHFTokenizer.from_pretrained(
+            options.hf_pretrained_model_name_or_path
+        )
+    if options.hf_model_repo_id is None:
+        llama = ServedLlama(options.model, **arguments)
+    else:
+        llama = ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments)
+    _set_template_arguments(llama, options.chat_template_kwargs)
+    if options.cache:
+        kinds = {"ram": llama_cpp.LlamaRAMCache, "disk": llama_cpp.LlamaDiskCache}
+        llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
+    return llama
+
+
+def _overrides(texts: list[str] | None) -> dict[str, bool | int | float | str] | None:
+    """Read key=type:value, as llama_cpp.server does."""
+    if texts is None:
+        return None
+    overrides = {}
+    for text in texts:
+        key, _, typed = text.partition("=")
+        kind, _, value = typed.partition(":")
+        try:
+            overrides[key] = _KINDS[kind](value)
+        except (KeyError, ValueError):
+            raise SettingsError(
+                f"kv_overrides cannot be {text!r}; give key=type:value with a type of "
+                f"{', '.join(_KINDS)}"
+            ) from None
+    return overrides
+
+
+def _chat_handler(options: ModelOptions) -> Any:
+    if options.clip_model_path is not None:
+        raise SettingsError(
+            "clip_model_path is for images, which are not possible inside a KV budget; use "
+            "llama_cpp.server for them"
+        )
+    if options.chat_format == "hf-tokenizer-config":
+        if options.hf_tokenizer_config_path is None:
+            raise SettingsError("chat_format hf-tokenizer-config needs --hf_tokenizer_config_path")
+        config = json.loads(Path(options.hf_tokenizer_config_path).read_text(encoding="utf-8"))
+        return llama_chat_format.hf_tokenizer_config_to_chat_completion_handler(config)
+    if options.chat_format == "hf-autotokenizer":
+        if options.hf_pretrained_model_name_or_path is None:
+            raise SettingsError(
+                "chat_format hf-autotokenizer needs --hf_pretrained_model_name_or_path"
+            )
+        return llama_chat_format.hf_autotokenizer_to_chat_completion_handler(
+            options.hf_pretrained_model_name_or_path
+        )
+    return None
+
+
+def _set_template_arguments(llama: ServedLlama, template: dict[str, Any] | None) -> None:
+    handler = (
+        llama.chat_handler
+        or llama._chat_handlers.get(llama.chat_format)
+        or _named_handler(llama.chat_format)
+    )
+    if template:
+        llama.chat_handler = lambda *given, **named: handler(*given, **{**template, **named})
+
+
+def _named_handler(name: str) -> Any:
+    try:
+        return llama_chat_format.get_chat_completion_handler(name)
+    except llama_chat_format.LlamaChatCompletionHandlerNotFoundException:
+        raise SettingsError(
+            f"there is no chat_format {name!r}; leave --chat_format out, or give one of "
+            "llama-cpp-python's"
+        ) from None
