@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve: conversations stay where they are, and survive a rolling restart."""
+"""Two replicas under Ray Serve: conversations stay where they are, and survive a restart."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         verbose=False,
     )  # fmt: skip
     most = new_tokens(llama, MORE)
-    for name in where:
+    for name, replica in where.items():
         answer = turn(name, MORE)
-        assert answer.replica == where[name]
+        assert answer.replica == replica
         assert 0 < answer.tokens_read <= most
     replicas.complete(OPENING, None)  # of no conversation: it may go anywhere
 

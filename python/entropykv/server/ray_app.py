@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,16 +18,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from fastapi import FastAPI
-from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from starlette.middleware import Middleware
 
-from entropykv.errors import SettingsError
+from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.conversations import Conversations
 from entropykv.server.turns import TurnMiddleware
+
+try:
+    import ray
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f'replicas need {error.name}, which is not installed; run pip install "entropykv[ray]"'
+    ) from None
 
 NAME = "entropykv"
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -79,19 +86,22 @@ def application(
         )
         number = {"autoscaling_config": scaling}
     replica = serve.ingress(_builder(model, server, sessions, options.sessions_bytes))()
-    deployment = serve.deployment(
+    router: dict[str, Any] = {
+        "request_router_class": _ROUTER,
+        "request_router_kwargs": {"num_fallback_replicas": 0},
+    }
+    deployment: Any = serve.deployment(
         replica,
         name=NAME,
         ray_actor_options={"num_cpus": options.num_cpus},
         # Requests wait in their replica, not in front of it: autoscaling counts both alike, and one
         # that is turned away would go to a replica that does not hold its conversation.
         max_ongoing_requests=1000,
-        request_router_config=RequestRouterConfig(
-            request_router_class=_ROUTER, request_router_kwargs={"num_fallback_replicas": 0}
-        ),
+        request_router_config=RequestRouterConfig(**router),
         **number,
     )
-    return deployment.bind()
+    bound: serve.Application = deployment.bind()
+    return bound
 
 
 def _builder(
@@ -116,20 +126,36 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
     """Serve until SIGINT or SIGTERM; SIGHUP restarts the replicas, some at a time.
 
     Uses the Ray cluster that is running, else starts one on this machine, which ends with it.
+    Raises EntropyKVError where the replicas cannot be started.
     """
+    if server.port == 0:
+        raise SettingsError("replicas need a port of their own; give --port")
+    http = {name: getattr(server, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     with _sessions(options) as shared:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's reports home: opt in, not out
         ray.init(include_dashboard=False, log_to_driver=False)
         try:
             with _signals() as next_signal:  # ray.init() has set its own
-                serve.start(http_options={"host": server.host, "port": server.port})
+                serve.start(http_options=http)
                 number = signal.SIGHUP.value
                 while number == signal.SIGHUP:
-                    serve.run(application(model, server, shared), name=NAME)
+                    _deploy(application(model, server, shared))
                     number = next_signal()
                 serve.delete(NAME)
         finally:
             ray.shutdown()
+
+
+def _deploy(app: serve.Application) -> None:
+    """Start the replicas, or replace those that run."""
+    try:
+        serve.run(app, name=NAME)
+    except RuntimeError as error:
+        deployments = serve.status().applications[NAME].deployments.values()
+        said = "".join(deployment.message for deployment in deployments)
+        ours = re.findall(r"^(?:\x1b\[\d+m)*entropykv\.errors\.\w+: (.*)$", said, re.MULTILINE)
+        reason = ours[-1] if ours else f"the replicas do not start; Ray says: {error}"
+        raise EntropyKVError(reason) from None
 
 
 @contextmanager
