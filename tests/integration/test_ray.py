@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,6 +60,7 @@ class Replicas:
 
     process: subprocess.Popen[bytes]
     url: str
+    log: Path
 
     def complete(self, prompt: str, session: str | None) -> Answer:
         body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0}
@@ -77,12 +77,9 @@ class Replicas:
             )
 
     def is_ready(self) -> bool:
+        """Whether every replica runs: the first one that does would answer requests already."""
         assert self.process.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as response:  # noqa: S310
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return b"is ready at" in self.log.read_bytes()
 
 
 def wait_for(what: Callable[[], bool], seconds: float) -> None:
@@ -122,11 +119,13 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
             env=environment, cwd=tmp_path, stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        yield Replicas(process, f"http://127.0.0.1:{port}")
+        yield Replicas(process, f"http://127.0.0.1:{port}", tmp_path / "log")
     finally:
-        for child in (process, *processes_of(directory)):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
+        while left := processes_of(directory):  # killing some may start others
+            for child in left:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+            psutil.wait_procs(left, timeout=5)
         process.wait()
         shutil.rmtree(directory, ignore_errors=True)
 
