@@ -14,6 +14,7 @@ from entropykv.cli.models import add_models
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
 from entropykv.cli.run import EXIT_INTERRUPTED, add_run
+from entropykv.cli.serve import add_serve
 from entropykv.errors import EntropyKVError
 
 EXIT_BAD_INPUT = 2
@@ -21,9 +22,9 @@ EXIT_BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Bad input: one sentence on stderr, and 2."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
         code: int = options.command(options)
     except EntropyKVError as error:
         print(f"entropykv: {error}", file=sys.stderr)
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, serving: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="entropykv",
         description="Run GGUF models in stock llama.cpp inside a hard KV-cache budget.",
@@ -50,4 +51,5 @@ def _parser() -> argparse.ArgumentParser:
     add_convert(commands)
     add_calibrate(commands)
     add_profile(commands)
+    add_serve(commands, chosen=serving)
     return parser

@@ -13,7 +13,8 @@ try:
     import uvicorn  # noqa: F401
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        f'the server needs {error.name}, which is not installed; run pip install "entropykv[server]"'
+        f"the server needs {error.name}, which is not installed; run "
+        'pip install "entropykv[server]"'
     ) from None
 
 from entropykv.server.app import create_app

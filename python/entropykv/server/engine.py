@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from entropykv.errors import ContextError
 from entropykv.llama import EntropyLlama
@@ -54,9 +54,7 @@ class Engine:
     def __init__(self, llama: ServedLlama, *, interrupt: bool = False) -> None:
         """`interrupt`: a new request ends the stream that is being written."""
         self.llama = llama
-        self.outcomes: dict[Outcome, int] = dict.fromkeys(
-            ("finished", "refused", "failed", "stopped"), 0
-        )
+        self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self.waiting = 0
         """Requests that wait or run."""
         self._interrupt = interrupt

@@ -55,6 +55,10 @@ def add_error_handlers(app: FastAPI) -> None:
     def refused(_: Request, error: RequestError) -> JSONResponse:
         return error.response()
 
+    @app.exception_handler(Exception)
+    def failed(_: Request, error: Exception) -> JSONResponse:
+        return as_request_error(error).response()
+
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)

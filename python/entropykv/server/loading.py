@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import llama_cpp
-from llama_cpp import llama_chat_format, llama_tokenizer
+from llama_cpp import llama_cache, llama_chat_format, llama_tokenizer
+from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError
 from entropykv.llama import EntropyLlama
+from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
@@ -26,7 +28,7 @@ _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
 
 
 class ServedLlama(EntropyLlama):
-    """An EntropyLlama that can be stopped between two micro-batches, or two tokens."""
+    """An EntropyLlama that can be stopped, and whose grammars cannot end the process."""
 
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
@@ -38,6 +40,45 @@ class ServedLlama(EntropyLlama):
             if self.checkpoint is not None:
                 self.checkpoint()
             super().eval(tokens[first : first + n_ubatch])
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        *arguments: Any,
+        logits_processor: Any = None,
+        grammar: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Yield tokens; see EntropyLlama.generate. RequestError for what llama.cpp would die of."""
+        if grammar is not None:
+            self._check_grammar(grammar, logits_processor or ())
+        yield from super().generate(
+            tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
+        )
+
+    def _check_grammar(self, grammar: LlamaGrammar, processors: Iterable[Any]) -> None:
+        """Here because a response_format and a tool are grammars, too.
+
+        llama-cpp-python uses one that llama.cpp cannot read, which is a null pointer; llama.cpp
+        aborts where a grammar allows nothing but the end, and min_tokens forbids that.
+        """
+        if any(isinstance(each, llama_cpp.MinTokensLogitsProcessor) for each in processors):
+            raise RequestError(
+                400,
+                "min_tokens cannot go with a grammar, a response_format or a tool",
+                param="min_tokens",
+            )
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        text, root = grammar._grammar.encode("utf-8"), grammar._root.encode("utf-8")
+        sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text, root)
+        if not sampler:
+            raise RequestError(
+                400,
+                "grammar: llama.cpp cannot read it; give GBNF with a rule root, or a schema "
+                "with less repetition",
+                param="grammar",
+            )
+        llama_cpp.llama_sampler_free(sampler)
 
 
 def load_llama(options: ModelOptions) -> ServedLlama:
@@ -68,10 +109,13 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     if options.hf_model_repo_id is None:
         llama = ServedLlama(options.model, **arguments)
     else:
-        llama = ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments)
+        llama = cast(
+            ServedLlama,
+            ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
+        )
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
-        kinds = {"ram": llama_cpp.LlamaRAMCache, "disk": llama_cpp.LlamaDiskCache}
+        kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
 
@@ -117,11 +161,8 @@ def _chat_handler(options: ModelOptions) -> Any:
 
 
 def _set_template_arguments(llama: ServedLlama, template: dict[str, Any] | None) -> None:
-    handler = (
-        llama.chat_handler
-        or llama._chat_handlers.get(llama.chat_format)
-        or _named_handler(llama.chat_format)
-    )
+    name = str(llama.chat_format)
+    handler = llama.chat_handler or llama._chat_handlers.get(name) or _named_handler(name)
     if template:
         llama.chat_handler = lambda *given, **named: handler(*given, **{**template, **named})
 

@@ -26,8 +26,8 @@ _METRICS = (
 
 def as_json(engine: Engine) -> dict[str, Any]:
     """All figures: those of SessionStats, and requests by their outcome."""
-    requests = {**engine.outcomes, "waiting": engine.waiting}
-    return {**dataclasses.asdict(engine.stats), "requests": requests}
+    requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
+    return {**dataclasses.asdict(engine.stats), "requests": {**requests, "waiting": engine.waiting}}
 
 
 def as_prometheus(engine: Engine) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -37,7 +39,7 @@ class ServerOptions(ServerSettings):
 
     host: str = Field(default="127.0.0.1", description="Listen address")
     port: int = Field(default=8000, ge=0, le=65535, description="Listen port; 0: any free one")
-    api_key: str | None = Field(
+    api_key: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
         default=None,
         min_length=1,
         description="Every request must bear it (also: environment variable ENTROPYKV_API_KEY)",

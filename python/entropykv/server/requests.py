@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 from pydantic import Field
 
@@ -61,15 +62,12 @@ def _arguments(request: CompletionRequest | ChatRequest, llama: EntropyLlama) ->
     if request.logit_bias:
         processors.append(_bias(_token_biases(request, llama)))
     if request.min_tokens > 0:
-        _check_free_of_grammar(request)
-        processors.append(
-            llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos())
-        )
+        processors.append(llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos()))
     if processors:
         # not as logit_bias: llama-cpp-python drops both where there is another processor
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(processors)
     if request.grammar is not None:
-        arguments["grammar"] = _grammar(request.grammar, llama)
+        arguments["grammar"] = LlamaGrammar.from_string(request.grammar, verbose=False)
     return arguments
 
 
@@ -78,17 +76,6 @@ def _check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
         raise RequestError(
             400, "logprobs: only a server started with --logits_all true has them", param="logprobs"
         )
-
-
-def _check_free_of_grammar(request: CompletionRequest | ChatRequest) -> None:
-    """llama.cpp would abort where a grammar allows nothing but the end, and min_tokens forbids it.
-
-    A response_format or a tool is a grammar, too.
-    """
-    constraints = ("grammar", "response_format", "tools", "functions")
-    for name in constraints:
-        if getattr(request, name, None):
-            raise RequestError(400, f"min_tokens cannot go with {name}", param="min_tokens")
 
 
 def _token_biases(
@@ -124,15 +111,3 @@ def _bias(biases: dict[int, float]) -> Any:
         return scores
 
     return add
-
-
-def _grammar(text: str, llama: EntropyLlama) -> llama_cpp.LlamaGrammar:
-    """Have llama.cpp read it first: where it cannot, llama-cpp-python would crash."""
-    vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
-    sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text.encode("utf-8"), b"root")
-    if not sampler:
-        raise RequestError(
-            400, "grammar: llama.cpp cannot read it; give GBNF with a rule root", param="grammar"
-        )
-    llama_cpp.llama_sampler_free(sampler)
-    return llama_cpp.LlamaGrammar.from_string(text, verbose=False)

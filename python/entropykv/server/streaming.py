@@ -34,10 +34,17 @@ async def stream(
     """The chunks of a call as events. RequestError where it fails before the first."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
-    work = asyncio.ensure_future(
-        engine.generate(call, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
-    )
-    work.add_done_callback(lambda _: chunks.put_nowait(_END))
+
+    def emit(chunk: Any) -> None:
+        loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+    work = asyncio.ensure_future(engine.generate(call, emit))
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        chunks.put_nowait(_END)
+        _ = task.cancelled() or task.exception()  # else asyncio logs it where the client is gone
+
+    work.add_done_callback(ended)
     events = _Events(chunks, work, ping=ping)
     try:
         there, _ = await _unless_gone(request.receive, events.wait_for_first())
@@ -100,9 +107,7 @@ class _Events(Response):
             return None
 
 
-async def _unless_gone(
-    receive: Receive, coroutine: Coroutine[Any, Any, Any]
-) -> tuple[bool, Any]:
+async def _unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
     """Whether the client stayed until the coroutine was done, and what it returned."""
     work = asyncio.ensure_future(coroutine)
     gone = asyncio.ensure_future(_disconnected(receive))

@@ -1,0 +1,39 @@
+"""OpenAI's own client against `entropykv serve`: a chat, and the KV cache's figures.
+
+entropykv serve -m model.gguf --kv-budget 0.2 &
+python openai_client.py http://127.0.0.1:8000 [API key]
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from openai import OpenAI
+
+QUESTIONS = ("What is the capital of France?", "And of Italy?")
+
+
+def main() -> None:
+    """Ask the questions in one conversation; only what is new is read in every turn."""
+    url, key = [*sys.argv[1:], "http://127.0.0.1:8000"][0], [*sys.argv[2:], "none"][0]
+    with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        messages: list[Any] = []
+        for question in QUESTIONS:
+            print(f"> {question}")
+            messages.append({"role": "user", "content": question})
+            reply = ""
+            for chunk in client.chat.completions.create(
+                model="any", messages=messages, max_tokens=40, temperature=0.0, stream=True
+            ):
+                text = chunk.choices[0].delta.content or ""
+                print(text, end="", flush=True)
+                reply += text
+            print()
+            messages.append({"role": "assistant", "content": reply})
+        figures: Any = client.get("/kv", cast_to=object)
+    print(f"{figures['kv_bytes_peak']} of {figures['kv_bytes_budget']} KV bytes used")
+
+
+if __name__ == "__main__":
+    main()

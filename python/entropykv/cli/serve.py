@@ -1,0 +1,90 @@
+"""`entropykv serve`: an OpenAI-compatible server of a model inside a KV budget."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from entropykv.cli.options import integer
+from entropykv.config import KV_TYPES, STORES
+from entropykv.errors import SettingsError
+from entropykv.policy import POLICIES
+
+if TYPE_CHECKING:
+    from entropykv.server import ModelOptions, ServerOptions
+
+_SUMMARY = "serve a model to OpenAI's clients inside a KV budget"
+Options = TypeVar("Options", "ModelOptions", "ServerOptions")
+
+
+def add_serve(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], *, chosen: bool
+) -> None:
+    """Register the command; where it is `chosen`, with its options.
+
+    Those are llama_cpp.server's, whose packages take long to load and may not be installed.
+    """
+    parser = commands.add_parser(
+        "serve",
+        help=_SUMMARY,
+        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}: llama_cpp.server's options, and the "
+        "budget's. Every option may also come from an environment variable such as "
+        "ENTROPYKV_API_KEY.",
+    )
+    parser.set_defaults(command=run)
+    if chosen:
+        _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
+
+    budget = parser.add_argument_group("KV budget")
+    budget.add_argument("--kv-budget", metavar="B", help="as in `entropykv run` (default: 1.0)")
+    budget.add_argument("--policy", choices=POLICIES, help="as in `entropykv run`")
+    budget.add_argument("--kv-type", choices=KV_TYPES, help="as in `entropykv run`")
+    budget.add_argument("--store", choices=STORES, help="as in `entropykv run`")
+    budget.add_argument("--entropy-config", metavar="FILE", help="as in `entropykv run`")
+    budget.add_argument("--sinks", type=integer(0), metavar="N", help="as in `entropykv run`")
+    budget.add_argument(
+        "--recent-window", type=integer(1), metavar="N", help="as in `entropykv run`"
+    )
+    ours = {action.dest for action in budget._group_actions}  # noqa: SLF001
+    group = parser.add_argument_group("server")
+    _add_fields(group, ServerOptions, {"max_body"})
+    group.add_argument(
+        "--max-body", type=integer(1), metavar="BYTES", help="longest request (default: 4 MiB)"
+    )
+    group = parser.add_argument_group("model")
+    _add_fields(group, ModelOptions, ours)
+    group.add_argument("-m", dest="model", metavar="FILE", help="the same as --model")
+
+
+def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str]) -> None:
+    """The options of llama_cpp.server, by its own function, with our defaults."""
+    from llama_cpp.server.cli import add_args_from_model  # noqa: PLC0415
+
+    fields = {name: field for name, field in options.model_fields.items() if name not in without}
+    add_args_from_model(cast(Any, group), cast(Any, SimpleNamespace(model_fields=fields)))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command until a signal; returns the exit code."""
+    from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
+    from entropykv.server.running import serve  # noqa: PLC0415
+
+    serve(_read(ModelOptions, options), _read(ServerOptions, options))
+    return 0
+
+
+def _read(kind: type[Options], options: argparse.Namespace) -> Options:
+    from llama_cpp.server.cli import parse_model_from_args  # noqa: PLC0415
+    from pydantic import ValidationError  # noqa: PLC0415
+
+    try:
+        return cast(Options, parse_model_from_args(cast(Any, kind), options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise SettingsError(f"--{name}: {first['msg']}; see entropykv serve --help") from None

@@ -1,0 +1,82 @@
+"""Run the app under uvicorn until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from entropykv.errors import SettingsError
+from entropykv.server.app import create_app
+from entropykv.server.options import ModelOptions, ServerOptions
+
+_SECONDS_TO_FINISH = 10
+"""For a client that does not read the end of its answer."""
+
+
+def serve(model: ModelOptions, server: ServerOptions) -> None:
+    """Serve until a signal. SettingsError for an address that is taken, and as create_app()."""
+    with _listening_socket(server) as listener:
+        app = create_app(model, server)
+        config = uvicorn.Config(
+            app,
+            ssl_keyfile=server.ssl_keyfile,
+            ssl_certfile=server.ssl_certfile,
+            root_path=server.root_path,
+            log_level="info" if model.verbose else "warning",
+            timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+        )
+        _Server(config, app, _url(listener, server)).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: FastAPI, url: str) -> None:
+        super().__init__(config)
+        self._app = app
+        self._url = url
+        # uvicorn raises the signal again after its shutdown, for the handlers that were there
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._leave)
+
+    def _leave(self, _: int, __: FrameType | None) -> None:
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        sys.stderr.write(f"entropykv: serving {self._url}/v1, Ctrl-C stops it\n")
+        sys.stderr.flush()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.engine.stop()  # or uvicorn would wait for the longest answer
+        await super().shutdown(sockets)
+
+
+def _listening_socket(server: ServerOptions) -> socket.socket:
+    """Bound before the model is loaded: a taken port is known at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {server.host} port {server.port} ({error.strerror}); give another "
+            "--host or --port"
+        ) from None
+    return listener
+
+
+def _url(listener: socket.socket, server: ServerOptions) -> str:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if server.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
