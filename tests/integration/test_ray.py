@@ -161,7 +161,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         verbose=False,
     )  # fmt: skip
     most = new_tokens(llama, MORE)
-    for name, replica in where.items():
+    for name, replica in [*where.items()] * 4:  # so often, none stays by chance
         answer = turn(name, MORE)
         assert answer.replica == replica
         assert 0 < answer.tokens_read <= most
