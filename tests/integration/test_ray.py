@@ -89,14 +89,13 @@ def wait_for(what: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def processes_of(directory: Path) -> list[Any]:
-    """Processes that were started with this directory as Ray's own."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RAY_TMPDIR") == str(directory):
-                found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
+def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
+    """The server and everything that Ray has started for it, as long as it runs."""
+    try:
+        process = psutil.Process(server.pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 @pytest.fixture
@@ -121,11 +120,11 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
     try:
         yield Replicas(process, f"http://127.0.0.1:{port}", tmp_path / "log")
     finally:
-        while left := processes_of(directory):  # killing some may start others
-            for child in left:
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
-            psutil.wait_procs(left, timeout=5)
+        left = processes_of(process)
+        for child in left:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(left, timeout=5)
         process.wait()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -187,8 +186,8 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         text += expected + MORE
     llama.close()
 
-    directory = Path(os.fspath(psutil.Process(replicas.process.pid).environ()["RAY_TMPDIR"]))
+    started = processes_of(replicas.process)
     replicas.process.terminate()
     assert replicas.process.wait(60) == 0
-    wait_for(lambda: not processes_of(directory), 20)
+    assert not psutil.wait_procs(started, timeout=20)[1]
     assert len(list((tmp_path / "sessions").glob("*.session"))) == len(where)
