@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,12 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from entropykv.errors import ContextError
+from entropykv.errors import ContextError, SettingsError
 from entropykv.llama_arguments import BudgetArguments, EvictionEvent
 from entropykv.llama_context import BudgetContext
 from entropykv.prefix import continuing, control_symbol, spelling
 from entropykv.session import Session
+from entropykv.session_file import SavedContents
 
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
@@ -118,6 +120,31 @@ class ReadingLlama(llama_cpp.Llama):
 
     def _tokenize_text(self, text: bytes) -> list[int]:
         return self.tokenize(text, add_bos=False, special=False)
+
+    # --- sessions on disk -------------------------------------------------------------------------
+
+    def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Write what was read to a file, as Session.save() does. Raises SessionFileError."""
+        self.eval([])
+        return self._session.save(path)
+
+    def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Go on with a file of save_session() or Session.save(); its text is not read again.
+
+        Raises SessionFileError, and then holds what it held; SettingsError with logits_all, whose
+        rows no file has.
+        """
+        if self._logits_all:
+            raise SettingsError(
+                "a saved session has the logits of its last token only; use logits_all=False, or "
+                "save_state() and load_state()"
+            )
+        contents = self._session.load(path)
+        self._requires_eval = True
+        self._sampled = None
+        self.n_tokens = contents.position
+        self.input_ids[: contents.position] = self._session.tokens[: contents.position]
+        return contents
 
     # --- completions ------------------------------------------------------------------------------
 

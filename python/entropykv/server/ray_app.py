@@ -1,0 +1,180 @@
+"""Replicas of the server under Ray Serve, every conversation pinned to the one that holds it.
+
+A conversation is what the header X-Session-Id names. Ray Serve's own ConsistentHashRouter sends it
+to the same replica as long as that one lives. Where the replicas change (scaling, a rolling
+restart, a crash), another one goes on from the session that was saved after the last turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
+from entropykv.server import ModelOptions, ServerOptions, create_app
+from entropykv.server.conversations import Conversations
+from entropykv.server.turns import TurnMiddleware
+
+try:
+    import ray
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f'replicas need {error.name}, which is not installed; run pip install "entropykv[ray]"'
+    ) from None
+
+NAME = "entropykv"
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many replicas there are, and what they share. Raises SettingsError."""
+
+    replicas: int = 2
+    """At first, and at least."""
+    max_replicas: int | None = None
+    """At most, as requests queue up; None: always `replicas`."""
+    target_ongoing_requests: float = 2.0
+    """Requests that a replica has, waiting ones too, before another replica is started."""
+    sessions: str | None = None
+    """The directory of saved conversations, which every node must see; None: a temporary one."""
+    sessions_bytes: int = 8 << 30
+    """Of all saved conversations: beyond it, the least recently used are removed."""
+    num_cpus: float = 1.0
+    """CPUs that Ray reserves for a replica."""
+
+    def __post_init__(self) -> None:
+        """Check every number."""
+        if self.replicas < 1:
+            raise SettingsError(f"{self.replicas} replicas are too few; give 1 or more")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise SettingsError(
+                f"at most {self.max_replicas} replicas are fewer than {self.replicas} at first; "
+                "raise --max-replicas or lower --replicas"
+            )
+        for name in ("target_ongoing_requests", "sessions_bytes", "num_cpus"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; give more than 0")
+
+
+def application(
+    model: ModelOptions, server: ServerOptions, options: ReplicaOptions
+) -> serve.Application:
+    """Return the Ray Serve application, for serve.run(); `options.sessions` must be given."""
+    sessions = options.sessions
+    if sessions is None:
+        raise SettingsError("replicas share a directory of sessions; give its path (sessions)")
+    number: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scaling = AutoscalingConfig(
+            min_replicas=options.replicas,
+            max_replicas=options.max_replicas,
+            target_ongoing_requests=options.target_ongoing_requests,
+        )
+        number = {"autoscaling_config": scaling}
+    replica = serve.ingress(_builder(model, server, sessions, options.sessions_bytes))()
+    router: dict[str, Any] = {
+        "request_router_class": _ROUTER,
+        "request_router_kwargs": {"num_fallback_replicas": 0},
+    }
+    deployment: Any = serve.deployment(
+        replica,
+        name=NAME,
+        ray_actor_options={"num_cpus": options.num_cpus},
+        # Requests wait in their replica, not in front of it: autoscaling counts both alike, and one
+        # that is turned away would go to a replica that does not hold its conversation.
+        max_ongoing_requests=1000,
+        request_router_config=RequestRouterConfig(**router),
+        **number,
+    )
+    bound: serve.Application = deployment.bind()
+    return bound
+
+
+def _builder(
+    model: ModelOptions, server: ServerOptions, sessions: str, sessions_bytes: int
+) -> Callable[[], FastAPI]:
+    def build() -> FastAPI:
+        """Load the model, in the replica's process."""
+        app = create_app(model, server)
+        turns = Middleware(
+            TurnMiddleware,
+            engine=app.state.engine,
+            conversations=Conversations(sessions, sessions_bytes),
+            replica=serve.get_replica_context().replica_id.unique_id,
+        )
+        app.user_middleware.append(turns)  # innermost: what is refused costs no other one's turn
+        return app
+
+    return build
+
+
+def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOptions) -> None:
+    """Serve until SIGINT or SIGTERM; SIGHUP restarts the replicas, some at a time.
+
+    Uses the Ray cluster that is running, else starts one on this machine, which ends with it.
+    Raises EntropyKVError where the replicas cannot be started.
+    """
+    if server.port == 0:
+        raise SettingsError("replicas need a port of their own; give --port")
+    http = {name: getattr(server, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
+    with _sessions(options) as shared:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's reports home: opt in, not out
+        ray.init(include_dashboard=False, log_to_driver=False)
+        try:
+            with _signals() as next_signal:  # ray.init() has set its own
+                serve.start(http_options=http)
+                number = signal.SIGHUP.value
+                while number == signal.SIGHUP:
+                    _deploy(application(model, server, shared))
+                    number = next_signal()
+                serve.delete(NAME)
+        finally:
+            ray.shutdown()
+
+
+def _deploy(app: serve.Application) -> None:
+    """Start the replicas, or replace those that run."""
+    try:
+        serve.run(app, name=NAME)
+    except RuntimeError as error:
+        deployments = serve.status().applications[NAME].deployments.values()
+        said = "".join(deployment.message for deployment in deployments)
+        ours = re.findall(r"^(?:\x1b\[\d+m)*entropykv\.errors\.\w+: (.*)$", said, re.MULTILINE)
+        reason = ours[-1] if ours else f"the replicas do not start; Ray says: {error}"
+        raise EntropyKVError(reason) from None
+
+
+@contextmanager
+def _sessions(options: ReplicaOptions) -> Iterator[ReplicaOptions]:
+    if options.sessions is not None:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="entropykv-sessions-") as directory:
+        yield dataclasses.replace(options, sessions=directory)
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], int]]:
+    """Give a function that waits for the next signal, and returns its number."""
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda got, _: received.put(got)) for number in numbers]
+    try:
+        yield received.get
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,193 @@
+"""Two replicas under Ray Serve: conversations stay where they are, and survive a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropykv import EntropyLlama, models
+
+psutil = pytest.importorskip("psutil")
+pytest.importorskip("ray", reason="needs the extra ray")
+
+N_CTX, BUDGET, MAX_TOKENS = 2048, 64, 4
+OPENING = "the winding road to the land of the king is far from the sea and " * 6
+MORE = " and then the king said"
+SERVER = f"""
+import sys
+from entropykv.server import ModelOptions, ServerOptions
+from entropykv.server.ray_app import ReplicaOptions, run_replicas
+
+run_replicas(
+    ModelOptions(
+        model=sys.argv[1], n_ctx={N_CTX}, kv_budget="{BUDGET}", n_threads=1, n_threads_batch=1,
+        verbose=False,
+    ),
+    ServerOptions(port=int(sys.argv[2])),
+    ReplicaOptions(replicas=2, sessions=sys.argv[3], num_cpus=0.5),
+)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one replica answered."""
+
+    text: str
+    replica: str
+    tokens_read: int
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The server's process, and where it listens."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def complete(self, prompt: str, session: str | None) -> Answer:
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0}
+        headers = {"Content-Type": "application/json"}
+        if session is not None:
+            headers["X-Session-Id"] = session
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", data, headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
+            return Answer(
+                json.load(response)["choices"][0]["text"],
+                response.headers["X-EntropyKV-Replica"],
+                int(response.headers["X-EntropyKV-Tokens-Read"]),
+            )
+
+    def is_ready(self) -> bool:
+        """Whether every replica runs: the first one that does would answer requests already."""
+        assert self.process.poll() is None, "the server ended"
+        return b"is ready at" in self.log.read_bytes()
+
+
+def wait_for(what: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.2)
+
+
+def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
+    """The server and everything that Ray has started for it, as long as it runs."""
+    try:
+        process = psutil.Process(server.pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[Replicas]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray's sockets are in it
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "RAY_TMPDIR": str(directory),
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 << 20),
+    }
+    environment.pop("RAY_ADDRESS", None)
+    arguments = [str(models.DEMOS["bitnet"].path), str(port), str(tmp_path / "sessions")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, *arguments],
+            env=environment, cwd=tmp_path, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        yield Replicas(process, f"http://127.0.0.1:{port}", tmp_path / "log")
+    finally:
+        left = processes_of(process)
+        for child in left:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(left, timeout=5)
+        process.wait()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def new_tokens(llama: EntropyLlama, added: str) -> int:
+    """Most tokens that a turn may read: what was added, and the end of the answer before it."""
+    return len(llama.tokenize(added.encode(), add_bos=False)) + 2
+
+
+def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Path) -> None:
+    wait_for(replicas.is_ready, 90)
+    texts: dict[str, str] = {}
+    where: dict[str, str] = {}
+    answers: dict[str, list[str]] = {}
+
+    def turn(name: str, added: str) -> Answer:
+        prompt = texts.get(name, "") + added
+        answer = replicas.complete(prompt, name)
+        texts[name] = prompt + answer.text
+        answers.setdefault(name, []).append(answer.text)
+        return answer
+
+    for number in itertools.count():  # until both replicas have two conversations
+        name = f"conversation/{number}"
+        where[name] = turn(name, f"{number} {OPENING}").replica
+        counts = [list(where.values()).count(replica) for replica in set(where.values())]
+        if len(counts) == 2 and min(counts) >= 2:
+            break
+        assert number < 60
+
+    llama = EntropyLlama(
+        models.DEMOS["bitnet"].path, n_ctx=N_CTX, kv_budget=BUDGET, n_threads=1, n_threads_batch=1,
+        verbose=False,
+    )  # fmt: skip
+    most = new_tokens(llama, MORE)
+    for name, replica in [*where.items()] * 4:  # so often, none stays by chance
+        answer = turn(name, MORE)
+        assert answer.replica == replica
+        assert 0 < answer.tokens_read <= most
+    replicas.complete(OPENING, None)  # of no conversation: it may go anywhere
+
+    os.kill(replicas.process.pid, signal.SIGHUP)
+    before, moved = set(where.values()), set()
+    end = time.monotonic() + 90
+    while moved != set(where):
+        assert time.monotonic() < end, "the replicas were not restarted"
+        for name in where:
+            answer = turn(name, MORE)
+            assert 0 < answer.tokens_read <= most
+            if answer.replica not in before:
+                moved.add(name)
+        time.sleep(0.5)
+
+    name = next(iter(where))
+    text = f"0 {OPENING}"
+    for expected in answers[name]:  # as one model that was never stopped
+        got = llama.create_completion(text, max_tokens=MAX_TOKENS, temperature=0.0)
+        assert got["choices"][0]["text"] == expected
+        text += expected + MORE
+    llama.close()
+
+    started = processes_of(replicas.process)
+    replicas.process.terminate()
+    assert replicas.process.wait(60) == 0
+    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert len(list((tmp_path / "sessions").glob("*.session"))) == len(where)
