@@ -34,9 +34,9 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	build/cpp/store_test
 	build/cpp/state_test
 
-test-reference: install  ## the tests against torch and transformers (a download of 200 MB or more)
-	$(BIN)/pip install -q --no-build-isolation ".[reference]"
-	$(BIN)/python -m pytest -m reference
+test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
+	$(BIN)/pip install -q --no-build-isolation ".[reference,ray]"
+	$(BIN)/python -m pytest -m "reference or replicas"
 
 lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/pip install -q ".[lint]" --no-build-isolation

@@ -158,7 +158,7 @@ class EntropyLlama(ReadingLlama):
     def save_state(self) -> LlamaState:
         """What was read, as entries of the budget; for load_state() and LlamaRAMCache."""
         self.eval([])
-        data = self._session.save_state()  # type: ignore[attr-defined]
+        data = self._session.save_state()
         return LlamaState(
             input_ids=self._input_ids.copy(),
             scores=(self._scores if self._logits_all else self.scores[:0]).copy(),
@@ -170,7 +170,7 @@ class EntropyLlama(ReadingLlama):
 
     def load_state(self, state: LlamaState) -> None:
         """Go on from what save_state() of an EntropyLlama of this model returned."""
-        self._session.load_state(state.llama_state)  # type: ignore[attr-defined]
+        self._session.load_state(state.llama_state)
         self._requires_eval = True
         self.n_tokens = state.n_tokens
         self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]

@@ -59,6 +59,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     _add_fields(group, ModelOptions, ours)
     group.add_argument("-m", dest="model", metavar="FILE", help="the same as --model")
+    group = parser.add_argument_group("replicas under Ray Serve (needs the extra ray)")
+    group.add_argument(
+        "--replicas", type=integer(1), metavar="N", help="so many; SIGHUP restarts them in turn"
+    )
+    group.add_argument(
+        "--max-replicas", type=integer(1), metavar="M", help="at most, as requests queue up"
+    )
+    group.add_argument("--sessions", metavar="DIR", help="saved conversations, shared by all")
 
 
 def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str]) -> None:
@@ -74,7 +82,16 @@ def run(options: argparse.Namespace) -> int:
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
     from entropykv.server.running import serve  # noqa: PLC0415
 
-    serve(_read(ModelOptions, options), _read(ServerOptions, options))
+    model, server = _read(ModelOptions, options), _read(ServerOptions, options)
+    if options.replicas is not None:
+        from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
+
+        replicas = ReplicaOptions(options.replicas, options.max_replicas, sessions=options.sessions)
+        run_replicas(model, server, replicas)
+    elif options.max_replicas is not None or options.sessions is not None:
+        raise SettingsError("--max-replicas and --sessions need --replicas; give it, or leave them")
+    else:
+        serve(model, server)
     return 0
 
 
