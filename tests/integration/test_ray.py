@@ -25,24 +25,11 @@ from entropykv import EntropyLlama, models
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray", reason="needs the extra ray")
+pytestmark = pytest.mark.replicas
 
 N_CTX, BUDGET, MAX_TOKENS = 2048, 64, 4
 OPENING = "the winding road to the land of the king is far from the sea and " * 6
 MORE = " and then the king said"
-SERVER = f"""
-import sys
-from entropykv.server import ModelOptions, ServerOptions
-from entropykv.server.ray_app import ReplicaOptions, run_replicas
-
-run_replicas(
-    ModelOptions(
-        model=sys.argv[1], n_ctx={N_CTX}, kv_budget="{BUDGET}", n_threads=1, n_threads_batch=1,
-        verbose=False,
-    ),
-    ServerOptions(port=int(sys.argv[2])),
-    ReplicaOptions(replicas=2, sessions=sys.argv[3], num_cpus=0.5),
-)
-"""
 
 
 @dataclass(frozen=True)
@@ -111,10 +98,21 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 << 20),
     }
     environment.pop("RAY_ADDRESS", None)
-    arguments = [str(models.DEMOS["bitnet"].path), str(port), str(tmp_path / "sessions")]
+    options = {
+        "--model": models.DEMOS["bitnet"].path,
+        "--n_ctx": N_CTX,
+        "--kv-budget": BUDGET,
+        "--n_threads": 1,
+        "--n_threads_batch": 1,
+        "--verbose": "false",
+        "--port": port,
+        "--replicas": 2,
+        "--sessions": tmp_path / "sessions",
+    }
+    arguments = [str(word) for option in options.items() for word in option]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, *arguments],
+            [sys.executable, "-m", "entropykv.cli", "serve", *arguments],
             env=environment, cwd=tmp_path, stdout=log, stderr=log,
         )  # fmt: skip
     try:
