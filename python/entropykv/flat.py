@@ -14,7 +14,7 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
-from entropykv.errors import SessionFileError
+from entropykv.errors import ContextError, SessionFileError
 from entropykv.fingerprint import check_model
 from entropykv.k_shift import flat_range, k_shift_obstacle
 from entropykv.model import Model, captured_log
@@ -139,7 +139,15 @@ class FlatStore(Store):
         self._store.set_budget(plan.entries, plan.protection.n_sinks, plan.protection.recent_window)
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position."""
+        """Drop entries at and beyond a position.
+
+        ContextError where the one before it was evicted: llama.cpp reads on after that one only.
+        """
+        if position > 0 and position - 1 not in self._store.positions:
+            raise ContextError(
+                f"cannot go back to position {position}: the flat store has evicted the token "
+                "before it; go back less far, or call reset() and read the text again"
+            )
         self._store.truncate(position)
         if position == 0:
             self.shift = 0

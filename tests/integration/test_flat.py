@@ -8,7 +8,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from entropykv import BudgetError, Session, SettingsError, UnsupportedModelError
+from entropykv import BudgetError, ContextError, Session, SettingsError, UnsupportedModelError
 from tests.integration.test_headwise import relative_error, stock_logits, tokens_for
 
 
@@ -104,6 +104,20 @@ def test_truncate_and_reset(tiny_llama: Path) -> None:
         fresh = session.decode(tokens, all_logits=True)
     assert relative_error(again, first[40:]) < 1e-3
     assert relative_error(fresh, first) < 1e-3
+
+
+def test_going_back_to_what_was_evicted_is_refused(tiny_llama: Path) -> None:
+    tokens = tokens_for(200)
+    with Session(tiny_llama, n_ctx=256, kv_budget=64, n_ubatch=32, store="flat") as session:
+        session.decode(tokens)
+        kept = session.entries(0, 0)
+        gone = next(p for p in range(199, 0, -1) if p - 1 not in kept)
+        with pytest.raises(ContextError, match=f"position {gone}: the flat store has evicted"):
+            session.truncate(gone)
+        assert session.position == 200
+        np.testing.assert_array_equal(session.entries(0, 0), kept)
+        session.truncate(gone + 1)
+        session.decode(tokens[:5])
 
 
 def test_refuses_policies_that_choose_per_head(tiny_llama: Path) -> None:
