@@ -10,8 +10,8 @@
 
 #include "budget.hpp"
 #include "page_pool.hpp"
-#include "testing.hpp"
 #include "rope.hpp"
+#include "testing.hpp"
 
 namespace {
 
