@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.inputs import find_model, read_texts
 from entropykv import Session
+from inputs import find_model, read_texts
 
 CACHES = (("f16", 1.0), ("q8_0", 1.0), ("f16", 0.2), ("q8_0", 0.2))
 TEXT_TOKENS = 100
