@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from llama_cpp import _logger as llama_logger
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from entropykv.errors import ContextError, ModelFileError
+from entropykv.fingerprint import identity_of
 from entropykv.model_file import ModelGeometry, read_geometry
 
 
@@ -50,6 +52,11 @@ class Model:
     def name(self) -> str:
         """The model's name, or its file's."""
         return self.geometry.name or self.geometry.path.name
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """Which file it is: see identity_of(). The file is read for it, once."""
+        return identity_of(self.geometry)
 
     def close(self) -> None:
         """Free the weights; contexts made from them must be gone."""

@@ -14,7 +14,6 @@ from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv._version import VERSION
 from entropykv.config import Budget, Settings
 from entropykv.errors import SessionFileError
-from entropykv.fingerprint import identity_of
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.session_file import (
@@ -43,12 +42,12 @@ class ReadSoFar:
 def saved_settings(
     model: Model, settings: Settings, store: Store, policy: Policy, n_ctx: int, budget: Budget
 ) -> SavedSettings:
-    """Gather what a session was made with; reads the header and samples of the model's file."""
+    """Gather what a session was made with."""
     return SavedSettings(
         entropykv=VERSION,
         llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
         model=model.name,
-        fingerprint=identity_of(model.geometry),
+        fingerprint=model.identity,
         store=store.name,
         kv_type=settings.kv_type,
         policy=policy.name,
