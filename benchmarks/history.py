@@ -13,7 +13,7 @@ import statistics
 import time
 
 from entropykv import Session
-from entropykv.calibration.texts import read_texts
+from entropykv.bench import history_tokens
 from inputs import find_model
 
 _SINGLE = 64
@@ -37,8 +37,7 @@ def main() -> None:
         kv_type=arguments.kv_type,
         n_threads=arguments.threads,
     ) as session:
-        tokens = session.tokenize("\n\n".join(text.content for text in read_texts()))
-        tokens = (tokens * (1 + lengths[-1] // len(tokens)))[: lengths[-1] + _SINGLE]
+        tokens = history_tokens(session, lengths[-1] + _SINGLE)
         print("| history | ms a token | spread (10 to 90 %) | reading, tokens/s | KV MiB |")
         print("|---|---|---|---|---|")
         for length in lengths:

@@ -151,10 +151,8 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
     """Read and write in turn; yields after every prompt."""
     stock = contestants[0].session
     assert isinstance(stock, StockSession)  # noqa: S101
-    text = "\n\n".join(text.content for text in read_texts())
-    tokens = stock.tokenize(text)
     last = length + settings.n_generate
-    tokens = (tokens * (1 + last // len(tokens)))[:last]
+    tokens = history_tokens(stock, last)
     for _ in range(settings.rounds):
         for contestant in contestants:
             contestant.read(tokens[:length])
@@ -162,6 +160,12 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
         for first in range(length, last, BLOCK):
             for contestant in contestants:
                 contestant.write(tokens[first : first + BLOCK])
+
+
+def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:
+    """So many tokens of the calibration texts, again from the first one where they end."""
+    tokens = session.tokenize("\n\n".join(text.content for text in read_texts()))
+    return (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
 
 
 def read_bandwidth(n_threads: int) -> float:

@@ -22,14 +22,13 @@ from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.session_file import SavedContents, SessionReader
 from entropykv.store import (
+    GGML_TYPES,
     Store,
     StoreState,
     context_parameters,
     let_hook_change,
     relu2_layers,
 )
-
-_GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 
 
 class FlatStore(Store):
@@ -104,7 +103,7 @@ class FlatStore(Store):
 
     def _new_context(self, cells: int) -> Any:
         parameters = context_parameters(self._model, self._settings, self._n_ubatch, cells)
-        kv_type = _GGML_TYPES[self._settings.kv_type]
+        kv_type = GGML_TYPES[self._settings.kv_type]
         parameters.type_k = parameters.type_v = kv_type
         if self._settings.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED

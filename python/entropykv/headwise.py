@@ -23,6 +23,7 @@ from entropykv.store import (
     Store,
     StoreState,
     context_parameters,
+    decode_one_token,
     let_hook_change,
     relu2_layers,
 )
@@ -101,8 +102,7 @@ class HeadwiseStore(Store):
 
     def _probe(self, model: Model) -> list[_core.LayerShape]:
         """Decode one token and look at the graph; returns the shapes of the attention layers."""
-        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1)
-        if llama_cpp.llama_decode(self.context, batch) != 0:
+        if not decode_one_token(self.context):
             raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
         self._forget_cells()
         if self._hook.refusal or not self._hook.nodes:

@@ -16,7 +16,7 @@ from entropykv.budget import CELL_PADDING
 from entropykv.config import Settings
 from entropykv.model import Model
 from entropykv.rope import RopeRange
-from entropykv.store import context_parameters, let_hook_change
+from entropykv.store import context_parameters, decode_one_token, let_hook_change
 
 
 def flat_range(model: Model, n_ctx: int, n_sinks: int) -> RopeRange:
@@ -47,8 +47,7 @@ def _probed_obstacle(model: Model, settings: Settings) -> str:
     let_hook_change(parameters, probe)
     context = model.new_context(parameters)
     try:
-        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1)
-        if llama_cpp.llama_decode(context, batch) != 0:
+        if not decode_one_token(context):
             return "llama.cpp cannot decode a token with it"
     finally:
         llama_cpp.llama_free(context)

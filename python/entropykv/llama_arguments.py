@@ -14,9 +14,9 @@ from llama_cpp import llama_chat_format
 from entropykv.config import Budget, Settings, at_least
 from entropykv.errors import SettingsError
 from entropykv.profile import EntropyProfile
+from entropykv.store import GGML_TYPES
 
 _IMAGE_HANDLERS = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHandler)
-_GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
@@ -83,10 +83,10 @@ def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[s
     check_chat_handler(arguments["chat_handler"])
     for name in ("type_k", "type_v"):
         wanted = arguments[name]
-        if wanted is not None and wanted != _GGML_TYPES[budget.kv_type]:
+        if wanted is not None and wanted != GGML_TYPES[budget.kv_type]:
             raise SettingsError(
                 f"{name} is {wanted} but kv_type is {budget.kv_type!r}; leave {name} out, and give "
-                f"kv_type as one of {', '.join(_GGML_TYPES)}"
+                f"kv_type as one of {', '.join(GGML_TYPES)}"
             )
     return arguments
 

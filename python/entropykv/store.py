@@ -18,6 +18,9 @@ from entropykv.model import Model
 from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
 
+GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
+"""llama.cpp's numbers of the types that config.KV_TYPES names."""
+
 
 @dataclass(frozen=True)
 class StoreState:
@@ -137,6 +140,12 @@ def context_parameters(model: Model, settings: Settings, n_ubatch: int, cells: i
     parameters.n_threads = settings.threads
     parameters.n_threads_batch = settings.threads_batch
     return parameters
+
+
+def decode_one_token(context: Any) -> bool:
+    """Decode a token in an empty context, for hooks to see its graph; False where that fails."""
+    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1)
+    return bool(llama_cpp.llama_decode(context, batch) == 0)
 
 
 def relu2_layers(model: Model, settings: Settings) -> int:

@@ -758,10 +758,6 @@ def test_an_interrupt_while_reading(
 
 # --- state ----------------------------------------------------------------------------------------
 
-needs_state = pytest.mark.skipif(
-    not hasattr(Session, "save_state"), reason="Session cannot save its state yet"
-)
-
 
 def decoded_by(llm: EntropyLlama) -> list[int]:
     """A list that gets every token that is decoded from now on."""
@@ -777,7 +773,6 @@ def decoded_by(llm: EntropyLlama) -> list[int]:
     return tokens
 
 
-@needs_state
 def test_state_is_saved_and_loaded(tiny_llama: Path, store: str) -> None:
     def make() -> EntropyLlama:
         return EntropyLlama(
@@ -806,7 +801,6 @@ def test_state_is_saved_and_loaded(tiny_llama: Path, store: str) -> None:
     other.close()
 
 
-@needs_state
 def test_a_cache_of_prompts(tiny_llama: Path) -> None:
     llm = EntropyLlama(str(tiny_llama), n_ctx=512, kv_budget=96, n_ubatch=32, **QUIET)
     llm.set_cache(llama_cpp.LlamaRAMCache())
