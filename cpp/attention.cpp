@@ -39,7 +39,7 @@ std::size_t prompt_scratch_floats(const PageLayout& layout) {
 
 Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads)
     : store_(store), kernels_(kernels), workers_(index(std::max(n_threads, 1))) {
-    store_.set_workers(n_threads);
+    store_.set_workers(n_threads, kernels);
     int most_heads = 0;
     for (int l = 0; l < store_.n_layers(); ++l) {
         const PageLayout& layout = store_.layout(l);
@@ -49,7 +49,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
-            grow(worker.softmax, index(4 * kRowTile));
+            grow(worker.softmax, index(5 * kRowTile));
         }
     }
     captures_.resize(index(store_.n_layers()));
@@ -126,7 +126,7 @@ int Attention::chunks_of(const Split& split, int total) {
 }
 
 int Attention::first_observed_row(const Split& split) const {
-    return std::max(0, n_tokens_ - observation_window_) * split.group;
+    return std::max(0, n_tokens_ - store_.settings().importance.observation_window) * split.group;
 }
 
 Attention::Tile Attention::tile_at(const Split& split, int head, int number) {
@@ -142,8 +142,8 @@ void Attention::begin(int n_tokens, std::int32_t base_position) {
     for (int l = 0; l < store_.n_layers(); ++l)
         for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
             longest_ = std::max(longest_, index(total_entries(l, h)));
-    scored_ = store_.settings().score == ScoreKind::mass &&
-              (n_tokens > 1 || base_position % kScoringInterval == 0);
+    observing_ = store_.settings().importance.observes() &&
+                 (n_tokens > 1 || base_position % kScoringInterval == 0);
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = split_of(l);
         const std::size_t n_heads = index(store_.shape(l).n_head_kv);
@@ -157,9 +157,9 @@ void Attention::begin(int n_tokens, std::int32_t base_position) {
             captures_[index(l)].queries.resize(index(n_tokens * shape.n_head * shape.k_dim));
             captures_[index(l)].sinks.resize(index(shape.n_head));
         }
-        if (!scored_) continue;
+        if (!observing_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
-        grow(mass_, n_heads * index(observed) * longest_);
+        grow(observed_, n_heads * index(observed) * longest_);
         if (!split.by_rows) grow(logits_, n_heads * index(split.group) * longest_);
     }
 }

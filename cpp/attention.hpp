@@ -41,8 +41,6 @@ class Attention {
 public:
     Attention(HeadStore& store, const KernelTable& kernels, int n_threads);
 
-    // The last `tokens` queries of a micro-batch are those that score (observation window).
-    void set_observation_window(int tokens) { observation_window_ = tokens < 1 ? 1 : tokens; }
     void set_entropy_tracking(bool on) { track_entropy_ = on; }
     // Keeps the queries of every micro-batch, for those who look at single attention rows.
     void set_query_capture(bool on) { capture_queries_ = on; }
@@ -110,7 +108,7 @@ private:
         std::vector<float> query;   // a tile
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
-        std::vector<float> softmax;  // max, sum, weighted, positions of a tile's rows
+        std::vector<float> softmax;  // max, sum, weighted, positions, weights of a tile's rows
     };
     struct LayerEntropy {
         std::vector<double> sums;
@@ -139,7 +137,7 @@ private:
     void observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void observe_decode(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
-    const float* sum_mass(const Call& call, int head) noexcept;
+    const float* sum_observed(const Call& call, int head) noexcept;
     void capture_queries(const Call& call) noexcept;
 
     EntryRange stored_entries(const Call& call, int unit) const noexcept;
@@ -151,12 +149,12 @@ private:
                        const SoftmaxState& state) const noexcept;
     SoftmaxState worker_state(const Call& call) noexcept;
     SoftmaxState partial_state(const Call& call, const Tile& tile, int chunk) noexcept;
-    float* mass_of(const Call& call, const Tile& tile) noexcept;
+    float* observed_of(const Call& call, const Tile& tile) noexcept;
     float* logits_of(const Call& call, int head) noexcept;
+    const float* row_weights(const Call& call, const Tile& tile) noexcept;
 
     HeadStore& store_;
     const KernelTable& kernels_;
-    int observation_window_ = 64;
     bool track_entropy_ = false;
     bool capture_queries_ = false;
     std::vector<LayerEntropy> entropy_;
@@ -166,7 +164,7 @@ private:
     // The micro-batch.
     int n_tokens_ = 0;
     std::int32_t base_position_ = 0;
-    bool scored_ = false;  // its queries count towards importance
+    bool observing_ = false;  // its queries count towards importance
 
     // The layer that is being attended to: sized by begin(), filled by prepare().
     std::vector<int> first_unit_;  // of each head, and the total
@@ -174,8 +172,8 @@ private:
     std::atomic<int> next_unit_{0};
     std::size_t longest_ = 0;  // entries of the longest head, staged ones included
     std::vector<float> partials_;
-    std::vector<float> logits_;  // decode: [head][row][longest_]
-    std::vector<float> mass_;    // [head][observed tile][longest_]
+    std::vector<float> logits_;    // decode: [head][row][longest_]
+    std::vector<float> observed_;  // [head][observed tile][longest_]
 };
 
 }  // namespace entropykv

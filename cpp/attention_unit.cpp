@@ -9,6 +9,14 @@ namespace {
 
 constexpr float kBitsPerNat = 1.44269504f;
 
+Statistic statistic_of(ScoreKind kind) {
+    switch (kind) {
+        case ScoreKind::attention: return Statistic::probability;
+        case ScoreKind::products: return Statistic::product;
+        default: return Statistic::squared_probability;
+    }
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------
@@ -180,7 +188,7 @@ void Attention::run_decode(const Call& call, const Tile& tile, int chunk, int ne
     over_ranges(call, tile, chunk * size, std::min(total, (chunk + 1) * size),
                 [&](const EntryRange& range, int offset, bool) {
                     task.entries = range;
-                    task.logits = scored_ ? logits_of(call, tile.head) + offset : nullptr;
+                    task.logits = observing_ ? logits_of(call, tile.head) + offset : nullptr;
                     kernels_.decode(task);
                 });
 }
@@ -208,7 +216,7 @@ void Attention::finish_head(const Call& call, int head) noexcept {
                 entropy.last[index(head * call.split.rows + row)];
         if (head == 0) entropy.rows += n_tokens_;
     }
-    store_.commit(call.layer, head, n_tokens_, sum_mass(call, head), call.thread);
+    store_.commit(call.layer, head, n_tokens_, sum_observed(call, head), call.thread);
 }
 
 // Merges the partial softmaxes of a tile into its first chunk's.
@@ -270,45 +278,62 @@ float* Attention::logits_of(const Call& call, int head) noexcept {
     return logits_.data() + index(head * call.split.group) * longest_;
 }
 
-float* Attention::mass_of(const Call& call, const Tile& tile) noexcept {
+float* Attention::observed_of(const Call& call, const Tile& tile) noexcept {
     const int first = first_observed_row(call.split) / call.split.tile_rows;
     const int observed = call.split.tiles - first;
-    return mass_.data() + index(tile.head * observed + tile.number - first) * longest_;
+    return observed_.data() + index(tile.head * observed + tile.number - first) * longest_;
+}
+
+// How much each row of a tile counts: nothing before the observation window. What is divided by an
+// exposure decays within the micro-batch too, as the exposure does.
+const float* Attention::row_weights(const Call& call, const Tile& tile) noexcept {
+    float* weights = workers_[index(call.thread)].softmax.data() + 4 * kRowTile;
+    const int first_row = first_observed_row(call.split) - tile.first;
+    const ImportanceSettings& importance = store_.settings().importance;
+    const bool decays = importance.by_exposure && importance.decay > 0.0f;
+    for (int r = 0; r < kRowTile; ++r) {
+        const bool counts = r >= first_row && r < tile.count;
+        const int later = n_tokens_ - 1 - (tile.first + r) / call.split.group;
+        weights[r] = !counts ? 0.0f : decays ? decay_factor(importance.decay, later) : 1.0f;
+    }
+    return weights;
 }
 
 void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept {
-    const int first_row = first_observed_row(call.split) - tile.first;
-    if (!scored_ || first_row >= tile.count) return;
+    if (!observing_ || first_observed_row(call.split) >= tile.first + tile.count) return;
     const int total = total_entries(call.layer, tile.head);
-    float* mass = mass_of(call, tile);
-    std::fill(mass, mass + total, 0.0f);
+    const Statistic what = statistic_of(store_.settings().importance.kind);
+    const float* weights = row_weights(call, tile);
+    float* observed = observed_of(call, tile);
+    std::fill(observed, observed + total, 0.0f);
     PromptTask task = prompt_task(call, tile, state);
     over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {
         task.entries = range;
         task.masked = masked;
-        kernels_.prompt_mass(task, first_row, kNeighbourhood, mass + offset);
+        kernels_.prompt_observe(task, what, weights, kNeighbourhood, observed + offset);
     });
 }
 
 void Attention::observe_decode(const Call& call, const Tile& tile,
                                const SoftmaxState& state) noexcept {
-    if (!scored_) return;
+    if (!observing_) return;
     const int total = total_entries(call.layer, tile.head);
-    float* mass = mass_of(call, tile);
-    std::fill(mass, mass + total, 0.0f);
+    const Statistic what = statistic_of(store_.settings().importance.kind);
+    float* observed = observed_of(call, tile);
+    std::fill(observed, observed + total, 0.0f);
     for (int r = 0; r < tile.count; ++r)
-        kernels_.logits_mass(logits_of(call, tile.head) + index(r) * longest_, total, state.max[r],
-                             state.sum[r], mass);
+        kernels_.logits_observe(logits_of(call, tile.head) + index(r) * longest_, total, what,
+                                state.max[r], state.sum[r], observed);
 }
 
-// The mass that the observation window gave to every entry of a head, or null.
-const float* Attention::sum_mass(const Call& call, int head) noexcept {
-    if (!scored_) return nullptr;
+// What the observation window gave to every entry of a head, or null.
+const float* Attention::sum_observed(const Call& call, int head) noexcept {
+    if (!observing_) return nullptr;
     const int first = first_observed_row(call.split) / call.split.tile_rows;
-    float* total = mass_of(call, tile_at(call.split, head, first));
+    float* total = observed_of(call, tile_at(call.split, head, first));
     const int n = total_entries(call.layer, head);
     for (int number = first + 1; number < call.split.tiles; ++number) {
-        const float* more = mass_of(call, tile_at(call.split, head, number));
+        const float* more = observed_of(call, tile_at(call.split, head, number));
         for (int j = 0; j < n; ++j) total[j] += more[j];
     }
     return total;

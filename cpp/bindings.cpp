@@ -51,13 +51,11 @@ KvType kv_type_named(const std::string& name) {
 // A HeadStore with the attention over it.
 class Headwise {
 public:
-    Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings,
-             int observation_window, int n_threads, const std::optional<std::string>& name)
+    Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings, int n_threads,
+             const std::optional<std::string>& name)
         : kernels(kernels_named(name)),
           store(layers, settings),
-          attention(store, kernels, n_threads) {
-        attention.set_observation_window(observation_window);
-    }
+          attention(store, kernels, n_threads) {}
 
     // Attends to one micro-batch without a model: stages K and V, attends, commits.
     py::array_t<float> attend(int layer, const InputArray<float>& q, const InputArray<float>& k,
@@ -166,6 +164,25 @@ void bind_decisions(py::module_& m) {
         },
         py::arg("positions"), py::arg("keep"), py::arg("score"), py::arg("variation"),
         py::arg("n_sinks"), py::arg("recent_window"));
+}
+
+void bind_importance(py::module_& m) {
+    py::enum_<ScoreKind>(m, "ScoreKind")
+        .value("streaming", ScoreKind::streaming)
+        .value("recency", ScoreKind::recency)
+        .value("mass", ScoreKind::mass)
+        .value("attention", ScoreKind::attention)
+        .value("products", ScoreKind::products);
+    py::class_<ImportanceSettings>(m, "ImportanceSettings")
+        .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
+                         bool by_exposure, bool by_values) {
+                 return ImportanceSettings{kind,        variation, decay, observation_window,
+                                           by_exposure, by_values};
+             }),
+             py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
+             py::arg("observation_window") = 512, py::arg("by_exposure") = false,
+             py::arg("by_values") = false);
+    m.def("exposure", &exposure, py::arg("age"), py::arg("settings"));
 }
 
 // What all hooks are for llama_context_params.
@@ -341,22 +358,18 @@ void bind_headwise(py::module_& m) {
     bind_state(store);
     store
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
-                         ScoreKind score, int n_sinks, int recent_window, float variation,
-                         float mass_decay, int observation_window, int max_tokens, int max_entries,
-                         int n_threads, const std::optional<std::string>& kernels) {
+                         const ImportanceSettings& importance, int n_sinks, int recent_window,
+                         int max_tokens, int max_entries, int n_threads,
+                         const std::optional<std::string>& kernels) {
                  const StoreSettings settings{kv_type_named(kv_type),
-                                              score,
+                                              importance,
                                               {n_sinks, recent_window},
-                                              variation,
-                                              mass_decay,
                                               max_tokens,
                                               max_entries};
-                 return std::make_unique<Headwise>(layers, settings, observation_window, n_threads,
-                                                   kernels);
+                 return std::make_unique<Headwise>(layers, settings, n_threads, kernels);
              }),
-             py::arg("layers"), py::arg("kv_type"), py::arg("score"), py::arg("n_sinks"),
-             py::arg("recent_window"), py::arg("variation"), py::arg("mass_decay"),
-             py::arg("observation_window"), py::arg("max_tokens"), py::arg("max_entries"),
+             py::arg("layers"), py::arg("kv_type"), py::arg("importance"), py::arg("n_sinks"),
+             py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
              py::arg("n_threads"), py::arg("kernels") = py::none())
         .def(
             "set_budgets",
@@ -504,10 +517,7 @@ void bind_flat(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
     m.doc() = "Stores, attention and budgets of entropykv";
-    py::enum_<ScoreKind>(m, "ScoreKind")
-        .value("streaming", ScoreKind::streaming)
-        .value("recency", ScoreKind::recency)
-        .value("mass", ScoreKind::mass);
+    bind_importance(m);
     bind_rope(m);
     bind_graph(m);
     bind_decisions(m);

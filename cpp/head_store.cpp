@@ -52,6 +52,8 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
     check_shapes(shapes);
     if (settings.max_tokens < 1 || settings.max_entries < 1)
         throw std::invalid_argument("max_tokens and max_entries must be 1 or more");
+    if (settings.importance.observation_window < 1)
+        throw std::invalid_argument("observation_window must be 1 or more");
     const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         Layer layer{shapes[i], layouts[i], {}};
@@ -69,16 +71,20 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
     start += (64 - reinterpret_cast<std::size_t>(start) % 64) % 64;
     for (std::size_t i = 0; i < n_pages; ++i)
         staging_pages_.push_back(start + i * pool_.page_bytes());
-    set_workers(1);
+    set_workers(1, kKernelsPortable);
 }
 
-void HeadStore::set_workers(int n_workers) {
+void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
+    kernels_ = &kernels;
     workspaces_.resize(index(std::max(n_workers, 1)));
     const std::size_t n = index(settings_.max_entries + settings_.max_tokens);
+    int most_of_page = 0;
+    for (const Layer& layer : layers_) most_of_page = std::max(most_of_page, layer.layout.entries);
     for (Workspace& workspace : workspaces_) {
         workspace.positions.resize(n);
         workspace.scores.resize(n);
         workspace.scratch.resize(n);
+        workspace.norms.resize(index(most_of_page));
         workspace.kept.resize(n);
     }
 }
@@ -161,65 +167,6 @@ void HeadStore::reserve(int n_tokens) {
             grow_pages(layer, head, std::min(head.budget, head.count + n_tokens));
 }
 
-// Visits the pages of a head's stored entries, then those of its staged ones: page, how many
-// entries of it count, and how many came before.
-template <typename Visit>
-void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
-                           Visit visit) const {
-    const int per_page = layer.layout.entries;
-    for (int first = 0; first < head.count; first += per_page)
-        visit(head.pages[index(first / per_page)], std::min(per_page, head.count - first), first);
-    for (int first = 0; first < n_staged; first += per_page)
-        visit(staging(head_index)[first / per_page], std::min(per_page, n_staged - first),
-              head.count + first);
-}
-
-void HeadStore::add_mass(const Layer& layer, const Head& head, int head_index, int n_staged,
-                         const float* mass) noexcept {
-    // A single query stands for those since the last one that scored; its neighbourhood is left out
-    // here, that of a prompt's queries was already.
-    const bool single = n_staged == 1;
-    const float factor = decay_factor(settings_.mass_decay, single ? kScoringInterval : n_staged);
-    const float weight = single ? static_cast<float>(kScoringInterval) : 1.0f;
-    const Slot last = staged_slot(layer, head_index, n_staged - 1);
-    const std::int32_t newest = layer.layout.positions(last.page)[last.index];
-    const std::int32_t limit = single ? newest - kNeighbourhood : newest;
-    over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
-        const std::int32_t* positions = layer.layout.positions(page);
-        float* importance = layer.layout.importance(page);
-        for (int i = 0; i < n; ++i)
-            importance[i] =
-                importance[i] * factor + (positions[i] <= limit ? weight * mass[first + i] : 0.0f);
-    });
-}
-
-// Positions and importance of stored and staged entries; returns the newest position.
-std::int32_t HeadStore::gather(const Layer& layer, const Head& head, int head_index, int n_staged,
-                               Workspace& workspace) const noexcept {
-    std::int32_t newest = 0;
-    over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
-        const std::int32_t* positions = layer.layout.positions(page);
-        const float* importance = layer.layout.importance(page);
-        for (int i = 0; i < n; ++i) {
-            newest = std::max(newest, positions[i]);
-            workspace.positions[index(first + i)] = positions[i];
-            workspace.scores[index(first + i)] = importance[i];
-        }
-    });
-    return newest;
-}
-
-void HeadStore::score(int n, std::int32_t newest, Workspace& workspace) const noexcept {
-    if (settings_.score == ScoreKind::mass) return;  // the importance that gather() read
-    for (int i = 0; i < n; ++i) {
-        const std::int32_t position = workspace.positions[index(i)];
-        workspace.scores[index(i)] =
-            settings_.score == ScoreKind::recency
-                ? recency_score(position, newest, settings_.entropy_variation)
-                : static_cast<float>(position);
-    }
-}
-
 void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_staged,
                       const std::uint8_t* kept) noexcept {
     const PageLayout& layout = layer.layout;
@@ -269,8 +216,7 @@ void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_sta
 void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                           Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
-    const std::int32_t newest = gather(layer, head, head_index, n_staged, workspace);
-    score(total, newest, workspace);
+    const std::int32_t newest = score(layer, head, head_index, n_staged, workspace);
     const auto select = [&](const Protection& protection) {
         return select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
                                 protection, newest, workspace.kept.data(),
@@ -282,13 +228,13 @@ void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_
     evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
 }
 
-void HeadStore::commit(int layer_index, int head_index, int n_staged, const float* mass,
+void HeadStore::commit(int layer_index, int head_index, int n_staged, const float* observed,
                        int workspace_index) noexcept {
     const Layer& layer = layers_[index(layer_index)];
     Head& head = layers_[index(layer_index)].heads[index(head_index)];
     Workspace& workspace = workspaces_[index(workspace_index)];
     const int total = head.count + n_staged;
-    if (mass != nullptr) add_mass(layer, head, head_index, n_staged, mass);
+    if (observed != nullptr) add_observed(layer, head, head_index, n_staged, observed);
     if (total <= head.budget) {
         append(layer, head, head_index, n_staged);
         return;

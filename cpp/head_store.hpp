@@ -12,6 +12,7 @@
 
 #include "eviction.hpp"
 #include "importance.hpp"
+#include "kernels.hpp"
 #include "page_layout.hpp"
 #include "page_pool.hpp"
 
@@ -26,12 +27,10 @@ struct LayerShape {
 
 struct StoreSettings {
     KvType type = KvType::f16;
-    ScoreKind score = ScoreKind::mass;
+    ImportanceSettings importance;
     Protection protection{4, 1};
-    float entropy_variation = 0.0f;  // for ScoreKind::recency
-    float mass_decay = 0.0f;         // per token; 0: only the last micro-batch counts
-    int max_tokens = 512;            // largest micro-batch
-    int max_entries = 0;             // no KV head ever keeps more (the context)
+    int max_tokens = 512;  // largest micro-batch
+    int max_entries = 0;   // no KV head ever keeps more (the context)
 };
 
 // Entries of one KV head as attention reads them, positions ascending.
@@ -78,11 +77,11 @@ public:
         return staging_pages_.data() + static_cast<std::size_t>(head) * staging_stride_;
     }
 
-    // After attention: adds `mass` (count + n_staged values, stored entries first; null where none
-    // was observed) to the importance, and keeps what the budget holds of stored and staged
+    // After attention: adds `observed` (count + n_staged values, stored entries first; null where
+    // nothing was) to the importance, and keeps what the budget holds of stored and staged
     // entries. Called from ggml's threads, each head by one thread; workspace < max_workers().
-    void commit(int layer, int head, int n_staged, const float* mass, int workspace) noexcept;
-    void set_workers(int n_workers);
+    void commit(int layer, int head, int n_staged, const float* observed, int workspace) noexcept;
+    void set_workers(int n_workers, const KernelTable& kernels);
 
     // Drops entries at positions >= position.
     void truncate(std::int32_t position);
@@ -139,6 +138,7 @@ private:
         std::vector<std::int32_t> positions;
         std::vector<float> scores;
         std::vector<float> scratch;
+        std::vector<float> norms;  // of a page
         std::vector<std::uint8_t> kept;
     };
     struct Slot {
@@ -156,11 +156,15 @@ private:
     template <typename Visit>
     void over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
                     Visit visit) const;
-    void add_mass(const Layer& layer, const Head& head, int head_index, int n_staged,
-                  const float* mass) noexcept;
+    void add_observed(const Layer& layer, const Head& head, int head_index, int n_staged,
+                      const float* observed) noexcept;
     std::int32_t gather(const Layer& layer, const Head& head, int head_index, int n_staged,
                         Workspace& workspace) const noexcept;
-    void score(int n, std::int32_t newest, Workspace& workspace) const noexcept;
+    float score_of(std::int32_t position, std::int32_t newest, float importance) const noexcept;
+    void weigh_by_values(const Layer& layer, const Head& head, int head_index, int n_staged,
+                         Workspace& workspace) const noexcept;
+    std::int32_t score(const Layer& layer, const Head& head, int head_index, int n_staged,
+                       Workspace& workspace) const noexcept;
     void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
@@ -171,6 +175,7 @@ private:
     void compact_pool();
 
     StoreSettings settings_;
+    const KernelTable* kernels_ = nullptr;
     std::vector<Layer> layers_;
     PagePool pool_;
     std::vector<std::byte> staging_;

@@ -8,7 +8,27 @@ namespace entropykv {
 enum class ScoreKind {
     streaming,  // the newer, the higher
     recency,    // the BitNet document's position score
-    mass,       // squared attention mass that the entry received from the observation window
+    // What the queries of the observation window gave to the entry, summed over the query heads:
+    mass,       // squared attention probabilities: up to the size of its value, the squared error
+                // that dropping the entry would have caused
+    attention,  // attention probabilities: H2O, SnapKV, the layer document
+    products,   // |q.k| as the softmax sees it, with the model's scale: the freeze document
+};
+
+// How entries are ranked.
+struct ImportanceSettings {
+    ScoreKind kind = ScoreKind::mass;
+    float variation = 0.0f;        // for ScoreKind::recency
+    float decay = 0.998f;          // per token; 0: only the last micro-batch counts
+    int observation_window = 512;  // queries at the end of a micro-batch that count, in tokens
+    bool by_exposure = false;      // per query that could have observed the entry
+    bool by_values = false;        // times the norm of its V, squared where the measure is
+
+    // Whether queries are observed at all.
+    bool observes() const {
+        return kind == ScoreKind::mass || kind == ScoreKind::attention ||
+               kind == ScoreKind::products;
+    }
 };
 
 // The BitNet document's score: e^(-alpha * distance) + 0.5 for the newest tenth, with
@@ -16,18 +36,20 @@ enum class ScoreKind {
 // deviation / mean of the profile's head entropies.
 float recency_score(std::int32_t position, std::int32_t newest, float variation);
 
-// The importance by mass is the sum of squared attention probabilities: up to the size of its
-// value, the squared error that dropping the entry would have caused. Queries nearer to the entry
-// than this do not count: every query attends to its neighbours, which says little of what later
-// ones need.
+// Queries nearer to an entry than this do not count: every query attends to its neighbours, which
+// says little of what later ones need.
 constexpr int kNeighbourhood = 32;
 
-// Of tokens that come one by one, those at multiples of this position score, for all of them: to
-// score every one would cost a tenth of decode's attention.
+// Of tokens that come one by one, those at multiples of this position count, for all of them: to
+// observe every one would cost a tenth of decode's attention.
 constexpr int kScoringInterval = 4;
 
 // What is left of an importance after n_tokens more tokens; 0 where only the last micro-batch
 // counts.
 float decay_factor(float decay_per_token, int n_tokens);
+
+// How many queries could have observed an entry of this age (newest position - its own), decayed as
+// its importance is; 1 at least.
+float exposure(std::int32_t age, const ImportanceSettings& settings);
 
 }  // namespace entropykv

@@ -178,68 +178,12 @@ void prompt_typed(const PromptTask& task) {
     }
 }
 
-template <KvType Type>
-void prompt_mass_typed(const PromptTask& task, int first_row, float neighbourhood, float* mass) {
-    const PageLayout& layout = *task.entries.layout;
-    const PromptScratch scratch = split_scratch(task);
-    const Vec floor = broadcast(0.5f * kMaskedLogit);
-    // Rows beyond task.rows only fill the last vector: they must not count.
-    for (int row = 0; row < kRowTile; ++row) {
-        const bool counts = row >= first_row && row < task.rows;
-        scratch.factors[row] = counts ? 1.0f / task.state.sum[row] : 0.0f;
-        scratch.shifts[row] = counts ? task.state.max[row] : -kMaskedLogit;
-    }
-    PromptTile tile;
-    for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
-        open_tile(task.entries, first, kEntryTile, tile);
-        const int count = tile.count - tile.skipped;
-        tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
-        if (task.masked) mask_scores(task, tile, count, scratch.logits);
-        for (int e = 0; e < count; ++e) {
-            const Vec reach = broadcast(position_of(tile, e) + neighbourhood - 0.5f);
-            Vec sums = zero();
-            for (int row = 0; row < task.rows; row += kLanes) {
-                const Vec logit = load(scratch.logits + e * kRowTile + row);
-                const Vec weight = where_less(logit, floor, zero(),
-                                              exponential(logit - load(scratch.shifts + row)));
-                const Vec probability = where_less(load(task.row_positions + row), reach, zero(),
-                                                   weight * load(scratch.factors + row));
-                sums = multiply_add(probability, probability, sums);
-            }
-            mass[first - task.entries.first + e] += sum(sums);
-        }
-    }
-}
-
 void prompt(const PromptTask& task) {
     if (task.entries.layout->type == KvType::f16) {
         prompt_typed<KvType::f16>(task);
     } else {
         prompt_typed<KvType::q8_0>(task);
     }
-}
-
-void prompt_mass(const PromptTask& task, int first_row, float neighbourhood, float* mass) {
-    if (task.entries.layout->type == KvType::f16) {
-        prompt_mass_typed<KvType::f16>(task, first_row, neighbourhood, mass);
-    } else {
-        prompt_mass_typed<KvType::q8_0>(task, first_row, neighbourhood, mass);
-    }
-}
-
-void logits_mass(const float* logits, int n, float max, float total, float* mass) {
-    const Vec shift = broadcast(max);
-    const Vec scale = broadcast(1.0f / total);
-    int j = 0;
-    for (; j + kLanes <= n; j += kLanes) {
-        const Vec probability = exponential(load(logits + j) - shift) * scale;
-        store(mass + j, multiply_add(probability, probability, load(mass + j)));
-    }
-    if (j == n) return;
-    float rest[kLanes];
-    for (int i = 0; i < kLanes; ++i) rest[i] = j + i < n ? logits[j + i] : kMaskedLogit;
-    store(rest, exponential(load(rest) - shift) * scale);
-    for (int i = 0; j + i < n; ++i) mass[j + i] += rest[i] * rest[i];
 }
 
 }  // namespace

@@ -58,6 +58,9 @@ struct PromptTask {
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);
 
+// What a query gives to an entry that it sees; to one that it does not see: 0.
+enum class Statistic { squared_probability, probability, product };  // product: |logit|
+
 struct KernelTable {
     const char* name;
     // Quantises rows of head_dim floats into the slots of a page.
@@ -65,12 +68,15 @@ struct KernelTable {
     void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
     void (*decode)(const DecodeTask&);
     void (*prompt)(const PromptTask&);
-    // mass[j - first] += sum of the squared attention probabilities of entry j over the rows from
-    // first_row on that are `neighbourhood` or more away from it; state.max and state.sum are
-    // final.
-    void (*prompt_mass)(const PromptTask&, int first_row, float neighbourhood, float* mass);
-    // mass[j] += (e^(logits[j] - max) / sum)^2, n entries
-    void (*logits_mass)(const float* logits, int n, float max, float sum, float* mass);
+    // sums[j - first] += what the rows give to entry j, each times its weight [kRowTile]; rows
+    // nearer than `neighbourhood` give nothing. state.max and state.sum are final.
+    void (*prompt_observe)(const PromptTask&, Statistic, const float* row_weights,
+                           float neighbourhood, float* sums);
+    // sums[j] += what one row gives to entry j of n; max and sum: of its softmax.
+    void (*logits_observe)(const float* logits, int n, Statistic, float max, float sum,
+                           float* sums);
+    // Squared norms of V of all layout.entries slots of a page.
+    void (*value_norms)(const PageLayout&, const std::byte* page, float* norms);
 };
 
 extern const KernelTable kKernelsPortable;

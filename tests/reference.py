@@ -116,11 +116,11 @@ def rope_positions(positions: npt.NDArray[Any], n_sinks: int, shift: int) -> Int
 
 
 class Attention(NamedTuple):
-    """Outputs [n][heads][v_dim], entropies in bits [n][heads], squared mass [KV heads][n][T]."""
+    """Outputs [n][heads][v_dim], entropies in bits [n][heads], what entries were given."""
 
     outputs: Floats
     entropies: Floats
-    mass: Floats
+    observed: Floats
     """Of a KV head: [n][T], summed over its query heads. Of a layer: [n_head_kv][n][T]."""
 
 
@@ -151,8 +151,23 @@ def visible(query_positions: Ints, positions: Ints, window: int) -> Bools:
     return seen & (distance < window) if window > 0 else seen
 
 
+def given(measure: str, weights: Floats, logits: Floats) -> Floats:
+    """What a query gives to an entry, by measure; to one that it does not see: nothing."""
+    return {
+        "mass": weights**2,
+        "attention": weights,
+        "products": np.where(np.isfinite(logits), np.abs(logits), 0.0),
+    }[measure]
+
+
 def attend_kv_head(
-    q: npt.NDArray[Any], k: Floats, v: Floats, positions: Ints, first_query: int, options: Options
+    q: npt.NDArray[Any],
+    k: Floats,
+    v: Floats,
+    positions: Ints,
+    first_query: int,
+    options: Options,
+    measure: str = "mass",
 ) -> Attention:
     """One KV head: q [n][group][k_dim] at positions first_query.., k [T][k_dim], v [T][v_dim]."""
     logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
@@ -169,12 +184,18 @@ def attend_kv_head(
     weights_of_entries = weights[:, :, : len(k)]
     outputs = np.einsum("ngt,td->ngd", weights_of_entries, v)
     distance = first_query + np.arange(len(q))[:, None] - positions[None, :]
-    scoring = np.where(distance[:, None, :] >= NEIGHBOURHOOD, weights_of_entries**2, 0.0)
-    return Attention(outputs, entropies.sum(axis=2), scoring.sum(axis=1))
+    observed = given(measure, weights_of_entries, logits[:, :, : len(k)])
+    observed = np.where(distance[:, None, :] >= NEIGHBOURHOOD, observed, 0.0)
+    return Attention(outputs, entropies.sum(axis=2), observed.sum(axis=1))
 
 
 def attend_layer(
-    q: npt.NDArray[Any], k: Floats, v: Floats, first_query: int, options: Options
+    q: npt.NDArray[Any],
+    k: Floats,
+    v: Floats,
+    first_query: int,
+    options: Options,
+    measure: str = "mass",
 ) -> Attention:
     """One layer whose entries 0..T-1 are all kept: k [T][n_head_kv][k_dim]."""
     group = q.shape[1] // k.shape[1]
@@ -183,13 +204,12 @@ def attend_layer(
         heads = slice(head * group, (head + 1) * group)
         of_heads = options.of_heads(heads)
         positions = np.arange(len(k))
-        parts.append(
-            attend_kv_head(q[:, heads], k[:, head], v[:, head], positions, first_query, of_heads)
-        )
+        rows = (q[:, heads], k[:, head], v[:, head])
+        parts.append(attend_kv_head(*rows, positions, first_query, of_heads, measure))
     return Attention(
         np.concatenate([part.outputs for part in parts], axis=1),
         np.concatenate([part.entropies for part in parts], axis=1),
-        np.stack([part.mass for part in parts]),
+        np.stack([part.observed for part in parts]),
     )
 
 
@@ -198,20 +218,41 @@ def attend_layer(
 
 
 def updated_importance(
-    importance: Floats, mass: Floats, decay: float, window: int, first_position: int
+    importance: Floats,
+    observed: Floats,
+    decay: float,
+    window: int,
+    first_position: int,
+    *,
+    by_exposure: bool = False,
 ) -> Floats:
-    """After a micro-batch of n tokens with mass [n][T]: only its last `window` queries score.
+    """After a micro-batch of n tokens that gave `observed` [n][T]: its last `window` queries count.
 
-    Of tokens that come one by one, every fourth scores, for four.
+    Of tokens that come one by one, every fourth counts, for four. What is divided by an exposure
+    decays within the micro-batch too.
     """
-    n_tokens, weight = len(mass), 1.0
+    n_tokens = len(observed)
+    weights = np.ones(n_tokens)
     if n_tokens == 1:
         if first_position % SCORING_INTERVAL != 0:
             return importance
-        n_tokens, weight = SCORING_INTERVAL, float(SCORING_INTERVAL)
+        n_tokens, weights = SCORING_INTERVAL, np.full(1, float(SCORING_INTERVAL))
+    elif by_exposure and decay > 0.0:
+        weights = decay ** np.arange(n_tokens)[::-1]
     kept = decay**n_tokens if decay > 0.0 else 0.0
-    updated: Floats = importance * kept + weight * mass[-window:].sum(axis=0)
+    updated: Floats = importance * kept + (weights[:, None] * observed)[-window:].sum(axis=0)
     return updated
+
+
+def exposure(age: int, decay: float, window: int) -> float:
+    """Queries that an entry could have been seen by at so many positions before the newest.
+
+    Decayed; with decay 0, those of the window of a micro-batch that holds it.
+    """
+    queries = max(age - NEIGHBOURHOOD + 1, 1)
+    if decay == 0.0:
+        return float(min(queries, window))
+    return float((decay ** np.arange(queries)).sum())
 
 
 def recency_score(position: int, newest: int, variation: float) -> float:
@@ -256,12 +297,25 @@ class Rules:
     """What the KV heads of a store have in common."""
 
     score: str
+    """streaming, recency, or a measure: see given()."""
     kv_type: str = "f16"
     n_sinks: int = 4
     recent_window: int = 8
     variation: float = 0.0
     decay: float = 0.0
     observation_window: int = 64
+    by_exposure: bool = False
+    by_values: bool = False
+
+    @property
+    def by_position(self) -> bool:
+        """Whether attention does not count."""
+        return self.score in ("streaming", "recency")
+
+    @property
+    def tolerance(self) -> float:
+        """Of scores: q.k of q8_0 is of a query of 16-bit integers, of another rounding."""
+        return 2e-3 if (self.score, self.kv_type) == ("products", "q8_0") else 1e-4
 
 
 @dataclass
@@ -295,14 +349,17 @@ class ReferenceHead:
         self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
         self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
         self.importance = np.append(self.importance, np.zeros(len(k)))
-        result = attend_kv_head(q, self.k, self.v, self.positions, first_position, options)
-        if self.rules.score == "mass":
+        rules = self.rules
+        measure = "mass" if rules.by_position else rules.score
+        result = attend_kv_head(q, self.k, self.v, self.positions, first_position, options, measure)
+        if not rules.by_position:
             self.importance = updated_importance(
                 self.importance,
-                result.mass,
-                self.rules.decay,
-                self.rules.observation_window,
+                result.observed,
+                rules.decay,
+                rules.observation_window,
                 first_position,
+                by_exposure=rules.by_exposure,
             )
         return result
 
@@ -328,13 +385,22 @@ class ReferenceHead:
 
     def scores(self) -> Floats:
         """Of every entry: the higher, the longer it stays."""
-        if self.rules.score == "mass":
-            return self.importance
-        if self.rules.score == "streaming":
+        rules, newest = self.rules, int(self.positions.max())
+        if rules.score == "streaming":
             return self.positions.astype(np.float64)
-        newest = int(self.positions.max())
-        scores = [recency_score(int(p), newest, self.rules.variation) for p in self.positions]
-        return np.array(scores)
+        if rules.score == "recency":
+            return np.array(
+                [recency_score(int(p), newest, rules.variation) for p in self.positions]
+            )
+        scores = self.importance.copy()
+        if rules.by_exposure:
+            ages = newest - self.positions
+            window = rules.observation_window
+            scores /= [exposure(int(age), rules.decay, window) for age in ages]
+        if rules.by_values:
+            norms = np.sqrt((self.v**2).sum(axis=1))
+            scores *= norms**2 if rules.score == "mass" else norms
+        return scores
 
     def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Keep the survivors; where scores are as good as equal, those that `theirs` chose."""
@@ -345,7 +411,7 @@ class ReferenceHead:
         free = ~protected(self.positions, newest, n_sinks, recent)
         if (ours != chosen).any() and ours.sum() == chosen.sum() and (ours & free).any():
             threshold = scores[ours & free].min()
-            nearly_equal = np.isclose(scores, threshold, rtol=1e-4, atol=1e-6)
+            nearly_equal = np.isclose(scores, threshold, rtol=self.rules.tolerance, atol=1e-6)
             if nearly_equal[ours != chosen].all():
                 ours = chosen
         self.evicted += int((~ours).sum())

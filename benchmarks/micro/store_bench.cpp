@@ -36,14 +36,14 @@ class FullStore {
 public:
     explicit FullStore(const Case& c) : case_(c), store_({shape(c)}, settings(c)) {
         set_budget(c.budget);
-        mass_.resize(static_cast<std::size_t>(c.budget + c.n_tokens));
+        observed_.resize(static_cast<std::size_t>(c.budget + c.n_tokens));
         std::mt19937 random(1);
-        for (float& value : mass_) value = std::uniform_real_distribution<float>()(random);
+        for (float& value : observed_) value = std::uniform_real_distribution<float>()(random);
         fill();
     }
 
     // What one micro-batch does to a store whose heads are full.
-    double evict() { return add(case_.n_tokens, mass_.data()); }
+    double evict() { return add(case_.n_tokens, observed_.data()); }
 
     double halve_budget() {
         const double time = seconds([&] { set_budget(case_.budget / 2); });
@@ -64,7 +64,6 @@ private:
     static StoreSettings settings(const Case& c) {
         StoreSettings settings;
         settings.type = c.type;
-        settings.mass_decay = 0.998f;
         settings.max_tokens = kFillTokens;
         settings.max_entries = 1 << 20;
         return settings;
@@ -80,11 +79,11 @@ private:
         while (store_.count(0, 0) < case_.budget) add(kFillTokens, nullptr);
     }
 
-    double add(int n_tokens, const float* mass) {
+    double add(int n_tokens, const float* observed) {
         store_.reserve(n_tokens);
         stage(n_tokens);
         return seconds([&] {
-            for (int h = 0; h < kHeads; ++h) store_.commit(0, h, n_tokens, mass, 0);
+            for (int h = 0; h < kHeads; ++h) store_.commit(0, h, n_tokens, observed, 0);
         });
     }
 
@@ -107,7 +106,7 @@ private:
 
     Case case_;
     HeadStore store_;
-    std::vector<float> mass_;
+    std::vector<float> observed_;
     std::int32_t position_ = 0;
 };
 

@@ -9,13 +9,28 @@ _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 
 class ScoreKind:
-    """What ranks entries: streaming (newest), recency (position score), mass (attention)."""
+    """What ranks entries: cpp/importance.hpp."""
 
     streaming: ScoreKind
     recency: ScoreKind
     mass: ScoreKind
+    attention: ScoreKind
+    products: ScoreKind
     @property
     def name(self) -> str: ...
+
+class ImportanceSettings:
+    """How entries are ranked: cpp/importance.hpp."""
+
+    def __init__(
+        self,
+        kind: ScoreKind,
+        variation: float = 0.0,
+        decay: float = 0.0,
+        observation_window: int = 512,
+        by_exposure: bool = False,
+        by_values: bool = False,
+    ) -> None: ...
 
 class LayerShape:
     """Heads and head sizes of one attention layer."""
@@ -154,12 +169,9 @@ class HeadwiseStore:
         self,
         layers: Sequence[LayerShape],
         kv_type: str,
-        score: ScoreKind,
+        importance: ImportanceSettings,
         n_sinks: int,
         recent_window: int,
-        variation: float,
-        mass_decay: float,
-        observation_window: int,
         max_tokens: int,
         max_entries: int,
         n_threads: int,
@@ -310,6 +322,9 @@ def select_survivors(
     """1 for every entry that survives."""
 
 def recency_score(position: int, newest: int, variation: float) -> float: ...
+def exposure(age: int, settings: ImportanceSettings) -> float:
+    """Queries, decayed, that could have observed an entry so many positions before the newest."""
+
 def entropy_weights(
     entropies: Sequence[float], mean: float, low: float, high: float
 ) -> list[float]: ...

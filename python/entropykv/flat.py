@@ -71,7 +71,7 @@ class FlatStore(Store):
         self._store = _core.FlatStore(
             context=_address(self.context),
             budget=plan.entries,
-            score=policy.score,
+            score=policy.importance.kind,
             variation=profile.coefficient_of_variation if profile else 0.0,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,

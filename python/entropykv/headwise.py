@@ -77,12 +77,11 @@ class HeadwiseStore(Store):
             self._store = _core.HeadwiseStore(
                 layers=self.layers,
                 kv_type=settings.kv_type,
-                score=policy.score,
+                importance=policy.importance.settings(
+                    profile.coefficient_of_variation if profile else 0.0
+                ),
                 n_sinks=plan.protection.n_sinks,
                 recent_window=plan.protection.recent_window,
-                variation=profile.coefficient_of_variation if profile else 0.0,
-                mass_decay=policy.mass_decay,
-                observation_window=policy.observation_window,
                 max_tokens=n_ubatch,
                 max_entries=n_ctx,
                 n_threads=max(settings.threads, settings.threads_batch),

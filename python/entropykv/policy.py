@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from entropykv._core import ScoreKind
 from entropykv.errors import SettingsError
+from entropykv.importance import MEASURES, MODIFIERS, Importance
 
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
@@ -17,62 +17,68 @@ class Policy:
 
     name: str
     summary: str
-    score: ScoreKind
+    importance: Importance = field(default_factory=Importance)
     flat: bool = False
     """The flat store can follow it: it needs no choice of its own per head."""
     by_entropy: bool = False
     """Budgets per KV head follow an entropy profile."""
     by_curves: bool = False
     """Budgets per KV head follow the loss curves of an entropy profile."""
-    observation_window: int = 512
-    """Queries at the end of a micro-batch that score, in tokens."""
-    mass_decay: float = 0.998
-    """What is left of an entry's importance after one more token; 0: only the last batch counts."""
 
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("streaming", "sinks and the most recent tokens", ScoreKind.streaming, flat=True),
+        Policy("streaming", "sinks and the most recent tokens", Importance("streaming"), flat=True),
         Policy(
             "recency",
             "the BitNet document's position score: exponential decay, a bonus for the newest tenth",
-            ScoreKind.recency,
+            Importance("recency"),
             flat=True,
         ),
         Policy(
             "uniform",
             "the same budget for every KV head, each keeping what gets most attention",
-            ScoreKind.mass,
         ),
         Policy(
             "entropy",
             "budgets per KV head from an entropy profile, each keeping what gets most attention",
-            ScoreKind.mass,
             by_entropy=True,
         ),
         Policy(
             "profile",
             "budgets per KV head that lose least by the profile's loss curves, each keeping what "
             "gets most attention",
-            ScoreKind.mass,
             by_curves=True,
         ),
     )
 }
 
+POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
+
+
+def policy_help() -> str:
+    """Names, measures and modifiers in a few lines."""
+    policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
+    measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
+    measures = ", ".join(f"{name} ({text})" for name, text in MEASURES.items())
+    modifiers = ", ".join(f"{name} ({text})" for name, text in MODIFIERS.items())
+    return (
+        f"{policies}. What gets most attention ({measured}) is measured by {measures}, modified "
+        f"by any of {modifiers}; such as uniform:attention+values"
+    )
+
 
 def policy_named(name: str | None, *, has_profile: bool, store: str) -> Policy:
     """Return the policy of that name, or the default: recency for the flat store, else by mass.
 
-    Without a name, a profile selects `entropy`. Raises SettingsError for a name that does not
-    exist or that the store cannot follow.
+    `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
+    order of MODIFIERS, and without a measure that is the default. Without a name, a profile selects
+    `entropy`. Raises SettingsError for a name that does not exist or that the store cannot follow.
     """
     if name is None:
         name = "recency" if store == "flat" else "entropy" if has_profile else "uniform"
-    if name not in POLICIES:
-        raise SettingsError(f"policy cannot be {name!r}; use one of {', '.join(POLICIES)}")
-    policy = POLICIES[name]
+    policy = _parsed(name)
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -80,3 +86,20 @@ def policy_named(name: str | None, *, has_profile: bool, store: str) -> Policy:
             f"use --policy {possible}, or --store headwise"
         )
     return policy
+
+
+def _parsed(text: str) -> Policy:
+    name, colon, measure = text.partition(":")
+    if name not in POLICIES:
+        raise SettingsError(f"policy cannot be {name!r}; use one of {', '.join(POLICIES)}")
+    policy = POLICIES[name]
+    if not colon:
+        return policy
+    if policy.importance.by_position:
+        raise SettingsError(
+            f"policy {name} goes by positions and takes no measure; use --policy {name}"
+        )
+    importance = Importance.parse(measure)
+    if importance == policy.importance:
+        return policy
+    return replace(policy, name=f"{name}:{importance}", importance=importance)

@@ -98,7 +98,6 @@ struct Case {
 std::vector<double> run(const Case& test, const KernelTable& kernels, int n_threads) {
     HeadStore store({test.shape}, settings_of(test.type, test.score));
     Attention attention(store, kernels, n_threads);
-    attention.set_observation_window(40);
     attention.set_entropy_tracking(true);
     const std::vector<int> budgets(index(test.shape.n_head_kv), test.budget);
     const int pages = pages_for(test.budget, store.layout(0).entries) * test.shape.n_head_kv;

@@ -46,7 +46,7 @@ constexpr Protection kProtection{4, 8};
 constexpr int kMaxTokens = 300, kMaxEntries = 2000;
 
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
-    return {type, score, kProtection, 0.5f, 0.9f, kMaxTokens, kMaxEntries};
+    return {type, {score, 0.5f, 0.9f, 40}, kProtection, kMaxTokens, kMaxEntries};
 }
 
 inline RowsView view(const std::vector<float>& rows, int heads, int dim) {

@@ -51,9 +51,11 @@ class Layer:
     v_dim: int = 64
     decay: float = 0.0
     observation_window: int = MAX_TOKENS
+    measure: str = "mass"
     query_size: float = 2.0
     slack: float = 1.0
     """Factor of the tolerances of entropies and importance."""
+    importance_rtol: float = 1e-5
     seed: int = 0
     store: _core.HeadwiseStore = field(init=False)
     k: Floats = field(init=False)
@@ -68,12 +70,13 @@ class Layer:
         self.store = _core.HeadwiseStore(
             [shape],
             self.kv_type,
-            _core.ScoreKind.mass,
+            _core.ImportanceSettings(
+                getattr(_core.ScoreKind, self.measure),
+                decay=self.decay,
+                observation_window=self.observation_window,
+            ),
             n_sinks=4,
             recent_window=4,
-            variation=0.0,
-            mass_decay=self.decay,
-            observation_window=self.observation_window,
             max_tokens=MAX_TOKENS,
             max_entries=MAX_ENTRIES,
             n_threads=1,
@@ -101,19 +104,19 @@ class Layer:
         position = len(self.k)
         self.k = np.concatenate([self.k, stored(k, self.kv_type)])
         self.v = np.concatenate([self.v, stored(v, self.kv_type)])
-        expected = attend_layer(q, self.k, self.v, position, options)
+        expected = attend_layer(q, self.k, self.v, position, options, self.measure)
         self.store.track_entropy(True)
         output = self.store.attend(0, q, k, v, position=position, **vars(options))
         self.importance = np.stack(
             [
                 updated_importance(
                     np.append(old, np.zeros(n_tokens)),
-                    mass,
+                    observed,
                     self.decay,
                     self.observation_window,
                     position,
                 )
-                for old, mass in zip(self.importance, expected.mass, strict=True)
+                for old, observed in zip(self.importance, expected.observed, strict=True)
             ]
         )
         self.check_statistics(expected.entropies)
@@ -127,7 +130,7 @@ class Layer:
         atol = self.slack * IMPORTANCE_TOLERANCE
         for head, expected in enumerate(self.importance):
             importance = self.store.importance(0, head)
-            np.testing.assert_allclose(importance, expected, rtol=1e-5, atol=atol)
+            np.testing.assert_allclose(importance, expected, self.importance_rtol, atol)
 
     def check(self, batches: Sequence[int], **options: Any) -> None:
         """Read micro-batches one after another."""
@@ -207,6 +210,20 @@ def test_importance_of_an_observation_window(
 ) -> None:
     layer = Layer(kernel, kv_type, decay=decay, observation_window=observation_window, group=3)
     layer.check([100, 17, 1, 1, 5, 70])
+    assert (layer.importance > 0.0).any()
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("measure", ["attention", "products"])
+@pytest.mark.parametrize("kind", [{}, {"window": 50}, {"softcap": 1.5}], ids=str)
+def test_importance_by_other_measures(
+    kernel: str, kv_type: str, measure: str, kind: dict[str, Any]
+) -> None:
+    """Entries that a query does not see get nothing from it; |q.k| is of what softmax sees."""
+    layer = Layer(kernel, kv_type, measure=measure, decay=0.99, observation_window=80, group=3)
+    layer.importance_rtol = 1e-5 if kv_type == "f16" else 2e-3
+    layer.check([100, 17, 1, 1, 1, 1, 5, 70, 1], **kind)
     assert (layer.importance > 0.0).any()
 
 

@@ -48,12 +48,9 @@ class Filled:
         self.store = _core.HeadwiseStore(
             layers=[_core.LayerShape(2, 2, k_dim, 8)],
             kv_type=kv_type,
-            score=_core.ScoreKind.mass,
+            importance=_core.ImportanceSettings(_core.ScoreKind.mass),
             n_sinks=1,
             recent_window=1,
-            variation=0.0,
-            mass_decay=0.0,
-            observation_window=8,
             max_tokens=max(n, 2),
             max_entries=n,
             n_threads=1,
@@ -138,7 +135,8 @@ def test_layers_turn_each_by_their_own_parameters() -> None:
         _core.LayerShape(1, 1, 16, 8),
     ]
     chain = [reference.Rope(16, freq_base=100.0), reference.Rope(0), reference.Rope(8, neox=True)]
-    store = _core.HeadwiseStore(shapes, "f16", _core.ScoreKind.mass, 1, 1, 0.0, 0.0, 8, 20, 20, 1)
+    importance = _core.ImportanceSettings(_core.ScoreKind.mass)
+    store = _core.HeadwiseStore(shapes, "f16", importance, 1, 1, 20, 20, n_threads=1)
     _, per_page = _core.page_geometry(shapes, "f16")
     store.set_budgets([20] * 3, sum(_core.pages_for(20, n) for n in per_page), 1, 1)
     random = np.random.default_rng(1)

@@ -294,12 +294,9 @@ def store_of(kv_type: str, k_dim: int, v_dim: int) -> _core.HeadwiseStore:
     store = _core.HeadwiseStore(
         layers=[_core.LayerShape(2, 1, k_dim, v_dim)],
         kv_type=kv_type,
-        score=_core.ScoreKind.mass,
+        importance=_core.ImportanceSettings(_core.ScoreKind.mass, 0.0, 0.9, 16),
         n_sinks=2,
         recent_window=8,
-        variation=0.0,
-        mass_decay=0.9,
-        observation_window=16,
         max_tokens=64,
         max_entries=512,
         n_threads=1,

@@ -25,6 +25,7 @@ LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 
 SCORES = ("streaming", "recency", "mass")
+MEASURES = ("mass", "attention", "products")
 KV_TYPES = ("f16", "q8_0")
 
 
@@ -33,6 +34,17 @@ def pages_of(budgets: list[int], kv_type: str) -> int:
     return sum(
         _core.pages_for(budget, per_page[layer])
         for (layer, _), budget in zip(HEADS, budgets, strict=True)
+    )
+
+
+def importance_of(rules: Rules) -> _core.ImportanceSettings:
+    return _core.ImportanceSettings(
+        getattr(_core.ScoreKind, rules.score),
+        rules.variation,
+        rules.decay,
+        rules.observation_window,
+        rules.by_exposure,
+        rules.by_values,
     )
 
 
@@ -54,12 +66,9 @@ class Pair:
         self.store = _core.HeadwiseStore(
             LAYERS,
             self.rules.kv_type,
-            getattr(_core.ScoreKind, self.rules.score),
+            importance_of(self.rules),
             n_sinks=N_SINKS,
             recent_window=RECENT,
-            variation=self.rules.variation,
-            mass_decay=self.rules.decay,
-            observation_window=self.rules.observation_window,
             max_tokens=MAX_TOKENS,
             max_entries=MAX_ENTRIES,
             n_threads=1,
@@ -117,9 +126,10 @@ class Pair:
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
-            if self.rules.score == "mass":
+            if not self.rules.by_position:
                 importance = self.store.importance(*key)
-                np.testing.assert_allclose(importance, oracle.importance, rtol=1e-4, atol=1e-4)
+                tolerance = self.rules.tolerance
+                np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
         assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())
         assert self.store.evicted == sum(oracle.evicted for oracle in self.heads.values())
         assert self.store.used_bytes <= self.store.budget_bytes
@@ -180,6 +190,44 @@ def test_random_operations_keep_what_the_oracle_keeps(
         perform(pair, operation)
 
 
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("measure", MEASURES)
+@settings(max_examples=40, deadline=None)
+@given(
+    budgets=budget_lists,
+    todo=operations,
+    decay=st.sampled_from([0.0, 0.9, 0.99, 1.0]),
+    observation_window=st.sampled_from([16, 128]),
+    by_exposure=st.booleans(),
+    by_values=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
+    measure: str,
+    kv_type: str,
+    budgets: list[int],
+    todo: list[tuple[Any, ...]],
+    decay: float,
+    observation_window: int,
+    by_exposure: bool,
+    by_values: bool,
+    seed: int,
+) -> None:
+    rules = Rules(
+        measure,
+        kv_type,
+        N_SINKS,
+        RECENT,
+        decay=decay,
+        observation_window=observation_window,
+        by_exposure=by_exposure,
+        by_values=by_values,
+    )
+    pair = Pair(rules, budgets, seed)
+    for operation in todo:
+        perform(pair, operation)
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("batches", [[1] * 120, [96, 96, 96], [50, 1, 7, 1, 1, 90]])
 def test_sinks_and_recent_window_survive_every_eviction(score: str, batches: list[int]) -> None:
@@ -206,6 +254,42 @@ def test_the_entries_with_most_attention_are_kept() -> None:
     assert store.evicted == 80 - FLOOR - 2
 
 
+@pytest.mark.parametrize(("by_values", "kept"), [(False, 9), (True, 17)])
+def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept: int) -> None:
+    """By hand: token 9 gets more attention than token 17, but its value is next to nothing."""
+    settings = _core.ImportanceSettings(_core.ScoreKind.attention, by_values=by_values)
+    shape = _core.LayerShape(1, 1, 32, 32)
+    store = _core.HeadwiseStore([shape], "f16", settings, N_SINKS, RECENT, 512, 128, 1)
+    store.set_budgets([FLOOR + 1], 1, N_SINKS, RECENT)
+    k = np.zeros((80, 1, 32), np.float32)
+    k[[9, 17], 0, 0] = 4.0, 3.0
+    v = np.ones((80, 1, 32), np.float32)
+    v[9] = 0.01
+    store.attend(0, np.ones_like(k), k, v, 1.0)
+    assert kept in store.positions(0, 0)
+
+
+@pytest.mark.parametrize("split", [[96], [40, 56], [2, 30, 7, 57]])
+def test_exposure_makes_ages_and_micro_batches_count_the_same(split: list[int]) -> None:
+    """Every query gives the same to every entry: per query, so did every entry get."""
+    settings = _core.ImportanceSettings(
+        _core.ScoreKind.products, decay=0.97, observation_window=96, by_exposure=True
+    )
+    shape = _core.LayerShape(1, 1, 32, 32)
+    store = _core.HeadwiseStore([shape], "f16", settings, N_SINKS, RECENT, 96, 128, 1)
+    store.set_budgets([128], 16, N_SINKS, RECENT)
+    position = 0
+    for n_tokens in split:
+        rows = np.ones((n_tokens, 1, 32), np.float32)
+        store.attend(0, rows, rows, rows, 0.5, position=position)
+        position += n_tokens
+    seen = position - 32  # the others are within the neighbourhood of every query
+    exposures = [_core.exposure(position - 1 - p, settings) for p in range(seen)]
+    importance = store.importance(0, 0)
+    np.testing.assert_allclose(importance[:seen] / exposures, np.full(seen, 16.0), rtol=1e-5)
+    assert not importance[seen:].any()
+
+
 def test_decoding_evicts_for_several_tokens_at_once() -> None:
     store = store_of_one_head(_core.ScoreKind.streaming, max_entries=200)
     budget = FLOOR + 40  # a quarter of 40 is the room that one eviction makes
@@ -224,8 +308,9 @@ def store_of_one_head(
     score: _core.ScoreKind, max_entries: int, dim: int = 32
 ) -> _core.HeadwiseStore:
     shape = _core.LayerShape(1, 1, dim, dim)
+    importance = _core.ImportanceSettings(score, observation_window=64)
     return _core.HeadwiseStore(
-        [shape], "f16", score, N_SINKS, RECENT, 0.0, 0.0, 64, 512, max_entries, 1
+        [shape], "f16", importance, N_SINKS, RECENT, 512, max_entries, n_threads=1
     )
 
 

@@ -14,7 +14,7 @@ from entropykv.cli.progress import ProgressBar
 from entropykv.config import KV_TYPES, Settings
 from entropykv.model_file import read_geometry
 from entropykv.plots import check_plot, draw_bench
-from entropykv.policy import POLICIES
+from entropykv.policy import POLICY_SYNTAX
 
 _LENGTHS = (512, 2048, 6144)
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
@@ -50,7 +50,9 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="T,...",
         help=f"of {', '.join(KV_TYPES)} (default: all)",
     )
-    parser.add_argument("--policy", choices=POLICIES, default="uniform", help="default: uniform")
+    parser.add_argument(
+        "--policy", metavar=POLICY_SYNTAX, default="uniform", help="default: uniform"
+    )
     parser.add_argument(
         "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from entropykv.config import KV_TYPES, Settings
 from entropykv.errors import SettingsError
 from entropykv.models import DEMOS, Demo
-from entropykv.policy import POLICIES
+from entropykv.policy import POLICY_SYNTAX, policy_help
 
 _DEFAULTS = Settings()
 
@@ -63,8 +63,8 @@ def add_budget_options(
     )
     group.add_argument(
         "--policy",
-        choices=POLICIES,
-        help="; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
+        metavar=POLICY_SYNTAX,
+        help=policy_help()
         + " (default: entropy with --entropy-config, else uniform; recency on the flat store)",
     )
     group.add_argument(

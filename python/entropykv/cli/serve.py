@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from entropykv.cli.options import integer
 from entropykv.config import KV_TYPES, STORES
 from entropykv.errors import SettingsError
-from entropykv.policy import POLICIES
+from entropykv.policy import POLICY_SYNTAX
 
 if TYPE_CHECKING:
     from entropykv.server import ModelOptions, ServerOptions
@@ -42,7 +42,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
     budget = parser.add_argument_group("KV budget")
     budget.add_argument("--kv-budget", metavar="B", help="as in `entropykv run` (default: 1.0)")
-    budget.add_argument("--policy", choices=POLICIES, help="as in `entropykv run`")
+    budget.add_argument("--policy", metavar=POLICY_SYNTAX, help="as in `entropykv run`")
     budget.add_argument("--kv-type", choices=KV_TYPES, help="as in `entropykv run`")
     budget.add_argument("--store", choices=STORES, help="as in `entropykv run`")
     budget.add_argument("--entropy-config", metavar="FILE", help="as in `entropykv run`")
