@@ -175,6 +175,7 @@ void Attention::prepare(int layer) noexcept {
     }
     first_unit_[index(store_.shape(layer).n_head_kv)] = units;
     next_unit_.store(0, std::memory_order_relaxed);
+    unfinished_heads_.store(store_.shape(layer).n_head_kv, std::memory_order_relaxed);
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ public:
     Attention(HeadStore& store, const KernelTable& kernels, int n_threads);
 
     void set_entropy_tracking(bool on) { track_entropy_ = on; }
+    // Every head of a layer ranks by what all of them observed: where their budgets are equal, they
+    // keep the same positions.
+    void set_shared_choice(bool on) { shared_choice_ = on; }
     // Keeps the queries of every micro-batch, for those who look at single attention rows.
     void set_query_capture(bool on) { capture_queries_ = on; }
 
@@ -137,7 +140,10 @@ private:
     void observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void observe_decode(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
-    const float* sum_observed(const Call& call, int head) noexcept;
+    float* sum_observed(const Call& call, int head) noexcept;
+    float output_squares(const Call& call, int head) const noexcept;
+    void commit(const Call& call, int head, const float* observed) noexcept;
+    void commit_layer(const Call& call) noexcept;
     void capture_queries(const Call& call) noexcept;
 
     EntryRange stored_entries(const Call& call, int unit) const noexcept;
@@ -157,6 +163,7 @@ private:
     const KernelTable& kernels_;
     bool track_entropy_ = false;
     bool capture_queries_ = false;
+    bool shared_choice_ = false;
     std::vector<LayerEntropy> entropy_;
     std::vector<Capture> captures_;
     std::vector<Worker> workers_;
@@ -170,6 +177,7 @@ private:
     std::vector<int> first_unit_;  // of each head, and the total
     std::unique_ptr<std::atomic<int>[]> unfinished_units_;
     std::atomic<int> next_unit_{0};
+    std::atomic<int> unfinished_heads_{0};
     std::size_t longest_ = 0;  // entries of the longest head, staged ones included
     std::vector<float> partials_;
     std::vector<float> logits_;    // decode: [head][row][longest_]

@@ -216,7 +216,44 @@ void Attention::finish_head(const Call& call, int head) noexcept {
                 entropy.last[index(head * call.split.rows + row)];
         if (head == 0) entropy.rows += n_tokens_;
     }
-    store_.commit(call.layer, head, n_tokens_, sum_observed(call, head), call.thread);
+    if (!shared_choice_) {
+        commit(call, head, sum_observed(call, head));
+    } else if (unfinished_heads_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        commit_layer(call);
+    }
+}
+
+void Attention::commit(const Call& call, int head, const float* observed) noexcept {
+    const float squares = store_.measures(n_tokens_) ? output_squares(call, head) : 0.0f;
+    store_.commit(call.layer, head, n_tokens_, observed, squares, call.thread);
+}
+
+// All heads by the sum of what they observed. Their entries are in the same places as long as they
+// hold the same number.
+void Attention::commit_layer(const Call& call) noexcept {
+    const int n_heads = store_.shape(call.layer).n_head_kv;
+    const int n = total_entries(call.layer, 0);
+    float* shared = sum_observed(call, 0);
+    for (int head = 1; shared != nullptr && head < n_heads; ++head) {
+        const float* more = sum_observed(call, head);
+        for (int j = 0; j < n; ++j) shared[j] += more[j];
+    }
+    for (int head = 0; head < n_heads; ++head) commit(call, head, shared);
+}
+
+// Sum of the squared norms of a head's outputs, all queries and query heads of its group.
+float Attention::output_squares(const Call& call, int head) const noexcept {
+    const LayerShape& shape = store_.shape(call.layer);
+    const std::size_t size = index(call.split.group * shape.v_dim);
+    double sum = 0.0;
+    for (int token = 0; token < n_tokens_; ++token) {
+        const float* output =
+            call.output + index(token * shape.n_head * shape.v_dim) + index(head) * size;
+        float of_token = 0.0f;
+        for (std::size_t d = 0; d < size; ++d) of_token += output[d] * output[d];
+        sum += of_token;
+    }
+    return static_cast<float>(sum);
 }
 
 // Merges the partial softmaxes of a tile into its first chunk's.
@@ -327,7 +364,7 @@ void Attention::observe_decode(const Call& call, const Tile& tile,
 }
 
 // What the observation window gave to every entry of a head, or null.
-const float* Attention::sum_observed(const Call& call, int head) noexcept {
+float* Attention::sum_observed(const Call& call, int head) noexcept {
     if (!observing_) return nullptr;
     const int first = first_observed_row(call.split) / call.split.tile_rows;
     float* total = observed_of(call, tile_at(call.split, head, first));

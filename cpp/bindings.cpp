@@ -359,18 +359,22 @@ void bind_headwise(py::module_& m) {
     store
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
                          const ImportanceSettings& importance, int n_sinks, int recent_window,
-                         int max_tokens, int max_entries, int n_threads,
-                         const std::optional<std::string>& kernels) {
+                         int max_tokens, int max_entries, int n_threads, bool own_windows,
+                         bool shared_choice, const std::optional<std::string>& kernels) {
                  const StoreSettings settings{kv_type_named(kv_type),
                                               importance,
                                               {n_sinks, recent_window},
+                                              own_windows,
                                               max_tokens,
                                               max_entries};
-                 return std::make_unique<Headwise>(layers, settings, n_threads, kernels);
+                 auto store = std::make_unique<Headwise>(layers, settings, n_threads, kernels);
+                 store->attention.set_shared_choice(shared_choice);
+                 return store;
              }),
              py::arg("layers"), py::arg("kv_type"), py::arg("importance"), py::arg("n_sinks"),
              py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
-             py::arg("n_threads"), py::arg("kernels") = py::none())
+             py::arg("n_threads"), py::arg("own_windows") = false, py::arg("shared_choice") = false,
+             py::arg("kernels") = py::none())
         .def(
             "set_budgets",
             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,
@@ -396,6 +400,11 @@ void bind_headwise(py::module_& m) {
             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
             py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none(),
             py::arg("position") = 0)
+        .def(
+            "measure_losses",
+            [](Headwise& self, const std::vector<int>& knots) { self.store.measure_losses(knots); },
+            py::arg("knots"))
+        .def("losses", [](const Headwise& self) { return to_array(self.store.losses()); })
         .def(
             "track_entropy",
             [](Headwise& self, bool on) {

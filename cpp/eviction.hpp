@@ -13,6 +13,10 @@ struct Protection {
     bool covers(std::int32_t position, std::int32_t newest) const {
         return position < n_sinks || position > newest - recent_window;
     }
+    // The same sinks, and half of a budget for both.
+    Protection within(int budget) const {
+        return {n_sinks, budget / 2 > n_sinks ? budget / 2 - n_sinks : 1};
+    }
 };
 
 // How many entries an eviction leaves when n_new of them came last. While tokens come one by one,

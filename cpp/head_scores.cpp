@@ -1,7 +1,9 @@
 // How the entries of a head are ranked: what queries gave them, and the scores of an eviction.
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
+#include "budget.hpp"
 #include "head_store.hpp"
 
 namespace entropykv {
@@ -87,6 +89,37 @@ std::int32_t HeadStore::score(const Layer& layer, const Head& head, int head_ind
     if (settings_.importance.by_values)
         weigh_by_values(layer, head, head_index, n_staged, workspace);
     return newest;
+}
+
+void HeadStore::measure_losses(const std::vector<int>& knots) {
+    for (std::size_t i = 0; i < knots.size(); ++i)
+        if (knots[i] < 0 || (i > 0 && knots[i] <= knots[i - 1]))
+            throw std::invalid_argument("knots must ascend");
+    knots_ = knots;
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads) head.losses.assign(knots.size(), 0.0f);
+}
+
+void HeadStore::measure(const Layer& layer, Head& head, int head_index, int n_staged,
+                        float output_squares, Workspace& workspace) noexcept {
+    const std::int32_t newest = score(layer, head, head_index, n_staged, workspace);
+    const Protection protection = protection_of(head);
+    const ImportanceSettings& importance = settings_.importance;
+    const bool relative = importance.kind == ScoreKind::mass && importance.by_values;
+    const float unit = relative && output_squares > 0.0f ? 1.0f / output_squares : 1.0f;
+    int n = 0;
+    for (int i = 0; i < head.count + n_staged; ++i)
+        if (!protection.covers(workspace.positions[index(i)], newest))
+            workspace.scratch[index(n++)] = workspace.scores[index(i)] * unit;
+    losses_at(workspace.scratch.data(), n, knots_, head.losses.data());
+}
+
+std::vector<double> HeadStore::losses() const {
+    std::vector<double> all;
+    for (const Layer& layer : layers_)
+        for (const Head& head : layer.heads)
+            all.insert(all.end(), head.losses.begin(), head.losses.end());
+    return all;
 }
 
 }  // namespace entropykv

@@ -133,8 +133,9 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             const int budget = budgets[n_heads];
             if (budget > settings_.max_entries || budget < 1)
                 throw std::invalid_argument("a budget outside of 1 .. max_entries");
-            if (budget <
-                std::min(protection.n_sinks + protection.recent_window, settings_.max_entries))
+            if (!settings_.own_windows &&
+                budget <
+                    std::min(protection.n_sinks + protection.recent_window, settings_.max_entries))
                 throw std::invalid_argument("a budget below sinks + recent window");
             wanted_pages += static_cast<std::size_t>(pages_for(budget, layer.layout.entries));
         }
@@ -222,25 +223,26 @@ void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_
                                 protection, newest, workspace.kept.data(),
                                 workspace.scratch.data());
     };
-    int n_kept = select(settings_.protection);
+    int n_kept = select(protection_of(head));
     if (n_kept > head.budget) n_kept = select({0, 0});  // the pool's bytes come first
     apply(layer, head, head_index, n_staged, workspace.kept.data());
     evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
 }
 
 void HeadStore::commit(int layer_index, int head_index, int n_staged, const float* observed,
-                       int workspace_index) noexcept {
+                       float output_squares, int workspace_index) noexcept {
     const Layer& layer = layers_[index(layer_index)];
     Head& head = layers_[index(layer_index)].heads[index(head_index)];
     Workspace& workspace = workspaces_[index(workspace_index)];
     const int total = head.count + n_staged;
     if (observed != nullptr) add_observed(layer, head, head_index, n_staged, observed);
+    if (measures(n_staged)) measure(layer, head, head_index, n_staged, output_squares, workspace);
     if (total <= head.budget) {
         append(layer, head, head_index, n_staged);
         return;
     }
     const auto start = std::chrono::steady_clock::now();
-    const int keep = entries_to_keep(head.budget, n_staged, settings_.protection);
+    const int keep = entries_to_keep(head.budget, n_staged, protection_of(head));
     keep_best(layer, head, head_index, n_staged, keep, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     eviction_nanoseconds_.fetch_add(

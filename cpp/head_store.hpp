@@ -29,8 +29,9 @@ struct StoreSettings {
     KvType type = KvType::f16;
     ImportanceSettings importance;
     Protection protection{4, 1};
-    int max_tokens = 512;  // largest micro-batch
-    int max_entries = 0;   // no KV head ever keeps more (the context)
+    bool own_windows = false;  // every head's recent window is half of its own budget
+    int max_tokens = 512;      // largest micro-batch
+    int max_entries = 0;       // no KV head ever keeps more (the context)
 };
 
 // Entries of one KV head as attention reads them, positions ascending.
@@ -43,6 +44,8 @@ struct StoredRows {
 
 // The K row of an entry, k_dim values.
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);
+
+constexpr int kLeastMeasured = 32;  // fewer queries say little
 
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
 
@@ -80,8 +83,19 @@ public:
     // After attention: adds `observed` (count + n_staged values, stored entries first; null where
     // nothing was) to the importance, and keeps what the budget holds of stored and staged
     // entries. Called from ggml's threads, each head by one thread; workspace < max_workers().
-    void commit(int layer, int head, int n_staged, const float* observed, int workspace) noexcept;
+    // output_squares: the sum of the squared norms of the head's outputs, where it measures.
+    void commit(int layer, int head, int n_staged, const float* observed, float output_squares,
+                int workspace) noexcept;
     void set_workers(int n_workers, const KernelTable& kernels);
+
+    // Has every micro-batch of kLeastMeasured tokens or more measure what each head would have
+    // lost, had it kept so many entries beyond the protected ones; knots: ascending from 0, none:
+    // off.
+    void measure_losses(const std::vector<int>& knots);
+    bool measures(int n_tokens) const { return !knots_.empty() && n_tokens >= kLeastMeasured; }
+    // Of the last micro-batch that measured: sums of the scores of what is not kept, relative to
+    // `output_squares` where scores are squared outputs; [KV head of all layers][knot].
+    std::vector<double> losses() const;
 
     // Drops entries at positions >= position.
     void truncate(std::int32_t position);
@@ -128,6 +142,7 @@ private:
         std::vector<std::byte*> pages;
         int count = 0;
         int budget = 0;
+        std::vector<float> losses;  // at knots_
     };
     struct Layer {
         LayerShape shape;
@@ -165,6 +180,12 @@ private:
                          Workspace& workspace) const noexcept;
     std::int32_t score(const Layer& layer, const Head& head, int head_index, int n_staged,
                        Workspace& workspace) const noexcept;
+    Protection protection_of(const Head& head) const {
+        return settings_.own_windows ? settings_.protection.within(head.budget)
+                                     : settings_.protection;
+    }
+    void measure(const Layer& layer, Head& head, int head_index, int n_staged, float output_squares,
+                 Workspace& workspace) noexcept;
     void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
@@ -175,6 +196,7 @@ private:
     void compact_pool();
 
     StoreSettings settings_;
+    std::vector<int> knots_;
     const KernelTable* kernels_ = nullptr;
     std::vector<Layer> layers_;
     PagePool pool_;

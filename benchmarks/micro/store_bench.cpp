@@ -83,7 +83,7 @@ private:
         store_.reserve(n_tokens);
         stage(n_tokens);
         return seconds([&] {
-            for (int h = 0; h < kHeads; ++h) store_.commit(0, h, n_tokens, observed, 0);
+            for (int h = 0; h < kHeads; ++h) store_.commit(0, h, n_tokens, observed, 0.0f, 0);
         });
     }
 

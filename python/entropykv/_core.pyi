@@ -175,8 +175,14 @@ class HeadwiseStore:
         max_tokens: int,
         max_entries: int,
         n_threads: int,
+        own_windows: bool = False,
+        shared_choice: bool = False,
         kernels: str | None = None,
-    ) -> None: ...
+    ) -> None:
+        """`own_windows`: a KV head's recent window is half of its own budget; `shared_choice`: the
+        heads of a layer rank entries by what all of them observed.
+        """
+
     def set_budgets(
         self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
     ) -> None:
@@ -196,6 +202,15 @@ class HeadwiseStore:
         position: int = 0,
     ) -> _Floats:
         """Attention of one micro-batch without a model: [n_tokens][heads][dim] each."""
+
+    def measure_losses(self, knots: Sequence[int]) -> None:
+        """Let micro-batches measure what heads lose with so many entries beyond the protected.
+
+        `knots` ascend from 0; none: off. Micro-batches of fewer than 32 tokens measure nothing.
+        """
+
+    def losses(self) -> npt.NDArray[np.float64]:
+        """Of the last micro-batch that measured: [KV head of all layers][knot], one array."""
 
     def track_entropy(self, on: bool) -> None: ...
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:

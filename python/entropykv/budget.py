@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from entropykv import _core
 from entropykv.config import Budget
 from entropykv.errors import BudgetError, ProfileError
-from entropykv.policy import ENTROPY_CLAMP, Policy
+from entropykv.policy import ENTROPY_CLAMP, BudgetRule, Policy
 from entropykv.profile import EntropyProfile
 
 _BytesOf = Callable[[int], int]
@@ -42,6 +43,10 @@ class HeadwisePlan:
     budgets: tuple[tuple[int, ...], ...]
     """[layer][KV head] in entries."""
     mean_entries: int
+    floor_entries: int
+    """What no KV head gets less than."""
+    entries_per_page: tuple[int, ...]
+    """Of every KV head, all layers in order."""
     protection: Protection
     pool_pages: int
     page_bytes: int
@@ -89,12 +94,22 @@ def plan_headwise(
 
     mean = _mean_entries(budget, n_ctx, bytes_of)
     protection = _protection(budget, mean, n_ctx, n_sinks, recent_window, bytes_of)
-    flat = _share(policy, profile, mean, n_ctx, min(protection.entries, n_ctx), per_head)
-    budgets: list[tuple[int, ...]] = []
+    floor = min(protection.entries, n_ctx)
+    if policy.rule.by_layer:  # half of its own budget is the layer's recent window
+        floor = min(2 * (n_sinks + 1), floor)
+    budgets = by_layer(_share(policy, profile, mean, n_ctx, floor, per_head), layers)
+    return HeadwisePlan(
+        tuple(budgets), mean, floor, tuple(per_head), protection, pages(mean), page_bytes
+    )
+
+
+def by_layer(
+    of_heads: Sequence[int], layers: Sequence[_core.LayerShape]
+) -> Iterator[tuple[int, ...]]:
+    """Cut values of all KV heads into those of each layer."""
+    heads = iter(of_heads)
     for shape in layers:
-        budgets.append(tuple(flat[: shape.n_head_kv]))
-        flat = flat[shape.n_head_kv :]
-    return HeadwisePlan(tuple(budgets), mean, protection, pages(mean), page_bytes)
+        yield tuple(itertools.islice(heads, shape.n_head_kv))
 
 
 def plan_flat(
@@ -172,7 +187,7 @@ def _share(
     per_page: list[int],
 ) -> list[int]:
     """Entries of every KV head, all layers in order."""
-    if not policy.by_curves:
+    if policy.rule is not BudgetRule.PROFILE_CURVES:
         weights = _weights(policy, profile)
         return _core.share_budget(mean, n_ctx, floor, per_page, weights)
     if profile is None or profile.curves is None:
@@ -186,7 +201,7 @@ def _share(
 
 
 def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:
-    if not policy.by_entropy or profile is None:
+    if policy.rule is not BudgetRule.PROFILE_ENTROPY or profile is None:
         return []
     entropies = profile.kv_head_entropies().ravel().tolist()
     return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)

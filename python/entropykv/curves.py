@@ -163,7 +163,8 @@ def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss
     """What one KV head loses; `queries` are those of its query heads."""
     p = probabilities(queries, entries.k)
     candidates = np.arange(rules.n_sinks, max(rules.n_sinks, rules.n_read - rules.recent_window))
-    order = candidates[np.argsort(-entries.importance[candidates], kind="stable")]
+    scores = entries.importance[candidates] * np.square(entries.v[candidates]).sum(axis=1)
+    order = candidates[np.argsort(-scores, kind="stable")]
     mass = np.zeros(len(rules.keep))
     dropped = np.zeros(len(rules.keep))
     lost_output = np.zeros((len(p), entries.v.shape[1]), np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from entropykv.config import Budget, Settings
 from entropykv.errors import EntropyKVError, UnsupportedModelError
 from entropykv.fingerprint import check_model
 from entropykv.model import Model
+from entropykv.online import LEAST_TOKENS, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.rope import RopeRange
@@ -85,8 +87,11 @@ class HeadwiseStore(Store):
                 max_tokens=n_ubatch,
                 max_entries=n_ctx,
                 n_threads=max(settings.threads, settings.threads_batch),
+                own_windows=policy.rule.by_layer,
+                shared_choice=policy.rule.by_layer,
             )
-            self._apply(plan)
+            self._online = online_budgets(policy, self._store, self.layers, n_ctx)
+            self._follow(plan)
         except BaseException:
             self.close()
             raise
@@ -127,9 +132,18 @@ class HeadwiseStore(Store):
             settings.recent_window,
         )
 
-    def _apply(self, plan: HeadwisePlan) -> None:
+    def _follow(self, plan: HeadwisePlan) -> None:
+        self._followed = plan
+        if self._online:
+            self._online.expect(plan)
+        self._share()
+
+    def _share(self) -> None:
+        """Apply the plan: its budgets, or those that follow from the text."""
+        plan = self._followed
+        online = self._online.budgets(plan) if self._online else None
         self._store.set_budgets(
-            budgets=[entries for layer in plan.budgets for entries in layer],
+            budgets=online or [entries for layer in plan.budgets for entries in layer],
             pool_pages=plan.pool_pages,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
@@ -158,13 +172,16 @@ class HeadwiseStore(Store):
         self.rebases += 1
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """llama.cpp's cells are free again; check that every layer was served."""
+        """Free llama.cpp's cells, check that every layer was served, and share the budget again."""
         self._forget_cells()
         self._hook.check_step()
+        if self._online and n_tokens >= LEAST_TOKENS:
+            self._online.observe(n_tokens)
+            self._share()
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads, evicting where they hold more."""
-        self._apply(self._plan(budget))
+        self._follow(self._plan(budget))
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""
@@ -172,6 +189,9 @@ class HeadwiseStore(Store):
         self._store.truncate(position)
         if position == 0:
             self.shift = 0
+            if self._online:
+                self._online.forget()
+                self._share()
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""
@@ -185,16 +205,22 @@ class HeadwiseStore(Store):
         ]
 
     def state(self) -> StoreState:
-        """A section for every KV head, layer by layer."""
+        """A section for every KV head, layer by layer, and what online budgets have seen."""
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self.layers)
         ]
+        seen = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
         return StoreState(
             entries=entries,
             evicted=self._store.evicted,
-            section_bytes=[self._store.state_bytes(i, n) for i, _, n in _per_head(entries)],
-            sections=(self._store.save_head(i, head) for i, head, _ in _per_head(entries)),
+            section_bytes=[
+                *(self._store.state_bytes(i, n) for i, _, n in _per_head(entries)),
+                *map(len, seen),
+            ],
+            sections=itertools.chain(
+                (self._store.save_head(i, head) for i, head, _ in _per_head(entries)), seen
+            ),
         )
 
     def check_state(
@@ -202,8 +228,14 @@ class HeadwiseStore(Store):
     ) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
         heads = [len(layer) for layer in contents.entries]
-        if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != sum(heads):
+        n_sections = self.n_kv_heads + (self._online is not None)
+        if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
             raise reader.damaged("other KV heads than the model has")
+        if self._online:
+            *sections, seen = sections
+            problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))
+            if problem:
+                raise reader.damaged(problem)
         for (layer, head, count), section in zip(
             _per_head(contents.entries), sections, strict=True
         ):
@@ -214,6 +246,10 @@ class HeadwiseStore(Store):
     def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
         heads = list(_per_head(contents.entries))
+        if self._online:
+            *sections, seen = sections
+            self._online.load(_floats(seen))
+            self._share()
         self._store.begin_load([count for _, _, count in heads], contents.evicted)
         for (layer, head, count), section in zip(heads, sections, strict=True):
             self._store.load_head(layer, head, count, section)
@@ -237,6 +273,10 @@ class HeadwiseStore(Store):
             "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
         }
+
+
+def _floats(section: bytearray) -> npt.NDArray[np.float64]:
+    return np.frombuffer(section, "<f8").astype(np.float64)
 
 
 def _per_head(entries: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:

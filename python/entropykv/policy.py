@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from entropykv.errors import SettingsError
 from entropykv.importance import MEASURES, MODIFIERS, Importance
 
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
+
+
+class BudgetRule(Enum):
+    """How a budget is shared among the KV heads."""
+
+    EQUAL = auto()
+    PROFILE_ENTROPY = auto()
+    """By the entropies of a profile."""
+    PROFILE_CURVES = auto()
+    """By the loss curves of a profile."""
+    LAYER_ENTROPY = auto()
+    """Per layer, in proportion to its mean entropy in this text."""
+    LAYER_RANGE = auto()
+    """Per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
+    LOSSES = auto()
+    """By what heads lose in this text."""
+    LOSSES_WITHIN_LAYER = auto()
+    """The same with equal budgets for all layers."""
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether all heads of a layer keep the same positions."""
+        return self in (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE)
+
+    @property
+    def by_losses(self) -> bool:
+        """Whether budgets follow what heads lose in this text."""
+        return self in (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
 
 
 @dataclass(frozen=True)
@@ -20,11 +49,11 @@ class Policy:
     importance: Importance = field(default_factory=Importance)
     flat: bool = False
     """The flat store can follow it: it needs no choice of its own per head."""
-    by_entropy: bool = False
-    """Budgets per KV head follow an entropy profile."""
-    by_curves: bool = False
-    """Budgets per KV head follow the loss curves of an entropy profile."""
+    rule: BudgetRule = BudgetRule.EQUAL
 
+
+_BY_OUTPUT = Importance("mass", ("values",))
+_BY_ATTENTION = Importance("attention", decay=1.0)
 
 POLICIES = {
     policy.name: policy
@@ -43,13 +72,39 @@ POLICIES = {
         Policy(
             "entropy",
             "budgets per KV head from an entropy profile, each keeping what gets most attention",
-            by_entropy=True,
+            rule=BudgetRule.PROFILE_ENTROPY,
         ),
         Policy(
             "profile",
             "budgets per KV head that lose least by the profile's loss curves, each keeping what "
             "gets most attention",
-            by_curves=True,
+            rule=BudgetRule.PROFILE_CURVES,
+        ),
+        Policy(
+            "adaptive",
+            "budgets per KV head that lose least in this text, each keeping what gets most "
+            "attention",
+            _BY_OUTPUT,
+            rule=BudgetRule.LOSSES,
+        ),
+        Policy(
+            "adaptive-heads",
+            "the same, with equal budgets for all layers",
+            _BY_OUTPUT,
+            rule=BudgetRule.LOSSES_WITHIN_LAYER,
+        ),
+        Policy(
+            "layer",
+            "the layer document: budgets per layer by entropy in this text, half of them for what "
+            "gets most attention in the layer",
+            _BY_ATTENTION,
+            rule=BudgetRule.LAYER_ENTROPY,
+        ),
+        Policy(
+            "layer-range",
+            "the same with budgets from 8 to 128 by entropy, scaled to the budget",
+            _BY_ATTENTION,
+            rule=BudgetRule.LAYER_RANGE,
         ),
     )
 }
