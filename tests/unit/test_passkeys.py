@@ -84,13 +84,15 @@ def test_an_answer_begins_with_the_value(continuation: str, right: bool) -> None
 
 
 def test_sentences_joined_are_the_text() -> None:
-    text = 'He came. "Who?" she asked. It was 3.5 p.m. and cold!\n\nA new day\n\nwithout stops'
+    text = (
+        'He came. "Who?" she asked. It was Mr. J. Smith at 3.5 p.m.!\n\nA new day\n\nwithout stops'
+    )
     sentences = split_sentences(text)
     assert "".join(sentences).strip() == text
     assert [s.strip() for s in sentences] == [
         "He came.",
         '"Who?" she asked.',
-        "It was 3.5 p.m. and cold!",
+        "It was Mr. J. Smith at 3.5 p.m.!",
         "A new day",
         "without stops",
     ]

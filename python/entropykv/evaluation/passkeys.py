@@ -15,7 +15,11 @@ from dataclasses import dataclass
 
 from entropykv.errors import ContextError, SettingsError
 
-_SENTENCE_END = re.compile(r"(?:[.!?][\"')\]]*\s+(?=[\"'(\[A-Z])|\n\s*\n)")
+_ABBREVIATIONS = ("Mr", "Mrs", "Dr", "St", "[A-Z]")
+_SENTENCE_END = re.compile(
+    "".join(rf"(?<!\b{short})" for short in _ABBREVIATIONS)
+    + r"[.!?][\"')\]]*\s+(?=[\"'(\[A-Z])|\n\s*\n"
+)
 
 
 @dataclass(frozen=True)
