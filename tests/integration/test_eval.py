@@ -227,6 +227,8 @@ def test_a_data_set_is_answered_by_all(command: Command, tmp_path: Path) -> None
     assert rows[0]["rouge1"] == rows[1]["rouge1"]
     answers = [item["values"]["answer"] for item in command.result()["items"]]
     assert answers[0:2] == answers[2:4]
+    assert rows[1]["kept"] == 1.0
+    assert rows[2]["kept"] == pytest.approx(0.2, abs=0.005)
     assert all(0.0 <= row["rouge_l"] <= 1.0 for row in rows)
 
 
@@ -332,7 +334,7 @@ def test_impossible_requests_are_refused_before_anything_long(
         ((), "nothing to evaluate"),
         (("--text", binary), "UTF-8"),
         (("--text", tmp_path / "absent.txt"), "absent.txt"),
-        ((*text, "--prompt", 1990), "trained for"),
+        ((*text, "--prompt", 2040), "trained for"),
         ((*text, "--prompt", 1700), ".txt: has"),
         ((*text, "--kv-budget", "0.5,7.5"), "KV budget cannot be 7.5"),
         ((*text, "--kv-budget", "0.01"), "smallest budget"),

@@ -105,7 +105,9 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
         help="tokens written greedily after each prompt (0: none; default: %(default)s)",
     )
     group.add_argument(
-        "--inside", action="store_true", help="the budget does not grow for what follows a prompt"
+        "--inside",
+        action="store_true",
+        help="the budget does not grow for what follows a prompt, here and with --dataset",
     )
 
 

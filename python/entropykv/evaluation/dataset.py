@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from entropykv.errors import ContextError, MissingExtraError, SettingsError
+from entropykv.evaluation.combination import grow
 from entropykv.evaluation.part import Item, Values, kept_values
-from entropykv.evaluation.reading import Reader, Tick, read, write
+from entropykv.evaluation.reading import Logits, Reader, Tick, read, write
 from entropykv.evaluation.texts import digest_of
 from entropykv.model import Model
 from entropykv.session import Session
@@ -46,24 +47,34 @@ class DatasetPart:
     name = "dataset"
     needs_reference = False
 
-    def __init__(self, items: Sequence[DatasetItem], max_tokens: int, score: Scorer) -> None:
-        """Items as dataset_items() makes them, with the same max_tokens."""
+    def __init__(
+        self, items: Sequence[DatasetItem], max_tokens: int, score: Scorer, *, inside: bool
+    ) -> None:
+        """Items as dataset_items() makes them, with the same max_tokens.
+
+        `inside`: the budget does not grow for an answer.
+        """
         self.items = items
         self.n_ctx = max(len(item.tokens) for item in items) + max_tokens
         self._max_tokens = max_tokens
         self._score = score
+        self._inside = inside
 
     def reference(self, stock: StockSession, item: DatasetItem, tick: Tick) -> Values:
         """Answer with the full cache."""
         stock.reset()
-        return self._answer(stock, item, tick)
+        last, _ = read(stock, item.tokens, tick)
+        return self._answer(stock, last, item, tick)
 
     def measure(self, session: Session, item: DatasetItem, tick: Tick) -> Values:
-        """Answer inside the budget, which does not grow for the answer."""
-        return {**self._answer(session, item, tick), **kept_values(session)}
+        """Answer after a prompt that was read inside the budget."""
+        last, _ = read(session, item.tokens, tick)
+        kept = kept_values(session)
+        if not self._inside:
+            grow(session, self._max_tokens)
+        return {**self._answer(session, last, item, tick), **kept}
 
-    def _answer(self, reader: Reader, item: DatasetItem, tick: Tick) -> Values:
-        last, _ = read(reader, item.tokens, tick)
+    def _answer(self, reader: Reader, last: Logits, item: DatasetItem, tick: Tick) -> Values:
         written = write(reader, last, self._max_tokens, tick, stops=True)
         answer = reader.detokenize(written.tokens).strip()
         return {"answer": answer, **self._score(item.answers, answer)}

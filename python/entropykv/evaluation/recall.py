@@ -46,15 +46,17 @@ class RecallPart:
     def reference(self, stock: StockSession, item: RecallItem, tick: Tick) -> Values:
         """What the full cache knows."""
         stock.reset()
+        read(stock, item.tokens, tick)
         return _ask(stock, item, tick)
 
     def measure(self, session: Session, item: RecallItem, tick: Tick) -> Values:
         """What is known inside the budget, which does not grow for the questions."""
-        return {**_ask(session, item, tick), **kept_values(session)}
+        read(session, item.tokens, tick)
+        kept = kept_values(session)
+        return {**_ask(session, item, tick), **kept}
 
 
 def _ask(reader: Reader, item: RecallItem, tick: Tick) -> Values:
-    read(reader, item.tokens, tick)
     state = reader.save_state()
     answers = []
     for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):

@@ -125,4 +125,4 @@ class Request:
             max_tokens=self.max_tokens,
             n_ctx=self.n_ctx or trained,
         )
-        return DatasetPart(items, self.max_tokens, rouge_scorer())
+        return DatasetPart(items, self.max_tokens, rouge_scorer(), inside=self.inside)
