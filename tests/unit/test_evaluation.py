@@ -183,8 +183,9 @@ def test_budgets_are_shares_of_entries_or_of_bytes(tiny_llama: Path) -> None:
 
 def test_a_data_set_is_read_whatever_else_is_in_it(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
-    line = {"context": "c", "input": "i", "answers": ["a", "b"], "length": 3, "all_classes": None}
-    file.write_text(json.dumps(line) + "\n\n" + json.dumps(line) + "\n", encoding="utf-8")
+    line = {"context": "c\u2028", "input": "i", "answers": ["a", "b"], "length": 3, "dataset": None}
+    text = json.dumps(line, ensure_ascii=False)
+    file.write_text(f"{text}\n\n{text}\n", encoding="utf-8")
     questions = read_dataset(file)
     assert [question.name for question in questions] == ["line 1", "line 3"]
     assert questions[0].answers == ("a", "b")

@@ -100,7 +100,8 @@ def rouge_scorer() -> Scorer:
 def read_dataset(path: str | os.PathLike[str]) -> list[Question]:
     """Questions of a JSON Lines file; ContextError names file and line of what is none."""
     questions = []
-    for number, line in enumerate(read_text(path, ContextError).splitlines(), start=1):
+    lines = read_text(path, ContextError).split("\n")  # splitlines() knows ends that JSON does not
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             questions.append(_question(line, f"{path}: line {number}", f"line {number}"))
     if not questions:

@@ -87,7 +87,9 @@ class Evaluation:
             n_tokens = statistics.fmean(len(item.tokens) for item in self._parts[0].items)
             full = n_tokens * self._engine.full_bytes_per_token
             return dataclasses.replace(row, kept=1.0, kv_bytes=full, kv_bytes_full=full)
-        policy = next((record.values["policy"] for record in records), combination.policy or "-")
+        policy = combination.policy  # as it was given: the name may not have its parameters
+        if policy is None:
+            policy = next((record.values["policy"] for record in records), "default")
         return summarize(policy, combination.kv_type, str(combination.budget), records)
 
     def _records(self, combination: Combination | None) -> list[Record]:
