@@ -69,27 +69,30 @@ SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)
 
 def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
     """The protocol, written down once more without the evaluation's parts."""
-    with closing(StockSession(model, n_ctx=140, n_threads=1)) as stock:
+    with closing(StockSession(model, n_ctx=180, n_threads=1, n_ubatch=8)) as stock:
         tokens = stock.tokenize(text.read_text(encoding="utf-8"), add_bos=True)[:140]
         first = stock.decode(tokens[:120])[-1]
         reference = stock.decode(tokens[120:], all_logits=True)
         stock.reset()
         stock.decode(tokens[:120])
         theirs = [int(first.argmax())]
-        while len(theirs) < 10:
+        while len(theirs) < 60:
             theirs.append(int(stock.decode(theirs[-1:])[-1].argmax()))
-    with Session(model, n_ctx=140, kv_budget=budget, kv_type="f16", n_threads=1) as session:
+    options: dict[str, Any] = {"n_ctx": 180, "kv_type": "f16", "n_threads": 1, "n_ubatch": 8}
+    with Session(model, kv_budget=budget, **options) as session:
         ours = []
-        for added in (20, 10):
+        for added in (20, 60):
             session.reset()
             session.resize(budget)
             first = session.decode(tokens[:120])[-1]
             if not inside:
                 session.resize(budget + added)
-            if added == 20:
+            if added == 20 and inside:
+                logits = np.concatenate([session.decode([token]) for token in tokens[120:]])
+            elif added == 20:
                 logits = session.decode(tokens[120:], all_logits=True)
         ours = [int(first.argmax())]
-        while len(ours) < 10:
+        while len(ours) < 60:
             ours.append(int(session.decode(ours[-1:])[-1].argmax()))
     return compare(reference, logits, tokens[120:]), equal_share(theirs, ours)
 
@@ -98,7 +101,8 @@ def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> t
 def test_figures_are_those_of_the_protocol(
     command: Command, tiny_llama: Path, texts: list[Path], inside: bool
 ) -> None:
-    options = (*SHORT, "--kv-type", "f16", "--kv-budget", "0.25", *(["--inside"] * inside))
+    options = ("--prompt", 120, "--continuation", 20, "--greedy", 60, "-ub", 8, "--kv-type", "f16")
+    options += ("--kv-budget", "0.25", *("--inside",) * inside)
     stock, row = command.rows("--text", *texts[:2], *options)
     agreements, shares = zip(
         *(measured_by_hand(tiny_llama, text, 30, inside=inside) for text in texts[:2]), strict=True

@@ -1,7 +1,8 @@
 """How a text goes on: predictions of its continuation, and greedy texts, against the full cache.
 
 The prompt is read inside the budget, in micro-batches. Then the budget grows by the length of the
-continuation (kvpress's protocol), or stays, and the continuation is teacher-forced. From the end of
+continuation (kvpress's protocol) and the continuation is teacher-forced; or the budget stays, and
+the continuation is read token by token, as it would be written. From the end of
 the prompt again, tokens are written greedily and compared one by one.
 
 Memory: one model at a time; of logits, those of one micro-batch of one text, and as many rows of
@@ -163,11 +164,11 @@ class ContinuationPart:
         last, prompt_seconds = read(session, item.tokens, tick)
         values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
         values |= kept_values(session)
-        state, heads = session.save_state(), session.stats().kv_budget
+        state, budget = session.save_state(), session.stats().kv_budget
         values |= self._compare(session, item, tick)
         if self._protocol.greedy:
             session.load_state(state)
-            session.resize(heads)
+            session.resize(budget)
             values |= self._write(session, item, last, tick)
         return values
 
@@ -175,17 +176,29 @@ class ContinuationPart:
         if not self._protocol.inside:
             grow(session, self._protocol.continuation)
         comparison = Comparison()
-        first = 0
-        for rows in rows_of(session, item.following, tick):
+        for first, rows in self._predictions(session, item, tick):
             reference = self._references.rows(item.digest, first, len(rows))
             comparison.add(reference, rows, item.following[first + 1 : first + 1 + len(rows)])
-            first += len(rows)
         agreement = comparison.result()
         return {
             "kl": agreement.kl,
             "top1": agreement.top1,
             "perplexity_ratio": agreement.perplexity_ratio,
         }
+
+    def _predictions(
+        self, session: Session, item: ContinuedText, tick: Tick
+    ) -> Iterator[tuple[int, Logits]]:
+        """Rows of logits, and the number of the first one.
+
+        Inside the budget they come token by token: nothing is evicted within a micro-batch, so that
+        a continuation in one piece would be read beyond the budget.
+        """
+        first, step = 0, 1 if self._protocol.inside else len(item.following)
+        for start in range(0, len(item.following), step):
+            for rows in rows_of(session, item.following[start : start + step], tick):
+                yield first, rows
+                first += len(rows)
 
     def _write(self, session: Session, item: ContinuedText, last: Logits, tick: Tick) -> Values:
         if not self._protocol.inside:
