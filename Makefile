@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) \
 	$(shell find python/entropykv -type f -not -name '*.pyc')
 
+SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
+
 .PHONY: demo test test-cpp test-reference lint bench bench-kernels install clean
 
 install: $(VENV)/.installed
@@ -47,9 +49,10 @@ lint: install  ## ruff, mypy --strict, clang-format
 		benchmarks/micro/*.cpp
 
 bench: install  ## the figures of the README; on an otherwise idle machine
-	$(BIN)/entropykv bench -m "$$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')"
+	$(BIN)/entropykv bench -m "$(SMOLLM2)"
 	$(BIN)/entropykv bench --demo bitnet
-	$(BIN)/python benchmarks/quality.py
+	$(BIN)/entropykv eval -m "$(SMOLLM2)" --text benchmarks/texts/heldout_prose_*.txt \
+		--policy streaming,recency,uniform --kv-type f16,q8_0 --kv-budget 0.2
 	$(BIN)/python benchmarks/recall.py
 	$(BIN)/python benchmarks/calibration.py
 

@@ -44,12 +44,13 @@ def cases(n_tokens: int, n_documents: int, n_questions: int) -> Iterator[Case]:
 
 
 def recall(session: Session, case: Case) -> list[bool]:
-    """Whether each question is answered right; the document is read anew for each."""
-    document = session.tokenize(case.document, add_bos=True)
+    """Whether each question is answered right; all start from the state after the document."""
+    session.reset()
+    session.decode(session.tokenize(case.document, add_bos=True))
+    state = session.save_state()
     right = []
     for question, answer in case.questions:
-        session.reset()
-        session.decode(document)
+        session.load_state(state)
         tokens = session.tokenize(question, add_bos=False)
         text = session.detokenize(
             list(session.generate(tokens, max_tokens=ANSWER_TOKENS, temperature=0.0))

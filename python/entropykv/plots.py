@@ -1,4 +1,4 @@
-"""Pictures: of an entropy profile, and of what bench measured."""
+"""Pictures: of an entropy profile, and of what bench and eval measured."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from entropykv.bench import BenchRow
 from entropykv.errors import SettingsError
+from entropykv.evaluation.rows import EvalRow
 from entropykv.profile import EntropyProfile
 from entropykv.profile_file import HEAD_TYPE_LIMITS, HEAD_TYPES
 from entropykv.profile_table import budget_tables
@@ -66,6 +67,27 @@ def draw_bench(rows: Sequence[BenchRow], path: str | os.PathLike[str]) -> None:
         axes.set_title(field.replace("_speed", ", tokens per second"))
         axes.set_xlabel("length in tokens")
         axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_eval(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
+    """Write a picture of KL divergence over the bytes of the cache; SettingsError as draw()."""
+    check_plot(path)
+    figure = _figure(8, 5)
+    axes = figure.add_subplot()
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.kl is not None and row.kv_bytes is not None:
+            points = lines.setdefault(f"{row.policy}, {row.kv_type}", [])
+            points.append((row.kv_bytes / 2**20, row.kl))
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    axes.set_title("distance to the full cache")
+    axes.set_xlabel("KV cache in MiB")
+    axes.set_ylabel("KL divergence in nats")
+    axes.set_ylim(bottom=0)
+    if lines:
         axes.legend(fontsize=8)
     _save(figure, path)
 

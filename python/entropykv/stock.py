@@ -1,9 +1,11 @@
-"""Stock llama.cpp at the level of a Session: the yardstick of bench and of the benchmarks."""
+"""Stock llama.cpp at the level of a Session: the yardstick of bench and eval."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -11,10 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.batch import MicroBatch
+from entropykv.batch import SEQUENCE, MicroBatch
 from entropykv.config import Settings
+from entropykv.errors import EntropyKVError
 from entropykv.model import Model
 from entropykv.store import context_parameters, let_hook_change, relu2_layers
+
+
+@dataclass(frozen=True)
+class StockState:
+    """A sequence as llama.cpp serialises it."""
+
+    position: int
+    data: npt.NDArray[np.uint8]
 
 
 class StockSession:
@@ -55,13 +66,28 @@ class StockSession:
         self._batch = MicroBatch(n_ubatch, self._model.n_vocab)
         self.position = 0
 
-    def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text, without BOS."""
-        return self._model.tokenize(text, add_bos=False, special=True)
+    def tokenize(self, text: str, add_bos: bool | None = False) -> list[int]:
+        """Tokens of a text, without BOS unless told; None: as the model wants."""
+        add = self._model.adds_bos if add_bos is None else add_bos
+        return self._model.tokenize(text, add_bos=add, special=True)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, without control tokens."""
+        return self._model.detokenize(tokens, special=False)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+        return self._model.is_end(token)
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Logits as Session.decode returns them."""
-        rows = []
+        parts = self.decode_micro_batches(tokens, all_logits)
+        return np.concatenate([logits for logits in parts if logits is not None])
+
+    def decode_micro_batches(
+        self, tokens: Sequence[int], all_logits: bool
+    ) -> Iterator[npt.NDArray[np.float32] | None]:
+        """Yield each micro-batch's logits as Session.decode_micro_batches does."""
         for first in range(0, len(tokens), self._n_ubatch):
             part = tokens[first : first + self._n_ubatch]
             last = first + len(part) == len(tokens)
@@ -69,9 +95,27 @@ class StockSession:
                 self._context, part, self.position, n_rows=len(part) if all_logits else int(last)
             )
             self.position += len(part)
-            if logits is not None:
-                rows.append(logits)
-        return np.concatenate(rows)
+            yield logits
+
+    def save_state(self) -> StockState:
+        """What was read, for load_state() of this session."""
+        data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, SEQUENCE), np.uint8)
+        done = llama_cpp.llama_state_seq_get_data(
+            self._context, _bytes_of(data), data.size, SEQUENCE
+        )
+        if done != data.size:
+            raise EntropyKVError("llama.cpp could not save its state; use a shorter text")
+        return StockState(self.position, data)
+
+    def load_state(self, state: StockState) -> None:
+        """Go back to what save_state() returned."""
+        self.reset()
+        data = state.data
+        if not llama_cpp.llama_state_seq_set_data(
+            self._context, _bytes_of(data), data.size, SEQUENCE
+        ):
+            raise EntropyKVError("llama.cpp could not load its state; use a shorter text")
+        self.position = state.position
 
     def reset(self) -> None:
         """Forget every token."""
@@ -83,3 +127,7 @@ class StockSession:
         self._batch.close()
         llama_cpp.llama_free(self._context)
         self._model.close()
+
+
+def _bytes_of(data: npt.NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -238,7 +238,7 @@ def test_another_llama_cpp_python_is_refused_by_name() -> None:
     assert "0.3.36" in result.stderr
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("plan",)])
+@pytest.mark.parametrize("command", [(), ("run",), ("plan",), ("eval",)])
 def test_help_names_every_option(command: tuple[str, ...]) -> None:
     result = entropykv(*command, "--help")
     assert result.returncode == 0

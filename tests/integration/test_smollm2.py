@@ -56,7 +56,7 @@ def test_greedy_text_agrees_with_stock(smollm2: Path) -> None:
 
 
 def test_quality_at_a_fifth(smollm2: Path, prose: str) -> None:
-    """The protocol of benchmarks/quality.py on one text."""
+    """The protocol of `entropykv eval` on one text."""
     stock = StockSession(str(smollm2), n_ctx=2304, n_threads=2)
     tokens = stock.tokenize(prose)[:2304]
     stock.decode(tokens[:2048])

@@ -11,6 +11,7 @@ from entropykv.cli.bench import add_bench
 from entropykv.cli.calibrate import add_calibrate
 from entropykv.cli.chat import add_chat
 from entropykv.cli.convert import add_convert
+from entropykv.cli.evaluate import add_evaluate
 from entropykv.cli.models import add_models
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
@@ -49,6 +50,7 @@ def _parser(*, serving: bool) -> argparse.ArgumentParser:
     add_chat(commands)
     add_plan(commands)
     add_bench(commands)
+    add_evaluate(commands)
     add_models(commands)
     add_convert(commands)
     add_calibrate(commands)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from entropykv.bench import BenchRow, BenchSettings, bench, read_bandwidth
-from entropykv.cli.options import add_model_options, check_writable, demo_of, integer
+from entropykv.cli.options import (
+    add_model_options,
+    add_threads_option,
+    check_writable,
+    demo_of,
+    fraction,
+    integer,
+    list_of,
+)
 from entropykv.cli.progress import ProgressBar
 from entropykv.config import KV_TYPES, Settings
 from entropykv.model_file import read_geometry
@@ -32,20 +39,20 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_model_options(parser)
     parser.add_argument(
         "--lengths",
-        type=_list_of(integer(16)),
+        type=list_of(integer(16)),
         metavar="N,...",
         help="prompt lengths in tokens (default: 512,2048,6144 as far as the model was trained)",
     )
     parser.add_argument(
         "--budgets",
-        type=_list_of(_fraction),
+        type=list_of(fraction),
         default=[1.0, 0.2],
         metavar="F,...",
         help="fractions of the prompt length (default: 1.0,0.2)",
     )
     parser.add_argument(
         "--kv-types",
-        type=_list_of(str),
+        type=list_of(str),
         default=list(KV_TYPES),
         metavar="T,...",
         help=f"of {', '.join(KV_TYPES)} (default: all)",
@@ -57,29 +64,10 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=integer(1), default=3, help="default: %(default)s")
-    parser.add_argument(
-        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
-    )
+    add_threads_option(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too")
     parser.add_argument("--plot", metavar="FILE", help="draw them (.png or .svg; extra plot)")
     parser.set_defaults(command=_bench)
-
-
-def _list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
-    def parse_list(text: str) -> list[object]:
-        return [parse(part) for part in text.split(",")]
-
-    return parse_list
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in (0, 1]")
-    return value
 
 
 def _bench(options: argparse.Namespace) -> int:

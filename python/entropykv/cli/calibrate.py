@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,9 +11,8 @@ from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import read_texts
-from entropykv.cli.options import integer
+from entropykv.cli.options import add_threads_option, check_output, integer
 from entropykv.config import KV_TYPES
-from entropykv.errors import SettingsError
 from entropykv.plots import check_plot, draw
 from entropykv.profile import EntropyProfile
 from entropykv.profile_parts import ROWS
@@ -77,9 +75,7 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
         "of a text, or all (default: %(default)s)",
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
-    )
+    add_threads_option(engine)
     engine.add_argument(
         "--kv-type", choices=KV_TYPES, default=_DEFAULTS.kv_type, help="(default: %(default)s)"
     )
@@ -102,13 +98,6 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         draw(profile, options.plot)
     return 0
-
-
-def check_output(path: str) -> None:
-    """Find out before minutes of work, not after them; SettingsError."""
-    folder = Path(path).resolve().parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise SettingsError(f"{path}: cannot be written; give a file in a writable directory")
 
 
 def _profile(options: argparse.Namespace) -> EntropyProfile:

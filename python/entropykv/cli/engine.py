@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from entropykv.cli.options import integer
+from entropykv.cli.options import add_store_options, integer
 from entropykv.cli.saved import say
-from entropykv.config import STORES, Settings
 from entropykv.errors import SettingsError
 from entropykv.generate import Sampling
 from entropykv.session import Session
-
-_DEFAULTS = Settings()
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
@@ -41,29 +38,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """How the model is run: see open_engine."""
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--store",
-        choices=STORES,
-        default=_DEFAULTS.store,
-        help="headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and "
-        "backend; auto: headwise where it can serve the model (default: %(default)s)",
-    )
-    group.add_argument(
-        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
-    )
+    add_store_options(group)
     group.add_argument(
         "-b",
         "--batch-size",
         type=integer(1),
         default=2048,
         help="accepted for llama-cli's sake: a micro-batch is never larger (default: %(default)s)",
-    )
-    group.add_argument(
-        "-ub",
-        "--ubatch-size",
-        type=integer(1),
-        default=_DEFAULTS.n_ubatch,
-        help="tokens of the prompt read at a time (default: %(default)s)",
     )
     group.add_argument(
         "-ngl", "--n-gpu-layers", type=integer(0), default=0, help="layers on the GPU (flat store)"

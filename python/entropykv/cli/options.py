@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 
-from entropykv.config import KV_TYPES, Settings
+from entropykv.config import KV_TYPES, STORES, Settings
 from entropykv.errors import SettingsError
 from entropykv.models import DEMOS, Demo
 from entropykv.policy import POLICY_SYNTAX, policy_help
@@ -26,6 +28,26 @@ def integer(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """An argparse type: values separated by commas."""
+
+    def parse_list(text: str) -> list[object]:
+        return [parse(part) for part in text.split(",")]
+
+    return parse_list
+
+
+def fraction(text: str) -> float:
+    """An argparse type: a number in (0, 1]."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction in (0, 1]")
+    return value
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -67,15 +89,25 @@ def add_budget_options(
         help=policy_help()
         + " (default: entropy with --entropy-config, else uniform; recency on the flat store)",
     )
-    group.add_argument(
-        "--entropy-config", metavar="FILE", help="entropy profile of the model's heads (JSON)"
-    )
+    add_entropy_config(group)
     group.add_argument(
         "--kv-type",
         choices=KV_TYPES,
         default=_DEFAULTS.kv_type,
         help="how K and V are stored (default: %(default)s)",
     )
+    add_protection_options(group)
+
+
+def add_entropy_config(group: argparse._ArgumentGroup) -> None:
+    """--entropy-config."""
+    group.add_argument(
+        "--entropy-config", metavar="FILE", help="entropy profile of the model's heads (JSON)"
+    )
+
+
+def add_protection_options(group: argparse._ArgumentGroup) -> None:
+    """What no eviction takes."""
     group.add_argument(
         "--sinks",
         type=integer(0),
@@ -88,6 +120,32 @@ def add_budget_options(
         type=integer(1),
         metavar="N",
         help="newest tokens that every KV head keeps (default: half of the mean budget)",
+    )
+
+
+def add_store_options(group: argparse._ArgumentGroup) -> None:
+    """Which store, how many threads, and how much of a prompt is read at a time."""
+    group.add_argument(
+        "--store",
+        choices=STORES,
+        default=_DEFAULTS.store,
+        help="headwise: per KV head, on the CPU; flat: llama.cpp's own cache, any model and "
+        "backend; auto: headwise where it can serve the model (default: %(default)s)",
+    )
+    add_threads_option(group)
+    group.add_argument(
+        "-ub",
+        "--ubatch-size",
+        type=integer(1),
+        default=_DEFAULTS.n_ubatch,
+        help="tokens of the prompt read at a time (default: %(default)s)",
+    )
+
+
+def add_threads_option(group: argparse._ActionsContainer) -> None:
+    """-t."""
+    group.add_argument(
+        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
     )
 
 
@@ -111,3 +169,10 @@ def check_writable(path: str | None) -> None:
             pass
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
+
+
+def check_output(path: str) -> None:
+    """Like check_writable(), of a file that is made at once in the end: it does not appear now."""
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise SettingsError(f"{path}: cannot be written; give a file in a writable directory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from entropykv.cli.calibrate import check_output
+from entropykv.cli.options import check_output
 from entropykv.plots import draw
 from entropykv.profile import EntropyProfile
 from entropykv.profile_table import compare, format_profile

@@ -1,4 +1,4 @@
-"""Logits of a budgeted cache against those of the full one."""
+"""Logits and texts of a budgeted cache against those of the full one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Logits = npt.NDArray[np.float32]
-"""(tokens, n_vocab)"""
+from entropykv.evaluation.reading import Logits
+
+_BLOCK = 32
+"""Rows that are in float64 at a time: a vocabulary may have a quarter of a million tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,39 @@ class Agreement:
     """Perplexity of the text, relative to the reference's."""
 
 
+class Comparison:
+    """Adds up an agreement over parts of a text; holds nothing of them."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._kl = self._surplus = 0.0
+        self._same = self._rows = self._known = 0
+
+    def add(self, reference: Logits, other: Logits, following: Sequence[int]) -> None:
+        """Add rows, (tokens, n_vocab), and the tokens that really follow each of them.
+
+        Of the last rows, nothing may be known to follow: they count for KL divergence and top-1.
+        """
+        for first in range(0, len(reference), _BLOCK):
+            part = slice(first, first + _BLOCK)
+            a, b = log_softmax(reference[part]), log_softmax(other[part])
+            known = np.asarray(following[part], dtype=np.int64)
+            rows = np.arange(len(known))
+            self._kl += float((np.exp(a) * (a - b)).sum())
+            self._same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
+            self._surplus += float((a[rows, known] - b[rows, known]).sum())
+            self._rows += len(a)
+            self._known += len(known)
+
+    def result(self) -> Agreement:
+        """Agreement over all that was added: two rows at least."""
+        return Agreement(
+            kl=self._kl / self._rows,
+            top1=self._same / self._rows,
+            perplexity_ratio=float(np.exp(self._surplus / self._known)),
+        )
+
+
 def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     """Log-probabilities of every row, in float64."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
@@ -32,14 +67,13 @@ def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 
 
 def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreement:
-    """Agreement of logits over `tokens`: row i follows tokens[i] and predicts tokens[i + 1].
+    """Agreement of logits over `tokens`: row i follows tokens[i] and predicts tokens[i + 1]."""
+    comparison = Comparison()
+    comparison.add(reference, other, tokens[1:])
+    return comparison.result()
 
-    The last row predicts nothing that is known: it counts for KL divergence and top-1 alone.
-    """
-    a, b = log_softmax(reference), log_softmax(other)
-    rows, known = np.arange(len(tokens) - 1), np.asarray(tokens[1:], dtype=np.int64)
-    return Agreement(
-        kl=float((np.exp(a) * (a - b)).sum(axis=1).mean()),
-        top1=float((a.argmax(axis=1) == b.argmax(axis=1)).mean()),
-        perplexity_ratio=float(np.exp((a[rows, known] - b[rows, known]).mean())),
-    )
+
+def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
+    """Share of tokens that are equal at the same place; what only one of them has is not."""
+    longest = max(len(reference), len(other))
+    return sum(a == b for a, b in zip(reference, other, strict=False)) / longest if longest else 1.0

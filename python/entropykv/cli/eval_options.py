@@ -1,0 +1,202 @@
+"""Options of `entropykv eval`, and what is made of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from entropykv._version import VERSION
+from entropykv.cli.options import (
+    add_entropy_config,
+    add_protection_options,
+    add_store_options,
+    fraction,
+    integer,
+    list_of,
+)
+from entropykv.config import KV_TYPES, Settings
+from entropykv.errors import ProfileError
+from entropykv.evaluation.combination import Engine
+from entropykv.evaluation.continuation import DEFAULT_PROMPT
+from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
+from entropykv.evaluation.request import Request
+from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
+from entropykv.profile import EntropyProfile
+from entropykv.text_file import read_text
+
+_DEFAULTS = Request
+
+
+def add_eval_options(parser: argparse.ArgumentParser) -> None:
+    """What is compared, and by what."""
+    _add_combination_options(parser)
+    _add_text_options(parser)
+    _add_passkey_options(parser)
+    _add_dataset_options(parser)
+
+
+def _add_combination_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is compared, in every combination")
+    group.add_argument(
+        "--kv-budget",
+        type=list_of(str),
+        default=["0.2"],
+        metavar="B,...",
+        help="fractions of each prompt in (0, 1], tokens per KV head, or bytes such as 64MiB "
+        "(default: 0.2)",
+    )
+    group.add_argument(
+        "--equal-bytes",
+        action="store_true",
+        help="fractions are those of the bytes of the prompt's full f16 cache, for every type, and "
+        "not of its entries",
+    )
+    group.add_argument(
+        "--policy", type=list_of(str), metavar="P,...", help="as --policy of `entropykv run`"
+    )
+    group.add_argument(
+        "--kv-type",
+        type=list_of(str),
+        default=list(KV_TYPES),
+        metavar="T,...",
+        help=f"of {', '.join(KV_TYPES)} (default: all)",
+    )
+    add_entropy_config(group)
+    add_protection_options(group)
+    add_store_options(parser.add_argument_group("engine"))
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("texts")
+    group.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="texts to read")
+    group.add_argument(
+        "--part",
+        choices=PARTS,
+        default="all",
+        help="which texts: tuning and held-out never share one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tuning-share",
+        type=fraction,
+        default=0.3,
+        metavar="F",
+        help="texts of the tuning part, by a hash of their content (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prompt",
+        type=integer(1),
+        metavar="N",
+        help=f"tokens read inside the budget (default: {DEFAULT_PROMPT}, or what texts and context "
+        "allow)",
+    )
+    group.add_argument(
+        "--continuation",
+        type=integer(0),
+        default=_DEFAULTS.continuation,
+        metavar="N",
+        help="tokens of each text that follow and are predicted (0: none, and no greedy texts; "
+        "default: %(default)s)",
+    )
+    group.add_argument(
+        "--greedy",
+        type=integer(0),
+        default=_DEFAULTS.greedy,
+        metavar="N",
+        help="tokens written greedily after each prompt (0: none; default: %(default)s)",
+    )
+    group.add_argument(
+        "--inside",
+        action="store_true",
+        help="the budget does not grow for what follows a prompt, here and with --dataset",
+    )
+
+
+def _add_passkey_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recall of facts that are planted into the texts")
+    for name, least, default, what in (
+        ("--passkeys", 0, _DEFAULTS.passkeys, "passages to read"),
+        ("--passkey-tokens", 16, _DEFAULTS.passkey_tokens, "tokens of a passage"),
+        ("--facts-per-text", 1, _DEFAULTS.facts_per_text, "facts in a passage"),
+        ("--seed", 0, _DEFAULTS.seed, "choice of passages, facts and places"),
+    ):
+        group.add_argument(
+            name, type=integer(least), default=default, metavar="N", help=f"{what} (%(default)s)"
+        )
+
+
+def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("answers to a data set, scored by ROUGE (extra eval)")
+    group.add_argument(
+        "--dataset", metavar="FILE", help="JSON lines with context, input, answers (LongBench)"
+    )
+    group.add_argument(
+        "--prompt-template",
+        default=DEFAULT_TEMPLATE,
+        metavar="TEXT",
+        help="with {context} and {input} (default: one after the other)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=integer(1),
+        default=_DEFAULTS.max_tokens,
+        metavar="N",
+        help="of an answer (default: %(default)s)",
+    )
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        type=integer(0),
+        default=_DEFAULTS.n_ctx,
+        metavar="N",
+        help="longest prompt with its answer; of longer ones the middle is left out (0, the "
+        "default: what the model was trained for)",
+    )
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """Read what is named; raises what its parts do."""
+    texts = read_texts(options.text or [])
+    return Request(
+        texts=part_of(texts, options.part, options.tuning_share) if texts else texts,
+        prompt=options.prompt,
+        continuation=options.continuation,
+        greedy=options.greedy,
+        inside=options.inside,
+        passkeys=options.passkeys,
+        passkey_tokens=options.passkey_tokens,
+        facts_per_text=options.facts_per_text,
+        seed=options.seed,
+        questions=read_dataset(options.dataset) if options.dataset else [],
+        prompt_template=options.prompt_template,
+        max_tokens=options.max_tokens,
+        n_ctx=options.ctx_size,
+    )
+
+
+def engine_of(options: argparse.Namespace) -> Engine:
+    """How sessions are made."""
+    settings = Settings(
+        store=options.store,
+        n_ubatch=options.ubatch_size,
+        n_threads=options.threads,
+        n_sinks=options.sinks,
+        recent_window=options.recent_window,
+    )
+    path = options.entropy_config
+    profile = None if path is None else EntropyProfile.load(path)
+    return Engine(str(options.model), settings, profile, options.equal_bytes)
+
+
+def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, object]:
+    """What figures depend on, besides the request."""
+    path = options.entropy_config
+    return {
+        "store": engine.settings.store,
+        "n_ubatch": engine.settings.n_ubatch,
+        "n_threads": engine.settings.threads,
+        "n_sinks": engine.settings.n_sinks,
+        "recent_window": engine.settings.recent_window,
+        "equal_bytes": engine.equal_bytes,
+        "entropy_config": None if path is None else digest_of(read_text(path, ProfileError)),
+        "entropykv": VERSION,
+    }

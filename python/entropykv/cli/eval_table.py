@@ -1,0 +1,77 @@
+"""Figures of an evaluation as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from entropykv.evaluation.rows import EvalRow
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cell: Callable[[EvalRow], str]
+
+
+def _number(field: str, style: str, scale: float = 1.0) -> Callable[[EvalRow], str]:
+    def cell(row: EvalRow) -> str:
+        value = getattr(row, field)
+        return "" if value is None else format(value * scale, style)
+
+    return cell
+
+
+def _share_of_full(row: EvalRow) -> str:
+    if row.kv_bytes is None or not row.kv_bytes_full:
+        return ""
+    return f"{row.kv_bytes / row.kv_bytes_full:.1%}"
+
+
+def _identical(row: EvalRow) -> str:
+    return "" if row.greedy_identical is None else f"{row.greedy_identical} of {row.texts}"
+
+
+_COMMON = (
+    _Column("policy", lambda row: row.policy),
+    _Column("type", lambda row: row.kv_type),
+    _Column("budget", lambda row: row.budget),
+    _Column("kept", _number("kept", ".1%")),
+    _Column("KV MiB", _number("kv_bytes", ".1f", 2.0**-20)),
+    _Column("of full f16", _share_of_full),
+)
+_PARTS = {
+    "continuations": (
+        _Column("KL", _number("kl", ".4f")),
+        _Column("worst text", _number("kl_worst", ".4f")),
+        _Column("top-1", _number("top1", ".3f")),
+        _Column("perplexity ratio", _number("perplexity_ratio", ".3f")),
+        _Column("greedy equal", _number("greedy_equal", ".1%")),
+        _Column("identical", _identical),
+        _Column("prompt tok/s", _number("prompt_speed", ".0f")),
+        _Column("decode tok/s", _number("decode_speed", ".0f")),
+    ),
+    "passkeys": (_Column("facts recalled", _number("recall", ".1%")),),
+    "dataset": (
+        _Column("ROUGE-1", _number("rouge1", ".3f")),
+        _Column("ROUGE-2", _number("rouge2", ".3f")),
+        _Column("ROUGE-L", _number("rouge_l", ".3f")),
+    ),
+}
+
+
+class EvalTable:
+    """A table whose columns are those of the parts that are measured."""
+
+    def __init__(self, parts: list[str]) -> None:
+        """Names of the parts."""
+        self._columns = [*_COMMON, *(column for part in parts for column in _PARTS[part])]
+
+    def header(self) -> str:
+        """The two lines above the rows."""
+        titles = " | ".join(column.title for column in self._columns)
+        return f"| {titles} |\n{'|---' * len(self._columns)}|"
+
+    def line(self, row: EvalRow) -> str:
+        """One row."""
+        return f"| {' | '.join(column.cell(row) for column in self._columns)} |"

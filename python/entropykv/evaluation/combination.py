@@ -1,0 +1,108 @@
+"""What is evaluated: policies, types and budgets in every combination, each as a session."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from entropykv.config import Budget, Settings
+from entropykv.errors import SettingsError
+from entropykv.model_file import read_geometry
+from entropykv.profile import EntropyProfile
+from entropykv.session import Session
+from entropykv.stock import StockSession
+
+STOCK = "stock"
+"""Names stock llama.cpp with its full f16 cache, which all else is compared with."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How every session runs the model; the names are those of Session."""
+
+    model: str
+    settings: Settings
+    profile: EntropyProfile | None = None
+    equal_bytes: bool = False
+    """A fraction is that of the bytes of the full f16 cache, not of the entries."""
+
+    @functools.cached_property
+    def full_bytes_per_token(self) -> int:
+        """K and V of one token in a full f16 cache."""
+        geometry = read_geometry(self.model)
+        values = geometry.head_dim_k + geometry.head_dim_v
+        return 2 * sum(geometry.kv_heads_per_layer) * values
+
+    def budget_for(self, budget: Budget, n_tokens: int) -> Budget:
+        """What a budget is for a text of n_tokens."""
+        if budget.kind != "fraction":
+            return budget
+        if self.equal_bytes:
+            n_bytes = budget.value * n_tokens * self.full_bytes_per_token
+            return Budget("bytes", max(1, int(n_bytes)))
+        return Budget("tokens", max(2, int(round(budget.value * n_tokens, 9))))  # 0.29 of 100: 29
+
+    def open_stock(self, n_ctx: int) -> StockSession:
+        """Stock llama.cpp; the caller closes it."""
+        threads, n_ubatch = self.settings.n_threads, self.settings.n_ubatch
+        return StockSession(self.model, n_ctx=n_ctx, n_threads=threads, n_ubatch=n_ubatch)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A policy (None: the session's default), a type of K and V, and a budget."""
+
+    policy: str | None
+    kv_type: str
+    budget: Budget
+
+    @property
+    def key(self) -> str:
+        """Names it in a log of results."""
+        return f"{self.policy or 'default policy'}, {self.kv_type}, {self.budget}"
+
+    @contextmanager
+    def session(self, engine: Engine, n_ctx: int, n_tokens: int) -> Iterator[Session]:
+        """Open a session whose budget is that of a text of n_tokens; it closes at the end."""
+        settings = engine.settings
+        with Session(
+            engine.model,
+            n_ctx=n_ctx,
+            kv_budget=engine.budget_for(self.budget, n_tokens),
+            policy=self.policy,
+            kv_type=self.kv_type,
+            store=settings.store,
+            entropy_config=engine.profile,
+            n_ubatch=settings.n_ubatch,
+            n_threads=settings.n_threads,
+            n_sinks=settings.n_sinks,
+            recent_window=settings.recent_window,
+        ) as session:
+            yield session
+
+    def prepare(self, session: Session, engine: Engine, n_tokens: int) -> None:
+        """Make a session ready to read a text of n_tokens inside the budget."""
+        session.reset()
+        session.resize(engine.budget_for(self.budget, n_tokens))
+
+
+def combinations(
+    policies: Sequence[str | None], kv_types: Sequence[str], budgets: Sequence[str]
+) -> list[Combination]:
+    """All of them, once each; raises BudgetError and SettingsError for what cannot be."""
+    for kv_type in kv_types:
+        Settings(kv_type=kv_type)
+    if "" in policies:
+        raise SettingsError("a policy has no name; separate names by one comma each")
+    parsed = [Budget.parse(budget) for budget in budgets]
+    made = itertools.product(policies, kv_types, parsed)
+    return list(dict.fromkeys(Combination(*parts) for parts in made))
+
+
+def grow(session: Session, n_tokens: int) -> None:
+    """Give a session's budget room for so many more entries per KV head."""
+    heads = [entries for layer in session.budgets() for entries in layer]
+    session.resize(Budget("tokens", round(sum(heads) / len(heads)) + n_tokens))

@@ -1,0 +1,236 @@
+"""How a text goes on: predictions of its continuation, and greedy texts, against the full cache.
+
+The prompt is read inside the budget, in micro-batches. Then the budget grows by the length of the
+continuation (kvpress's protocol) and the continuation is teacher-forced; or the budget stays, and
+the continuation is read token by token, as it would be written. From the end of
+the prompt again, tokens are written greedily and compared one by one.
+
+Memory: one model at a time; of logits, those of one micro-batch of one text, and as many rows of
+the reference, whose logits wait in a temporary folder (`ReferenceLogits`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from entropykv.errors import ContextError, EntropyKVError
+from entropykv.evaluation.combination import grow
+from entropykv.evaluation.metrics import Comparison, equal_share
+from entropykv.evaluation.part import Item, Values, kept_values
+from entropykv.evaluation.reading import Logits, Tick, read, rows_of, write
+from entropykv.evaluation.texts import EvaluationText
+from entropykv.model import Model
+from entropykv.session import Session
+from entropykv.stock import StockSession
+
+DEFAULT_PROMPT = 2048
+_LEAST_PROMPT = 64
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Lengths in tokens. `inside`: the budget does not grow; `greedy` 0: nothing is written."""
+
+    prompt: int
+    continuation: int = 256
+    greedy: int = 64
+    inside: bool = False
+
+    @property
+    def n_ctx(self) -> int:
+        """The longest sequence."""
+        return self.prompt + max(self.continuation, self.greedy)
+
+
+@dataclass(frozen=True)
+class ContinuedText(Item):
+    """A text, cut to the protocol's prompt (`tokens`), and how it goes on."""
+
+    following: tuple[int, ...]
+
+
+def prompt_length(
+    wanted: int | None, continuation: int, greedy: int, lengths: dict[str, int], n_ctx_train: int
+) -> int:
+    """Tokens of every prompt: what is wanted, else 2,048 or what texts and context allow.
+
+    `lengths`: tokens of every text by name. ContextError names what is too short, and by how much.
+    """
+    name, shortest = min(lengths.items(), key=lambda item: item[1])
+    room = n_ctx_train - max(continuation, greedy)
+    prompt = wanted or max(min(DEFAULT_PROMPT, shortest - continuation, room), _LEAST_PROMPT)
+    if prompt > room:
+        raise ContextError(
+            f"a prompt of {prompt} tokens and what follows do not fit into the {n_ctx_train} that "
+            f"the model was trained for; use a --prompt of {max(room, 1)} or fewer"
+        )
+    missing = prompt + continuation - shortest
+    if missing > 0:
+        raise ContextError(
+            f"{name}: has {shortest} tokens, {missing} fewer than a prompt of {prompt} and a "
+            f"continuation of {continuation}; leave it out, or lower --prompt or --continuation"
+        )
+    return prompt
+
+
+class ReferenceLogits:
+    """Logits of stock llama.cpp in a temporary folder, a file for each text; float32 rows."""
+
+    def __init__(self, n_vocab: int, n_texts: int, n_rows: int) -> None:
+        """Make the folder; EntropyKVError where the disk has no room for it."""
+        self._n_vocab = n_vocab
+        self._folder = tempfile.TemporaryDirectory(prefix="entropykv-eval-")
+        needed = 4 * n_vocab * n_texts * n_rows
+        if shutil.disk_usage(self._folder.name).free < needed:
+            self.close()
+            raise EntropyKVError(
+                f"{tempfile.gettempdir()}: the reference's logits need {needed / 2**20:.0f} MiB; "
+                "make room, set TMPDIR to another folder, or use fewer texts"
+            )
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._folder.cleanup()
+
+    def __enter__(self) -> ReferenceLogits:
+        """Use it as a context manager: it closes at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def write(self, digest: str, blocks: Iterator[Logits]) -> None:
+        """Keep the rows of a text."""
+        try:
+            with open(self._path(digest), "wb") as file:
+                for block in blocks:
+                    block.tofile(file)
+        except OSError as error:
+            raise EntropyKVError(
+                f"{self._folder.name}: {error.strerror or error}; set TMPDIR to a folder with room"
+            ) from None
+
+    def rows(self, digest: str, first: int, n_rows: int) -> Logits:
+        """Some rows of a text, (n_rows, n_vocab)."""
+        size = self._n_vocab
+        values = np.fromfile(
+            self._path(digest), np.float32, count=n_rows * size, offset=4 * first * size
+        )
+        return values.reshape(n_rows, size)
+
+    def _path(self, digest: str) -> Path:
+        return Path(self._folder.name) / digest
+
+
+class ContinuationPart:
+    """The texts' continuations. The caller closes `references`."""
+
+    name = "continuations"
+    needs_reference = True
+
+    def __init__(
+        self, items: Sequence[ContinuedText], protocol: Protocol, references: ReferenceLogits
+    ) -> None:
+        """Items as continued_texts() makes them, of the same protocol."""
+        self.items = items
+        self.n_ctx = protocol.n_ctx
+        self._protocol = protocol
+        self._references = references
+        self._greedy: dict[str, list[int]] = {}
+
+    def reference(self, stock: StockSession, item: ContinuedText, tick: Tick) -> Values:
+        """Keep stock's logits and its greedy text; speeds alone are figures."""
+        stock.reset()
+        last, prompt_seconds = read(stock, item.tokens, tick)
+        state = stock.save_state()
+        self._references.write(item.digest, rows_of(stock, item.following, tick))
+        values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
+        if self._protocol.greedy:
+            stock.load_state(state)
+            written = write(stock, last, self._protocol.greedy, tick)
+            self._greedy[item.digest] = written.tokens
+            values |= {"decode_tokens": written.n_decoded, "decode_seconds": written.seconds}
+        return values
+
+    def measure(self, session: Session, item: ContinuedText, tick: Tick) -> Values:
+        """Compare a session with what reference() kept of the text."""
+        last, prompt_seconds = read(session, item.tokens, tick)
+        values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
+        values |= kept_values(session)
+        state, budget = session.save_state(), session.stats().kv_budget
+        values |= self._compare(session, item, tick)
+        if self._protocol.greedy:
+            session.load_state(state)
+            session.resize(budget)
+            values |= self._write(session, item, last, tick)
+        return values
+
+    def _compare(self, session: Session, item: ContinuedText, tick: Tick) -> Values:
+        if not self._protocol.inside:
+            grow(session, self._protocol.continuation)
+        comparison = Comparison()
+        for first, rows in self._predictions(session, item, tick):
+            reference = self._references.rows(item.digest, first, len(rows))
+            comparison.add(reference, rows, item.following[first + 1 : first + 1 + len(rows)])
+        agreement = comparison.result()
+        return {
+            "kl": agreement.kl,
+            "top1": agreement.top1,
+            "perplexity_ratio": agreement.perplexity_ratio,
+        }
+
+    def _predictions(
+        self, session: Session, item: ContinuedText, tick: Tick
+    ) -> Iterator[tuple[int, Logits]]:
+        """Rows of logits, and the number of the first one.
+
+        Inside the budget they come token by token: nothing is evicted within a micro-batch, so that
+        a continuation in one piece would be read beyond the budget.
+        """
+        first, step = 0, 1 if self._protocol.inside else len(item.following)
+        for start in range(0, len(item.following), step):
+            for rows in rows_of(session, item.following[start : start + step], tick):
+                yield first, rows
+                first += len(rows)
+
+    def _write(self, session: Session, item: ContinuedText, last: Logits, tick: Tick) -> Values:
+        if not self._protocol.inside:
+            grow(session, self._protocol.greedy)
+        written = write(session, last, self._protocol.greedy, tick)
+        return {
+            "greedy_equal": equal_share(self._greedy[item.digest], written.tokens),
+            "decode_tokens": written.n_decoded,
+            "decode_seconds": written.seconds,
+        }
+
+
+def continued_texts(
+    texts: Sequence[EvaluationText], model: Model, protocol: Protocol
+) -> list[ContinuedText]:
+    """Cut texts that are long enough: see prompt_length()."""
+    items = []
+    for text in texts:
+        tokens = tokens_of(model, text)
+        end = protocol.prompt + protocol.continuation
+        items.append(
+            ContinuedText(
+                text.name,
+                text.digest,
+                tuple(tokens[: protocol.prompt]),
+                end + protocol.greedy,
+                tuple(tokens[protocol.prompt : end]),
+            )
+        )
+    return items
+
+
+def tokens_of(model: Model, text: EvaluationText) -> list[int]:
+    """All tokens of a text, with BOS where the model wants it."""
+    return model.tokenize(text.content, add_bos=model.adds_bos, special=True)

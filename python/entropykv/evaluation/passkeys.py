@@ -1,0 +1,255 @@
+"""Facts planted into prose: whether a cache still holds what was read once, long ago.
+
+Every case is a passage of the given texts with a few facts at sentence boundaries, each a sentence
+that names whom or what it is about. The passage is read first; only then a fact is asked for, so
+that nothing tells beforehand which part of the passage will be needed. The same texts, sizes and
+seed give the same cases.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from entropykv.errors import ContextError, SettingsError
+
+_ABBREVIATIONS = ("Mr", "Mrs", "Dr", "St", "[A-Z]")
+_SENTENCE_END = re.compile(
+    "".join(rf"(?<!\b{short})" for short in _ABBREVIATIONS)
+    + r"[.!?][\"')\]]*\s+(?=[\"'(\[A-Z])|\n\s*\n"
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence to plant, and how it is asked for."""
+
+    question: str
+    stem: str
+    """The sentence up to its value."""
+    value: str
+
+    @property
+    def statement(self) -> str:
+        """The whole sentence."""
+        return f"{self.stem} {self.value}."
+
+    @property
+    def prompt(self) -> str:
+        """What is read after the passage; a right answer goes on with the value."""
+        return f"\n\nQuestion: {self.question}\nAnswer: {self.stem}"
+
+    def is_answered_by(self, continuation: str) -> bool:
+        """Whether a continuation of the prompt begins with the value, as whole words."""
+        text = continuation.lstrip().casefold()
+        value = self.value.casefold()
+        return text.startswith(value) and not text[len(value) : len(value) + 1].isalnum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A passage with facts in the order of the passage."""
+
+    text: str
+    facts: tuple[Fact, ...]
+    depths: tuple[float, ...]
+    """Where each fact is: the share of the passage's tokens before it."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """One way to say a fact: {who} stands for one of `subjects`."""
+
+    question: str
+    stem: str
+    subjects: tuple[str, ...]
+    value: Callable[[random.Random], str]
+
+
+@dataclass(frozen=True)
+class _Sentence:
+    text: str
+    """With the white space after it."""
+    n_tokens: int
+
+
+def _digits(n: int) -> Callable[[random.Random], str]:
+    return lambda rng: str(rng.randrange(10 ** (n - 1), 10**n))
+
+
+def _one_of(*parts: Sequence[str], separator: str = " ") -> Callable[[random.Random], str]:
+    return lambda rng: separator.join(rng.choice(part) for part in parts)
+
+
+_COLOURS = ("crimson", "turquoise", "violet", "orange", "silver", "olive", "ivory", "scarlet")
+_THINGS = ("vase", "ladder", "barrel", "carpet", "lantern", "bench", "statue", "piano")
+_ANIMALS = ("falcon", "badger", "walrus", "lizard", "otter", "raven", "camel", "salmon")
+_FIRST = ("Ines", "Tobias", "Marguerite", "Oswald", "Priya", "Kenji", "Leonora", "Anselm")
+_LAST = ("Okafor", "Lindqvist", "Barreto", "Whitcombe", "Tanaka", "Novak", "Delacroix", "Haddad")
+_PEOPLE = tuple(f"{first} {last}" for first, last in zip(_FIRST, _LAST, strict=True))
+_PLACES = ("museum", "observatory", "brewery", "archive", "harbour office", "north tower")
+_TOWNS = ("Bergen", "Toledo", "Nairobi", "Quebec", "Trieste", "Lahore", "Zagreb", "Kyoto")
+
+WORDINGS = (
+    Wording(
+        "What is the access code of the {who}?",
+        "The access code of the {who} is",
+        _PLACES,
+        _digits(5),
+    ),
+    Wording(
+        "What is the telephone number of {who}?",
+        "The telephone number of {who} is",
+        _PEOPLE,
+        lambda rng: f"{_digits(3)(rng)}-{_digits(4)(rng)}",
+    ),
+    Wording(
+        "Which number does the locker of {who} have?",
+        "The locker of {who} has the number",
+        _PEOPLE,
+        _digits(3),
+    ),
+    Wording(
+        "What is the password of the {who}?",
+        "The password of the {who} is",
+        ("laboratory", "wine cellar", "printing room", "chess club", "greenhouse", "night shift"),
+        _one_of(_COLOURS, _ANIMALS, separator="-"),
+    ),
+    Wording(
+        "What is the favourite colour of {who}?",
+        "The favourite colour of {who} is",
+        _PEOPLE,
+        _one_of(_COLOURS),
+    ),
+    Wording(
+        "Where is the spare key of the {who} hidden?",
+        "The spare key of the {who} is hidden under the",
+        _PLACES,
+        _one_of(_COLOURS, _THINGS),
+    ),
+    Wording(
+        "From which platform does the night train to {who} leave?",
+        "The night train to {who} leaves from platform",
+        _TOWNS,
+        _digits(2),
+    ),
+    Wording(
+        "Who is the captain of the ship {who}?",
+        "The captain of the ship {who} is called",
+        ("Aurora", "Petrel", "Meridian", "Halcyon", "Corsair", "Evening Star"),
+        _one_of(_FIRST, _LAST),
+    ),
+    Wording(
+        "In which town was {who} born?",
+        "{who} was born in the town of",
+        _PEOPLE,
+        _one_of(_TOWNS),
+    ),
+    Wording(
+        "What does {who} keep as a pet?",
+        "{who} keeps as a pet a",
+        _PEOPLE,
+        _one_of(_COLOURS, _ANIMALS),
+    ),
+)
+
+
+def make_cases(
+    texts: Sequence[str],
+    count_tokens: Callable[[str], int],
+    *,
+    n_cases: int,
+    n_tokens: int,
+    facts_per_text: int,
+    seed: int,
+) -> list[Case]:
+    """Plant facts into passages of the texts, which are about `n_tokens` long and never longer.
+
+    A passage begins anywhere in the texts, at a sentence, and goes on with the next text where one
+    ends. `count_tokens` counts those of a sentence. Raises SettingsError for more facts than there
+    are wordings or than a passage has sentences, ContextError where the texts are too short.
+    """
+    if facts_per_text > len(WORDINGS):
+        raise SettingsError(
+            f"there are {len(WORDINGS)} wordings of facts, too few for {facts_per_text} facts per "
+            "text; use fewer facts"
+        )
+    sentences = [
+        _Sentence(part, count_tokens(part)) for text in texts for part in split_sentences(text)
+    ]
+    available = sum(sentence.n_tokens for sentence in sentences)
+    if available < n_tokens:
+        raise ContextError(
+            f"the texts have {available} tokens together, fewer than the {n_tokens} of one passage "
+            "with facts; give more text or use shorter passages"
+        )
+    return [
+        _case(
+            random.Random(f"{seed} {number}"),  # noqa: S311
+            sentences,
+            count_tokens,
+            n_tokens,
+            facts_per_text,
+        )
+        for number in range(n_cases)
+    ]
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences with the white space that follows them; the last one ends a paragraph."""
+    text = text.strip() + "\n\n"
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    return [piece for piece in pieces if piece.strip()]
+
+
+def _case(
+    rng: random.Random,
+    sentences: Sequence[_Sentence],
+    count_tokens: Callable[[str], int],
+    n_tokens: int,
+    n_facts: int,
+) -> Case:
+    facts = [_fact(rng, wording) for wording in rng.sample(WORDINGS, n_facts)]
+    planted = [
+        _Sentence(f"{fact.statement} ", count_tokens(f"{fact.statement} ")) for fact in facts
+    ]
+    passage = _passage(rng, sentences, n_tokens - sum(fact.n_tokens for fact in planted))
+    if len(passage) < n_facts:
+        raise SettingsError(
+            f"a passage of {n_tokens} tokens has {len(passage)} sentences, too few for {n_facts} "
+            "facts; use longer passages or fewer facts"
+        )
+    places = sorted(rng.sample(range(len(passage)), n_facts))
+    total = sum(sentence.n_tokens for sentence in (*passage, *planted))
+    pieces: list[str] = []
+    depths: list[float] = []
+    before = 0
+    for number, sentence in enumerate(passage):
+        if number in places:
+            fact = planted[len(depths)]
+            pieces.append(fact.text)
+            depths.append(before / total)
+            before += fact.n_tokens
+        pieces.append(sentence.text)
+        before += sentence.n_tokens
+    return Case("".join(pieces).rstrip(), tuple(facts), tuple(depths))
+
+
+def _fact(rng: random.Random, wording: Wording) -> Fact:
+    who = rng.choice(wording.subjects)
+    return Fact(wording.question.format(who=who), wording.stem.format(who=who), wording.value(rng))
+
+
+def _passage(rng: random.Random, sentences: Sequence[_Sentence], room: int) -> list[_Sentence]:
+    """Whole sentences from a random one on, in a circle, as far as there is room."""
+    first = rng.randrange(len(sentences))
+    passage: list[_Sentence] = []
+    for sentence in (*sentences[first:], *sentences[:first]):
+        room -= sentence.n_tokens
+        if room < 0:
+            break
+        passage.append(sentence)
+    return passage

@@ -1,0 +1,86 @@
+"""Reading and greedy writing, the same for a session under a budget and for stock llama.cpp."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]
+Tick = Callable[[int], None]
+"""Told how many more tokens are done, between two steps; may raise to end the work there."""
+
+
+class Reader(Protocol):
+    """What a Session and a StockSession have in common."""
+
+    @property
+    def position(self) -> int:
+        """Tokens read so far."""
+
+    def decode_micro_batches(
+        self, tokens: Sequence[int], all_logits: bool
+    ) -> Iterator[Logits | None]:
+        """Decode as it is iterated."""
+
+    def save_state(self) -> Any:
+        """What was read."""
+
+    def load_state(self, state: Any, /) -> object:
+        """Go back to it."""
+
+    def tokenize(self, text: str, add_bos: bool | None) -> list[int]:
+        """Tokens of a text; `add_bos` None: as the model wants."""
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Text of tokens."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, and how fast: the first token costs no decoding, the last one neither."""
+
+    tokens: list[int]
+    n_decoded: int
+    seconds: float
+
+
+def rows_of(
+    reader: Reader, tokens: Sequence[int], tick: Tick, *, all_logits: bool = True
+) -> Iterator[Logits]:
+    """Read tokens; yields the logits of each micro-batch, (tokens, n_vocab), that has some."""
+    before = reader.position
+    for logits in reader.decode_micro_batches(tokens, all_logits):
+        if logits is not None:
+            yield logits
+        tick(reader.position - before)
+        before = reader.position
+
+
+def read(reader: Reader, tokens: Sequence[int], tick: Tick) -> tuple[Logits, float]:
+    """Read tokens; the logits of the last one, (n_vocab,), and the seconds that it took."""
+    start = time.perf_counter()
+    last = [rows[-1] for rows in rows_of(reader, tokens, tick, all_logits=False)]
+    return last[0], time.perf_counter() - start
+
+
+def write(
+    reader: Reader, logits: Logits, n_tokens: int, tick: Tick, *, stops: bool = False
+) -> Written:
+    """Write n_tokens greedily after what `logits` are of; fewer where `stops` and the text ends."""
+    tokens: list[int] = []
+    start = time.perf_counter()
+    while not (stops and reader.is_end(int(logits.argmax()))):
+        tokens.append(int(logits.argmax()))
+        if len(tokens) == n_tokens:
+            break
+        logits, _ = read(reader, tokens[-1:], tick)
+    n_decoded = min(len(tokens), n_tokens - 1)
+    return Written(tokens, n_decoded, time.perf_counter() - start)

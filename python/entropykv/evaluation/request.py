@@ -1,0 +1,128 @@
+"""What a user asked to be evaluated, made into parts before anything long starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from entropykv.errors import ContextError, SettingsError
+from entropykv.evaluation.continuation import (
+    ContinuationPart,
+    Protocol,
+    ReferenceLogits,
+    continued_texts,
+    prompt_length,
+    tokens_of,
+)
+from entropykv.evaluation.dataset import (
+    DEFAULT_TEMPLATE,
+    DatasetPart,
+    Question,
+    check_template,
+    dataset_items,
+    rouge_scorer,
+)
+from entropykv.evaluation.part import Part, Values
+from entropykv.evaluation.recall import RecallPart, recall_items
+from entropykv.evaluation.texts import EvaluationText
+from entropykv.model import Model
+
+
+@dataclass(frozen=True)
+class Request:
+    """Lengths in tokens. `continuation` 0, `passkeys` 0 and no questions leave a part out."""
+
+    texts: Sequence[EvaluationText] = ()
+    prompt: int | None = None
+    """None: 2,048, or what texts and context allow."""
+    continuation: int = 256
+    greedy: int = 64
+    inside: bool = False
+    passkeys: int = 0
+    """Passages with planted facts."""
+    passkey_tokens: int = 1500
+    facts_per_text: int = 4
+    seed: int = 0
+    questions: Sequence[Question] = ()
+    prompt_template: str = DEFAULT_TEMPLATE
+    max_tokens: int = 128
+    n_ctx: int = 0
+    """The longest prompt with its answer of a data set; 0: what the model was trained for."""
+
+    def __post_init__(self) -> None:
+        """Raise SettingsError where there is nothing to do, or nothing to do it with."""
+        check_template(self.prompt_template)
+        if self.continuation == 1:
+            raise SettingsError("a continuation of 1 token predicts nothing; use 2 or more, or 0")
+        if self.passkeys and not self.texts:
+            raise SettingsError("facts are planted into texts; give some with --text")
+        if not self.questions and not (self.texts and (self.continuation or self.passkeys)):
+            raise SettingsError(
+                "there is nothing to evaluate; give texts with --text or a data set with --dataset"
+            )
+
+    def settings(self) -> Values:
+        """All that figures of one item depend on, besides the item."""
+        left_out = ("texts", "questions", "passkeys")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in left_out]
+        return {name: getattr(self, name) for name in names}
+
+    def with_prompt(self, model: Model) -> Request:
+        """The same with a prompt length; ContextError names a text that is too short for it."""
+        if not (self.texts and self.continuation):
+            return self
+        lengths = {text.name: len(tokens_of(model, text)) for text in self.texts}
+        prompt = prompt_length(
+            self.prompt, self.continuation, self.greedy, lengths, model.geometry.n_ctx_train
+        )
+        return dataclasses.replace(self, prompt=prompt)
+
+    def parts(self, model: Model, stack: ExitStack) -> list[Part]:
+        """Parts with their items; the model is needed only to make them.
+
+        Of a request that with_prompt() returned. What the parts hold is freed where the stack
+        ends. Raises ContextError for what does not fit.
+        """
+        made: list[Part] = []
+        if self.texts and self.continuation:
+            made.append(self._continuations(model, stack))
+        if self.passkeys:
+            made.append(self._recall(model))
+        if self.questions:
+            made.append(self._dataset(model))
+        return made
+
+    def _continuations(self, model: Model, stack: ExitStack) -> Part:
+        protocol = Protocol(self.prompt or 0, self.continuation, self.greedy, self.inside)
+        items = continued_texts(self.texts, model, protocol)
+        references = ReferenceLogits(model.n_vocab, len(items), self.continuation)
+        return ContinuationPart(items, protocol, stack.enter_context(references))
+
+    def _recall(self, model: Model) -> Part:
+        items = recall_items(
+            self.texts,
+            model,
+            n_cases=self.passkeys,
+            n_tokens=self.passkey_tokens,
+            facts_per_text=self.facts_per_text,
+            seed=self.seed,
+        )
+        return RecallPart(items)
+
+    def _dataset(self, model: Model) -> Part:
+        trained = model.geometry.n_ctx_train
+        if self.n_ctx > trained:
+            raise ContextError(
+                f"prompts of {self.n_ctx} tokens are longer than the {trained} that the model was "
+                "trained for, and so would be those of the full cache; use a smaller -c"
+            )
+        items = dataset_items(
+            self.questions,
+            model,
+            template=self.prompt_template,
+            max_tokens=self.max_tokens,
+            n_ctx=self.n_ctx or trained,
+        )
+        return DatasetPart(items, self.max_tokens, rouge_scorer(), inside=self.inside)

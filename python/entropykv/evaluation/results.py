@@ -1,0 +1,144 @@
+"""What was measured: a log that can be gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entropykv.errors import SettingsError
+from entropykv.evaluation.part import Item, Values
+
+FORMAT = "entropykv eval 1"
+_OTHER = "use another file, or the model and settings that it was begun with"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Figures of one item."""
+
+    contestant: str
+    part: str
+    item: str
+    digest: str
+    values: Values
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is found by: the item's name does not matter."""
+        return (self.contestant, self.part, self.digest)
+
+
+class ResultLog:
+    """Records in order, and in a file of JSON lines where there is one.
+
+    The first line of the file has model and settings; a line that was cut off at the end is
+    forgotten. Every record is on the disk before the next one is measured.
+    """
+
+    def __init__(self, path: str | None, model: Values, settings: Values) -> None:
+        """Read the file if it is there; SettingsError where it is of something else."""
+        self._path = path
+        self._header: Values = json.loads(
+            json.dumps({"format": FORMAT, "model": model, "settings": settings})
+        )
+        self._records: dict[tuple[str, str, str], Record] = {}
+        self._n_good = 0
+        """Bytes of the file that are whole lines."""
+        if path is not None:
+            self._load(Path(path))
+
+    def begin(self) -> None:
+        """Make the file ready for new records."""
+        if self._path is None:
+            return
+        path = Path(self._path)
+        if self._n_good:
+            _truncate(path, self._n_good)
+        else:
+            path.unlink(missing_ok=True)
+            _append(path, self._header)
+
+    def get(self, contestant: str, part: str, item: Item) -> Record | None:
+        """The record of an item, if it is there."""
+        return self._records.get((contestant, part, item.digest))
+
+    def add(self, contestant: str, part: str, item: Item, values: Values) -> None:
+        """Keep a record."""
+        record = Record(contestant, part, item.name, item.digest, values)
+        self._records[record.key] = record
+        if self._path is not None:
+            _append(Path(self._path), vars(record))
+
+    def _load(self, path: Path) -> None:
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        except OSError as error:
+            raise SettingsError(f"{path}: {error.strerror}; give a file for the results") from None
+        if lines and not lines[-1].endswith(b"\n"):
+            cut = lines.pop()
+            if not lines and not self._header_line().startswith(cut):
+                raise SettingsError(f"{path}: is no log of `entropykv eval`; {_OTHER}")
+        if not lines:
+            return
+        self._n_good = sum(map(len, lines))
+        self._check_header(path, _parse(lines[0]))
+        for number, line in enumerate(lines[1:], start=2):
+            record = _record(_parse(line))
+            if record is None:
+                raise SettingsError(f"{path}: line {number} is damaged; remove it or {_OTHER}")
+            self._records[record.key] = record
+
+    def _header_line(self) -> bytes:
+        return json.dumps(self._header).encode()
+
+    def _check_header(self, path: Path, header: Any) -> None:
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise SettingsError(f"{path}: is no log of `entropykv eval`; {_OTHER}")
+        if header.get("model") != self._header["model"]:
+            raise SettingsError(f"{path}: has results of another model; {_OTHER}")
+        theirs, ours = header.get("settings"), self._header["settings"]
+        if theirs == ours:
+            return
+        known = theirs if isinstance(theirs, dict) else {}
+        name = next((key for key in ours if known.get(key) != ours[key]), "entropykv")
+        raise SettingsError(
+            f"{path}: has results with another setting: {name} was {known.get(name)!r}, now it is "
+            f"{ours.get(name)!r}; {_OTHER}"
+        )
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _record(content: Any) -> Record | None:
+    try:
+        record = Record(**content)
+    except TypeError:
+        return None
+    names = (record.contestant, record.part, record.item, record.digest)
+    valid = all(isinstance(name, str) for name in names) and isinstance(record.values, dict)
+    return record if valid else None
+
+
+def _append(path: Path, content: Values) -> None:
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
+
+
+def _truncate(path: Path, size: int) -> None:
+    try:
+        os.truncate(path, size)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None

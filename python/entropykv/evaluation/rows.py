@@ -1,0 +1,93 @@
+"""One row of figures per combination, from those of its items."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from entropykv.evaluation.part import Values
+from entropykv.evaluation.results import Record
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """Figures of one contestant over all its items; None: not measured, or not for stock.
+
+    Bytes are those of the continuations' prompts if there are any, speeds are tokens per second.
+    """
+
+    policy: str
+    kv_type: str
+    budget: str
+    kept: float | None = None
+    """Share of entries after the prompt."""
+    kv_bytes: float | None = None
+    """What the pool can never exceed."""
+    kv_bytes_full: float | None = None
+    kl: float | None = None
+    kl_worst: float | None = None
+    top1: float | None = None
+    perplexity_ratio: float | None = None
+    greedy_equal: float | None = None
+    greedy_identical: int | None = None
+    """Texts whose greedy continuation is the full cache's, to the last token."""
+    prompt_speed: float | None = None
+    decode_speed: float | None = None
+    recall: float | None = None
+    rouge1: float | None = None
+    rouge2: float | None = None
+    rouge_l: float | None = None
+    texts: int = 0
+    questions: int = 0
+    """About planted facts."""
+    answers: int = 0
+    """To questions of the data set."""
+
+
+def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record]) -> EvalRow:
+    """One row of the records of one contestant: means over items, but the worst KL divergence."""
+    texts, passkeys, dataset = (
+        [record.values for record in records if record.part == part]
+        for part in ("continuations", "passkeys", "dataset")
+    )
+    kept = texts or passkeys or dataset
+    equal = _column(texts, "greedy_equal")
+    divergences = _column(texts, "kl")
+    right = [right for values in passkeys for right in values["right"]]
+    return EvalRow(
+        policy=policy,
+        kv_type=kv_type,
+        budget=budget,
+        kept=_ratio(kept, "entries_kept", "entries_full"),
+        kv_bytes=_mean(_column(kept, "kv_bytes_budget")),
+        kv_bytes_full=_mean(_column(kept, "kv_bytes_full")),
+        kl=_mean(divergences),
+        kl_worst=max(divergences, default=None),
+        top1=_mean(_column(texts, "top1")),
+        perplexity_ratio=_mean(_column(texts, "perplexity_ratio")),
+        greedy_equal=_mean(equal),
+        greedy_identical=equal.count(1.0) if equal else None,
+        prompt_speed=_ratio(texts, "prompt_tokens", "prompt_seconds"),
+        decode_speed=_ratio(texts, "decode_tokens", "decode_seconds"),
+        recall=_mean(right),
+        rouge1=_mean(_column(dataset, "rouge1")),
+        rouge2=_mean(_column(dataset, "rouge2")),
+        rouge_l=_mean(_column(dataset, "rougeL")),
+        texts=len(texts),
+        questions=len(right),
+        answers=len(dataset),
+    )
+
+
+def _column(values: Iterable[Values], name: str) -> list[float]:
+    return [value[name] for value in values if name in value]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _ratio(values: Sequence[Values], above: str, below: str) -> float | None:
+    divisor = sum(_column(values, below))
+    return sum(_column(values, above)) / divisor if divisor else None

@@ -1,0 +1,134 @@
+"""The evaluation itself: stock llama.cpp first, then one combination after the other.
+
+One model is in memory at a time, and one text is read at a time; see `continuation` for what waits
+on the disk. What a log has already is not measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+from entropykv.evaluation.combination import STOCK, Combination, Engine
+from entropykv.evaluation.part import Item, Part
+from entropykv.evaluation.reading import Tick
+from entropykv.evaluation.results import Record, ResultLog
+from entropykv.evaluation.rows import EvalRow, summarize
+
+
+class Evaluation:
+    """Parts of an evaluation for every combination, with figures in a log."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        combinations: Sequence[Combination],
+        parts: Sequence[Part],
+        log: ResultLog,
+    ) -> None:
+        """Everything is made before; nothing is measured yet."""
+        self._engine = engine
+        self._combinations = combinations
+        self._parts = parts
+        self._log = log
+
+    def check(self) -> list[str]:
+        """Open a session of every combination, for the shortest text of all.
+
+        Returns sentences that the user should know. Raises what Session does, before anything that
+        takes long.
+        """
+        notes = []
+        part = min(self._parts, key=_shortest)
+        for combination in self._combinations:
+            with combination.session(self._engine, part.n_ctx, _shortest(part)) as session:
+                if session.fallback:
+                    notes.append(f"going on with the flat store: {session.fallback}")
+                if note := session.other_file():
+                    notes.append(note)
+        return list(dict.fromkeys(notes))
+
+    @property
+    def n_steps(self) -> int:
+        """Tokens that are still to be read or written."""
+        keys = [combination.key for combination in self._combinations]
+        return sum(
+            item.n_steps
+            for part in self._parts
+            for missing in (self._to_refer(part), *(self._missing(key, part) for key in keys))
+            for item in missing
+        )
+
+    def run(self, tick: Tick) -> Iterator[EvalRow]:
+        """Measure; yields a row when its figures are complete, that of stock first."""
+        for part in self._parts:
+            self._refer(part, tick)
+        yield self._row(None)
+        for combination in self._combinations:
+            for part in self._parts:
+                self._measure(combination, part, tick)
+            yield self._row(combination)
+
+    def rows(self) -> list[EvalRow]:
+        """What is known of stock and of each combination."""
+        return [self._row(combination) for combination in (None, *self._combinations)]
+
+    def records(self) -> list[Record]:
+        """Figures of every item that are known, in the order of the rows."""
+        contestants = (None, *self._combinations)
+        return [record for each in contestants for record in self._records(each)]
+
+    def _row(self, combination: Combination | None) -> EvalRow:
+        records = self._records(combination)
+        if combination is None:
+            row = summarize(STOCK, "f16", "full", records)
+            n_tokens = statistics.fmean(len(item.tokens) for item in self._parts[0].items)
+            full = n_tokens * self._engine.full_bytes_per_token
+            return dataclasses.replace(row, kept=1.0, kv_bytes=full, kv_bytes_full=full)
+        policy = combination.policy  # as it was given: the name may not have its parameters
+        if policy is None:
+            policy = next((record.values["policy"] for record in records), "default")
+        return summarize(policy, combination.kv_type, str(combination.budget), records)
+
+    def _records(self, combination: Combination | None) -> list[Record]:
+        key = STOCK if combination is None else combination.key
+        found = (self._log.get(key, part.name, item) for part in self._parts for item in part.items)
+        return [record for record in found if record is not None]
+
+    def _missing(self, contestant: str, part: Part) -> list[Item]:
+        return [item for item in part.items if not self._log.get(contestant, part.name, item)]
+
+    def _to_refer(self, part: Part) -> list[Item]:
+        """What stock has to measure: also what others need of it again."""
+        contestants = [STOCK]
+        if part.needs_reference:
+            contestants += [combination.key for combination in self._combinations]
+        missing = {item.digest for key in contestants for item in self._missing(key, part)}
+        return [item for item in part.items if item.digest in missing]
+
+    def _refer(self, part: Part, tick: Tick) -> None:
+        items = self._to_refer(part)
+        if not items:
+            return
+        with closing(self._engine.open_stock(part.n_ctx)) as stock:
+            for item in items:
+                values = part.reference(stock, item, tick)
+                if self._log.get(STOCK, part.name, item) is None:
+                    self._log.add(STOCK, part.name, item, values)
+
+    def _measure(self, combination: Combination, part: Part, tick: Tick) -> None:
+        items = self._missing(combination.key, part)
+        if not items:
+            return
+        shortest = min(len(item.tokens) for item in items)
+        with combination.session(self._engine, part.n_ctx, shortest) as session:
+            for item in items:
+                combination.prepare(session, self._engine, len(item.tokens))
+                values = part.measure(session, item, tick)
+                self._log.add(combination.key, part.name, item, values)
+
+
+def _shortest(part: Part) -> int:
+    return min(len(item.tokens) for item in part.items)

@@ -1,0 +1,72 @@
+"""Texts of an evaluation, and how they are split into a part to tune on and a part to report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.errors import ContextError
+from entropykv.text_file import read_text
+
+PARTS = ("all", "tuning", "held-out")
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """A text that a user named."""
+
+    name: str
+    content: str
+
+    @property
+    def digest(self) -> str:
+        """Stands for the content, wherever the file is."""
+        return digest_of(self.content)
+
+
+def digest_of(*parts: str) -> str:
+    """A hash of texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.encode("utf-8") + b"\0")
+    return digest.hexdigest()
+
+
+def read_texts(files: Sequence[Path]) -> list[EvaluationText]:
+    """Read every file; ContextError for one that is no text, is empty, or is there twice."""
+    texts: dict[str, EvaluationText] = {}
+    for path in files:
+        content = read_text(path, ContextError)
+        if "\0" in content:
+            raise ContextError(f"{path}: not a text but a binary file; give a text file")
+        if not content.strip():
+            raise ContextError(f"{path}: is empty; give a text file")
+        text = EvaluationText(path.name, content)
+        if text.digest in texts:
+            raise ContextError(
+                f"{path}: has the same content as {texts[text.digest].name}; give each text once"
+            )
+        texts[text.digest] = text
+    return list(texts.values())
+
+
+def is_tuning(text: EvaluationText, tuning_share: float) -> bool:
+    """Whether a text is of the tuning part: decided by its content alone, for ever."""
+    return int(text.digest, 16) < tuning_share * (1 << 4 * len(text.digest))
+
+
+def part_of(
+    texts: Sequence[EvaluationText], part: str, tuning_share: float
+) -> list[EvaluationText]:
+    """Texts of `all`, `tuning` or `held-out`; ContextError where there is none."""
+    if part == "all":
+        return list(texts)
+    chosen = [text for text in texts if is_tuning(text, tuning_share) == (part == "tuning")]
+    if not chosen:
+        raise ContextError(
+            f"none of the {len(texts)} texts is in the part {part} at a tuning share of "
+            f"{tuning_share:g}; give more texts or another --tuning-share"
+        )
+    return chosen

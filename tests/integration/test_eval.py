@@ -1,0 +1,395 @@
+"""`entropykv eval`: that its figures are what it says they are, and that nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import Session
+from entropykv.cli import main
+from entropykv.cli.progress import ProgressBar
+from entropykv.evaluation.dataset import Question, dataset_items
+from entropykv.evaluation.metrics import compare, equal_share
+from entropykv.evaluation.recall import RecallPart, recall_items
+from entropykv.evaluation.texts import EvaluationText
+from entropykv.model import Model
+from entropykv.models import DEMOS
+from entropykv.stock import StockSession
+from tests.tiny_models import write_llama
+
+PHRASES = ["the and of ", "to in on at. ", "The end, then another. ", "Is it an ocean? ", "of the "]
+
+
+def words(seed: int, n: int) -> str:
+    return "".join(np.random.default_rng(seed).choice(PHRASES, n // 3))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("texts")
+    files = [folder / f"{number}.txt" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_text(words(number, 400), encoding="utf-8")
+    return files
+
+
+class Command:
+    """`entropykv eval` of a model, in this process."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._options = ["eval", "-m", str(model), "-t", "1"]
+        self._json = folder / "result.json"
+
+    def code(self, *options: object) -> int:
+        return main([*self._options, *map(str, options), "--json", str(self._json)])
+
+    def result(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._json.read_text(encoding="utf-8"))
+        return content
+
+    def rows(self, *options: object) -> list[dict[str, Any]]:
+        assert self.code(*options) == 0
+        rows: list[dict[str, Any]] = self.result()["rows"]
+        return rows
+
+
+@pytest.fixture
+def command(tiny_llama: Path, tmp_path: Path) -> Command:
+    return Command(tiny_llama, tmp_path)
+
+
+SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)
+
+
+def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
+    """The protocol, written down once more without the evaluation's parts."""
+    with closing(StockSession(model, n_ctx=180, n_threads=1, n_ubatch=8)) as stock:
+        tokens = stock.tokenize(text.read_text(encoding="utf-8"), add_bos=True)[:140]
+        first = stock.decode(tokens[:120])[-1]
+        reference = stock.decode(tokens[120:], all_logits=True)
+        stock.reset()
+        stock.decode(tokens[:120])
+        theirs = [int(first.argmax())]
+        while len(theirs) < 60:
+            theirs.append(int(stock.decode(theirs[-1:])[-1].argmax()))
+    options: dict[str, Any] = {"n_ctx": 180, "kv_type": "f16", "n_threads": 1, "n_ubatch": 8}
+    with Session(model, kv_budget=budget, **options) as session:
+        ours = []
+        for added in (20, 60):
+            session.reset()
+            session.resize(budget)
+            first = session.decode(tokens[:120])[-1]
+            if not inside:
+                session.resize(budget + added)
+            if added == 20 and inside:
+                logits = np.concatenate([session.decode([token]) for token in tokens[120:]])
+            elif added == 20:
+                logits = session.decode(tokens[120:], all_logits=True)
+        ours = [int(first.argmax())]
+        while len(ours) < 60:
+            ours.append(int(session.decode(ours[-1:])[-1].argmax()))
+    return compare(reference, logits, tokens[120:]), equal_share(theirs, ours)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_figures_are_those_of_the_protocol(
+    command: Command, tiny_llama: Path, texts: list[Path], inside: bool
+) -> None:
+    options = ("--prompt", 120, "--continuation", 20, "--greedy", 60, "-ub", 8, "--kv-type", "f16")
+    options += ("--kv-budget", "0.25", *("--inside",) * inside)
+    stock, row = command.rows("--text", *texts[:2], *options)
+    agreements, shares = zip(
+        *(measured_by_hand(tiny_llama, text, 30, inside=inside) for text in texts[:2]), strict=True
+    )
+    assert row["kl"] == pytest.approx(np.mean([a.kl for a in agreements]), rel=1e-6)
+    assert row["kl_worst"] == pytest.approx(max(a.kl for a in agreements), rel=1e-6)
+    assert row["top1"] == pytest.approx(np.mean([a.top1 for a in agreements]))
+    assert row["perplexity_ratio"] == pytest.approx(
+        np.mean([a.perplexity_ratio for a in agreements])
+    )
+    assert row["greedy_equal"] == pytest.approx(np.mean(shares))
+    assert row["kept"] == 0.25
+    assert row["policy"] == "uniform"
+    assert row["texts"] == stock["texts"] == 2
+    assert stock["kv_bytes"] == row["kv_bytes_full"] == 120 * 768
+    assert stock["kl"] is None
+    assert min(stock["prompt_speed"], stock["decode_speed"], row["decode_speed"]) > 0
+
+
+def test_a_full_budget_costs_nothing_and_a_small_one_much(
+    command: Command, texts: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, full, small = command.rows(
+        *("--text", *texts, *SHORT, "--kv-type", "f16", "--kv-budget", "1.0,0.1")
+    )
+    assert full["kl"] < 1e-3
+    assert full["top1"] >= 0.95
+    assert small["kl"] > 20 * full["kl"]
+    assert small["kv_bytes"] < full["kv_bytes"]
+    table = capsys.readouterr().out.strip().splitlines()
+    assert len(table) == 2 + 3
+    assert len({line.count("|") for line in table}) == 1
+    assert table[3].startswith("| uniform | f16 | 1 | 100.0% |")
+
+
+def test_equal_bytes_hold_more_of_the_smaller_type(command: Command, texts: list[Path]) -> None:
+    options = ("--text", *texts[:1], *SHORT, "--kv-budget", "0.5")
+    stock, f16, q8_0 = command.rows(*options, "--equal-bytes")
+    for row in (f16, q8_0):
+        assert row["kv_bytes"] <= 0.5 * stock["kv_bytes"]
+    assert q8_0["kept"] > 1.5 * f16["kept"]
+    assert [row["kept"] for row in command.rows(*options)[1:]] == [0.5, 0.5]
+
+
+def test_absolute_budgets_policies_and_stores_are_passed_on(
+    command: Command, texts: list[Path]
+) -> None:
+    rows = command.rows(
+        *("--text", texts[0], *SHORT, "--kv-type", "q8_0", "--kv-budget", "40,120KiB"),
+        *("--policy", "streaming,recency", "--store", "flat", "-ub", 32),
+    )
+    assert [row["policy"] for row in rows[1:]] == ["streaming"] * 2 + ["recency"] * 2
+    assert [row["budget"] for row in rows[1:]] == ["40", "122880B"] * 2
+    assert [row["kept"] for row in rows[1:3]] == [pytest.approx(40 / 120), 1.0]
+    assert {item["values"].get("store") for item in command.result()["items"]} == {None, "flat"}
+
+
+def test_the_shipped_model_and_its_profile(texts: list[Path], tmp_path: Path) -> None:
+    target, plot = tmp_path / "result.json", tmp_path / "result.svg"
+    code = main(
+        [
+            *("eval", "--demo", "bitnet", "-t", "1", *map(str, SHORT)),
+            *("--text", *map(str, texts[:2]), "--json", str(target), "--plot", str(plot)),
+            *("--policy", "profile,uniform", "--kv-type", "q8_0", "--kv-budget", "0.5,0.3"),
+        ]
+    )
+    assert code == 0
+    content = json.loads(target.read_text(encoding="utf-8"))
+    assert content["complete"]
+    assert content["settings"]["entropy_config"]
+    assert content["model"]["architecture"] == "bitnet"
+    assert len(content["items"]) == 2 * 5
+    assert "profile, q8_0" in plot.read_text(encoding="utf-8")
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def test_every_question_is_asked_from_the_same_state(tiny_llama: Path, texts: list[Path]) -> None:
+    with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
+        prose = [EvaluationText("a", texts[0].read_text(encoding="utf-8"))]
+        items = recall_items(prose, model, n_cases=2, n_tokens=600, facts_per_text=3, seed=1)
+    part = RecallPart(items)
+    with Session(tiny_llama, n_ctx=part.n_ctx, kv_budget=80, n_threads=1) as session:
+        for item in items:
+            session.reset()
+            values = part.measure(session, item, lambda _: None)
+            by_hand = []
+            for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):
+                session.reset()
+                session.decode(item.tokens)
+                by_hand.append(session.detokenize(list(session.generate(question, n_tokens))))
+            assert values["answers"] == by_hand
+    with closing(StockSession(tiny_llama, n_ctx=part.n_ctx, n_threads=1)) as stock:
+        theirs = part.reference(stock, items[0], lambda _: None)
+    assert len(theirs["answers"]) == len(theirs["right"]) == 3
+
+
+def test_a_real_model_recalls_facts_with_the_full_cache(smollm2: Path, tmp_path: Path) -> None:
+    prose = Path(__file__).resolve().parents[2] / "benchmarks" / "texts" / "heldout_prose_01.txt"
+    stock, full, small = Command(smollm2, tmp_path).rows(
+        *("--text", prose, "--continuation", 0, "--passkeys", 2, "--passkey-tokens", 300),
+        *("--kv-type", "f16", "--kv-budget", "1.0,0.05"),
+    )
+    assert stock["questions"] == 8
+    assert stock["recall"] >= 0.75
+    assert full["recall"] >= 0.75
+    assert small["recall"] < full["recall"]
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+def test_a_data_set_is_answered_by_all(command: Command, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    lines = [
+        {"context": words(number, 60 * number), "input": "What?", "answers": ["the end", "an"]}
+        for number in (1, 2)
+    ]
+    data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    rows = command.rows(
+        *("--dataset", data, "--max-tokens", 8, "--kv-type", "f16", "--kv-budget", "1.0,0.2"),
+        *("--prompt-template", "{context}\nQ: {input} A:"),
+    )
+    assert [row["answers"] for row in rows] == [2, 2, 2]
+    assert rows[0]["rouge1"] == rows[1]["rouge1"]
+    answers = [item["values"]["answer"] for item in command.result()["items"]]
+    assert answers[0:2] == answers[2:4]
+    assert rows[1]["kept"] == 1.0
+    assert rows[2]["kept"] == pytest.approx(0.2, abs=0.005)
+    assert all(0.0 <= row["rouge_l"] <= 1.0 for row in rows)
+
+
+def test_the_middle_of_a_long_context_is_left_out(smollm2: Path) -> None:
+    context = " ".join(f"{number}th" for number in range(900))
+    with closing(Model(smollm2, n_gpu_layers=0, verbose=False)) as model:
+        long, short = dataset_items(
+            [Question("1", context, "Why?", ("a",)), Question("2", "Short.", "Why?", ("a",))],
+            model,
+            template="Read: {context} {input}",
+            max_tokens=20,
+            n_ctx=400,
+        )
+        text = model.detokenize(long.tokens, special=True)
+        brief = model.detokenize(short.tokens, special=True)
+    assert 360 < len(long.tokens) <= 380
+    assert text.startswith("<|im_start|>")
+    assert "Read: 0th 1th 2th" in text
+    assert "898th 899th Why?" in text
+    assert " 450th" not in text
+    assert "Read: Short. Why?" in brief
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_not_measured_again(
+    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", log)
+    first = command.rows(*options, "--kv-budget", "0.5")
+    table = capsys.readouterr().out
+    content = log.read_bytes()
+    assert len(content.splitlines()) == 1 + 2 * 3
+    assert command.rows(*options, "--kv-budget", "0.5") == first
+    assert capsys.readouterr().out == table
+    assert log.read_bytes() == content
+    log.write_bytes(content[:-30])
+    again = command.rows(*options, "--kv-budget", "0.5,0.2")
+    assert [row["kl"] for row in again[:2]] == [row["kl"] for row in first]
+    assert again[0] == first[0]
+    assert len(log.read_bytes().splitlines()) == 1 + 3 * 3
+    assert log.read_bytes().startswith(content[: content[:-1].rindex(b"\n")])
+
+
+def test_results_of_another_model_are_not_gone_on_with(
+    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, other = tmp_path / "log.jsonl", tmp_path / "other.gguf"
+    options = ("--text", *texts[:1], *SHORT, "--kv-type", "f16", "--resume", log)
+    assert command.code(*options) == 0
+    write_llama(other, seed=3)
+    assert Command(other, tmp_path).code(*options) == 2
+    assert "another model" in capsys.readouterr().err
+    assert command.code(*options, "--sinks", 2) == 2
+    assert "n_sinks was 4, now it is 2" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_is_known(
+    command: Command,
+    texts: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", tmp_path / "log.jsonl")
+    n_tokens = 0
+    update = ProgressBar.update
+
+    def interrupting(bar: ProgressBar, n: int = 1) -> None:
+        nonlocal n_tokens
+        n_tokens += n
+        if n_tokens > 3 * 150 + 200:  # in the second text of the first budget
+            signal.raise_signal(signal.SIGINT)
+        update(bar, n)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ProgressBar, "update", interrupting)
+        assert command.code(*options, "--kv-budget", "0.5,0.2") == 130
+    out, err = capsys.readouterr()
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert len(out.strip().splitlines()) == 2 + 2
+    content = command.result()
+    assert not content["complete"]
+    assert [row["texts"] for row in content["rows"]] == [3, 1, 0]
+    assert [row["texts"] for row in command.rows(*options, "--kv-budget", "0.5,0.2")] == [3, 3, 3]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_impossible_requests_are_refused_before_anything_long(
+    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{\n", encoding="utf-8")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\0")
+    text = ("--text", *texts, *SHORT)
+    for options, expected in (
+        ((), "nothing to evaluate"),
+        (("--text", binary), "UTF-8"),
+        (("--text", tmp_path / "absent.txt"), "absent.txt"),
+        ((*text, "--prompt", 2040), "trained for"),
+        ((*text, "--prompt", 1700), ".txt: has"),
+        ((*text, "--kv-budget", "0.5,7.5"), "KV budget cannot be 7.5"),
+        ((*text, "--kv-budget", "0.01"), "smallest budget"),
+        ((*text, "--kv-budget", "1KiB"), "smallest budget"),
+        ((*text, "--policy", "uniform,wishful"), "wishful"),
+        ((*text, "--policy", "profile"), "profile"),
+        ((*text, "--kv-type", "q5_0"), "q5_0"),
+        ((*text, "--store", "flat", "--policy", "uniform"), "flat store"),
+        ((*text, "--passkeys", 1, "--passkey-tokens", 40_000), "fewer than the 40000"),
+        ((*text, "--passkeys", 1, "--facts-per-text", 40), "wordings"),
+        (("--dataset", bad), "bad.jsonl: line 1"),
+        ((*text, "--plot", tmp_path / "plot.txt"), "plot"),
+        ((*text, "--resume", texts[0]), "no log"),
+        ((*text, "--resume", tmp_path), "cannot be written"),
+        ((*text, "--tuning-share", "0.000000001", "--part", "tuning"), "part tuning"),
+    ):
+        assert command.code(*options) == 2, options
+        out, err = capsys.readouterr()
+        assert out == "", options
+        assert err.startswith("entropykv: "), err
+        assert expected in err, err
+        assert len(err.strip().splitlines()) == 1, err
+    assert main(["eval", "-m", str(texts[0]), "--text", str(texts[1])]) == 2
+    assert "GGUF" in capsys.readouterr().err
+
+
+def test_a_capped_prompt_is_told(
+    command: Command, texts: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = command.rows("--text", texts[0], "--greedy", 0, "--kv-budget", 64, "--kv-type", "f16")
+    prompt = command.result()["settings"]["prompt"]
+    assert f"prompts have {prompt} tokens" in capsys.readouterr().err
+    assert 500 < prompt < 2048
+    assert rows[1]["greedy_equal"] is None
+    assert rows[1]["decode_speed"] is None
+
+
+# --- stock llama.cpp ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "demo"])
+def test_stock_goes_back_to_a_saved_state(name: str, request: pytest.FixtureRequest) -> None:
+    model = DEMOS["bitnet"].path if name == "demo" else request.getfixturevalue(name)
+    with closing(StockSession(model, n_ctx=64, n_threads=1)) as stock:
+        tokens = list(range(10, 30))
+        stock.decode(tokens)
+        state = stock.save_state()
+        once = stock.decode([5, 6, 7], all_logits=True)
+        stock.reset()
+        stock.decode([40])
+        stock.load_state(state)
+        assert stock.position == 20
+        again = stock.decode([5, 6, 7], all_logits=True)
+    assert np.array_equal(once, again)
