@@ -16,6 +16,7 @@ class ScoreKind:
     mass: ScoreKind
     attention: ScoreKind
     products: ScoreKind
+    expected: ScoreKind
     @property
     def name(self) -> str: ...
 
@@ -30,6 +31,8 @@ class ImportanceSettings:
         observation_window: int = 512,
         by_exposure: bool = False,
         by_values: bool = False,
+        distinct: bool = False,
+        future_positions: int = 512,
     ) -> None: ...
 
 class LayerShape:
@@ -176,13 +179,16 @@ class HeadwiseStore:
         max_entries: int,
         n_threads: int,
         kernels: str | None = None,
-    ) -> None: ...
+        ropes: Sequence[RopeParams] = (),
+    ) -> None:
+        """`ropes`: one for each layer, for expected attention; none: nothing has a position."""
+
     def set_budgets(
         self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
     ) -> None:
         """Budgets in entries of every KV head, layer by layer; heads that hold more evict."""
 
-    def begin(self, n_tokens: int, position: int) -> None: ...
+    def begin(self, n_tokens: int, position: int, rope_position: int) -> None: ...
     def attend(
         self,
         layer: int,
