@@ -134,8 +134,9 @@ Attention::Tile Attention::tile_at(const Split& split, int head, int number) {
     return {head, number, first, std::min(split.tile_rows, split.rows - first)};
 }
 
-void Attention::begin(int n_tokens, std::int32_t base_position) {
+void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position) {
     store_.reserve(n_tokens);
+    store_.prepare_queries(rope_position, n_tokens);
     n_tokens_ = n_tokens;
     base_position_ = base_position;
     longest_ = 0;

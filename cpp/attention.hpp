@@ -48,9 +48,9 @@ public:
     // Keeps the queries of every micro-batch, for those who look at single attention rows.
     void set_query_capture(bool on) { capture_queries_ = on; }
 
-    // Before every llama_decode: reserves pages and scratch for n_tokens at base_position. Nothing
-    // after it allocates.
-    void begin(int n_tokens, std::int32_t base_position);
+    // Before every llama_decode: reserves pages and scratch for n_tokens at base_position, which
+    // RoPE sees at rope_position. Nothing after it allocates.
+    void begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position);
 
     // In the graph, in this order, with a barrier between them. thread < n_threads().
     void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;

@@ -216,6 +216,9 @@ void Attention::finish_head(const Call& call, int head) noexcept {
                 entropy.last[index(head * call.split.rows + row)];
         if (head == 0) entropy.rows += n_tokens_;
     }
+    store_.add_queries(call.layer, head, n_tokens_, call.params->scale, [&](int token, int query) {
+        return call.query->row(token, head * call.split.group + query);
+    });
     if (!shared_choice_) {
         commit(call, head, sum_observed(call, head));
     } else if (unfinished_heads_.fetch_sub(1, std::memory_order_acq_rel) == 1) {

@@ -80,7 +80,7 @@ public:
                             static_cast<std::size_t>(a.strides(0)),
                             static_cast<std::size_t>(a.strides(1))};
         };
-        attention.begin(n_tokens, position);
+        attention.begin(n_tokens, position, position);
         attention.stage_k(layer, rows(k), 0, 1);
         attention.stage_v(layer, rows(v), 0, 1);
         attention.attend(layer, params, rows(q), output.mutable_data(), 0);
@@ -172,16 +172,18 @@ void bind_importance(py::module_& m) {
         .value("recency", ScoreKind::recency)
         .value("mass", ScoreKind::mass)
         .value("attention", ScoreKind::attention)
-        .value("products", ScoreKind::products);
+        .value("products", ScoreKind::products)
+        .value("expected", ScoreKind::expected);
     py::class_<ImportanceSettings>(m, "ImportanceSettings")
         .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
-                         bool by_exposure, bool by_values) {
-                 return ImportanceSettings{kind,        variation, decay, observation_window,
-                                           by_exposure, by_values};
+                         bool by_exposure, bool by_values, bool distinct, int future_positions) {
+                 return ImportanceSettings{kind,        variation, decay,    observation_window,
+                                           by_exposure, by_values, distinct, future_positions};
              }),
              py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
              py::arg("observation_window") = 512, py::arg("by_exposure") = false,
-             py::arg("by_values") = false);
+             py::arg("by_values") = false, py::arg("distinct") = false,
+             py::arg("future_positions") = 512);
     m.def("exposure", &exposure, py::arg("age"), py::arg("settings"));
 }
 
@@ -360,13 +362,15 @@ void bind_headwise(py::module_& m) {
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
                          const ImportanceSettings& importance, int n_sinks, int recent_window,
                          int max_tokens, int max_entries, int n_threads, bool own_windows,
-                         bool shared_choice, const std::optional<std::string>& kernels) {
+                         bool shared_choice, const std::optional<std::string>& kernels,
+                         std::vector<RopeParams> ropes) {
                  const StoreSettings settings{kv_type_named(kv_type),
                                               importance,
                                               {n_sinks, recent_window},
                                               own_windows,
                                               max_tokens,
-                                              max_entries};
+                                              max_entries,
+                                              std::move(ropes)};
                  auto store = std::make_unique<Headwise>(layers, settings, n_threads, kernels);
                  store->attention.set_shared_choice(shared_choice);
                  return store;
@@ -374,7 +378,7 @@ void bind_headwise(py::module_& m) {
              py::arg("layers"), py::arg("kv_type"), py::arg("importance"), py::arg("n_sinks"),
              py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
              py::arg("n_threads"), py::arg("own_windows") = false, py::arg("shared_choice") = false,
-             py::arg("kernels") = py::none())
+             py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{})
         .def(
             "set_budgets",
             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,
@@ -385,10 +389,10 @@ void bind_headwise(py::module_& m) {
             py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"), py::arg("recent_window"))
         .def(
             "begin",
-            [](Headwise& self, int n_tokens, int position) {
-                self.attention.begin(n_tokens, position);
+            [](Headwise& self, int n_tokens, int position, int rope_position) {
+                self.attention.begin(n_tokens, position, rope_position);
             },
-            py::arg("n_tokens"), py::arg("position"))
+            py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"))
         .def(
             "attend",
             [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,

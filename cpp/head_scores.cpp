@@ -5,8 +5,48 @@
 
 #include "budget.hpp"
 #include "head_store.hpp"
+#include "redundancy.hpp"
 
 namespace entropykv {
+
+void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
+    kernels_ = &kernels;
+    workspaces_.resize(index(std::max(n_workers, 1)));
+    const std::size_t n = index(settings_.max_entries + settings_.max_tokens);
+    int most_of_page = 0;
+    int most_of_key = 0;
+    for (const Layer& layer : layers_) {
+        most_of_page = std::max(most_of_page, layer.layout.entries);
+        most_of_key = std::max(most_of_key, layer.layout.k_stride);
+    }
+    for (Workspace& workspace : workspaces_) {
+        workspace.positions.resize(n);
+        workspace.scores.resize(n);
+        workspace.scratch.resize(n);
+        workspace.kept.resize(n);
+        workspace.of_page.resize(index(most_of_page));
+        workspace.mean.resize(index(most_of_key));
+        workspace.half_variance.resize(index(most_of_key));
+        if (!settings_.importance.distinct) continue;
+        workspace.order.resize(n);
+        workspace.keys.resize(index(most_of_key) * kContest);
+    }
+}
+
+void HeadStore::follow_queries(Layer& layer, std::size_t number) {
+    const LayerShape& shape = layer.shape;
+    const RopeParams rope =
+        number < settings_.ropes.size() ? settings_.ropes[number] : RopeParams{};
+    while (layer.turns < turns_.size() && !(turns_[layer.turns].rope() == rope)) ++layer.turns;
+    if (layer.turns == turns_.size()) turns_.emplace_back(rope);
+    for (Head& head : layer.heads)
+        head.queries = QueryStatistics(shape.n_head / shape.n_head_kv, shape.k_dim);
+}
+
+void HeadStore::prepare_queries(std::int32_t rope_position, int n_tokens) {
+    rope_position_ = rope_position;
+    for (TurnsBack& turns : turns_) turns.prepare(rope_position, n_tokens);
+}
 
 // Visits the pages of a head's stored entries, then those of its staged ones: page, how many
 // entries of it count, and how many came before.
@@ -72,22 +112,91 @@ void HeadStore::weigh_by_values(const Layer& layer, const Head& head, int head_i
                                 Workspace& workspace) const noexcept {
     const bool squared = settings_.importance.kind == ScoreKind::mass;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
-        float* norms = workspace.norms.data();
+        float* norms = workspace.of_page.data();
         kernels_->value_norms(layer.layout, page, norms);
         for (int i = 0; i < n; ++i)
             workspace.scores[index(first + i)] *= squared ? norms[i] : std::sqrt(norms[i]);
     });
 }
 
+// Adds the softmax of workspace.scratch over the entries that are no sinks to the scores.
+void HeadStore::add_softmax(int n, Workspace& workspace) const noexcept {
+    const int n_sinks = settings_.protection.n_sinks;
+    const auto counts = [&](int i) { return workspace.positions[index(i)] >= n_sinks; };
+    float* logits = workspace.scratch.data();
+    float max = kMaskedLogit;
+    for (int i = 0; i < n; ++i)
+        if (counts(i)) max = std::max(max, logits[i]);
+    float sum = 0.0f;
+    for (int i = 0; i < n; ++i) {
+        logits[i] = counts(i) ? std::exp(logits[i] - max) : 0.0f;
+        sum += logits[i];
+    }
+    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int i = 0; i < n; ++i) workspace.scores[index(i)] += logits[i] * scale;
+}
+
+// Scores by expected attention, summed over the query heads.
+void HeadStore::expect(const Layer& layer, const Head& head, int head_index, int n_staged,
+                       Workspace& workspace) const noexcept {
+    const int total = head.count + n_staged;
+    std::fill_n(workspace.scores.begin(), total, 0.0f);
+    for (int g = 0; g < layer.shape.n_head / layer.shape.n_head_kv; ++g) {
+        float* mean = workspace.mean.data();
+        float* half_variance = workspace.half_variance.data();
+        std::fill(mean, mean + layer.layout.k_stride, 0.0f);
+        std::fill(half_variance, half_variance + layer.layout.k_stride, 0.0f);
+        head.queries.expect(g, turns_[layer.turns], settings_.importance.future_positions, mean,
+                            half_variance);
+        over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
+            float* logits = workspace.of_page.data();
+            kernels_->expected_logits(layer.layout, page, mean, half_variance, logits);
+            std::copy(logits, logits + n, workspace.scratch.begin() + first);
+        });
+        add_softmax(total, workspace);
+    }
+}
+
+// Lowers the scores of entries that a newer one of those at stake is similar to.
+void HeadStore::weigh_by_distinctness(const Layer& layer, const Head& head, int head_index,
+                                      int total, int keep, std::int32_t newest,
+                                      Workspace& workspace) const noexcept {
+    std::int32_t* order = workspace.order.data();
+    const int n = find_contest(workspace.scores.data(), workspace.positions.data(), total, keep,
+                               protection_of(head), newest, order);
+    if (n == 0) return;
+    const int dim = layer.shape.k_dim;
+    float* keys = workspace.keys.data();
+    float row[kMaxHeadDim];
+    for (int d = 0; d < dim; ++d) std::fill_n(keys + d * kContest, kContest, 0.0f);
+    for (int j = 0; j < n; ++j) {
+        const int i = order[j];
+        const Slot slot = i < head.count ? stored_slot(layer, head, i)
+                                         : staged_slot(layer, head_index, i - head.count);
+        load_k(layer.layout, slot.page, slot.index, row);
+        normalise(row, dim);
+        for (int d = 0; d < dim; ++d) keys[d * kContest + j] = row[d];
+    }
+    float* cosines = workspace.scratch.data();
+    kernels_->newer_cosines(keys, n, dim, cosines);
+    for (int j = 0; j < n; ++j) workspace.scores[index(order[j])] *= distinctness(cosines[j]);
+}
+
 std::int32_t HeadStore::score(const Layer& layer, const Head& head, int head_index, int n_staged,
-                              Workspace& workspace) const noexcept {
+                              int keep, Workspace& workspace) const noexcept {
+    const ImportanceSettings& settings = settings_.importance;
     const std::int32_t newest = gather(layer, head, head_index, n_staged, workspace);
     const int total = head.count + n_staged;
-    for (int i = 0; i < total; ++i)
-        workspace.scores[index(i)] =
-            score_of(workspace.positions[index(i)], newest, workspace.scores[index(i)]);
-    if (settings_.importance.by_values)
-        weigh_by_values(layer, head, head_index, n_staged, workspace);
+    if (settings.kind == ScoreKind::expected) {
+        expect(layer, head, head_index, n_staged, workspace);
+    } else {
+        for (int i = 0; i < total; ++i)
+            workspace.scores[index(i)] =
+                score_of(workspace.positions[index(i)], newest, workspace.scores[index(i)]);
+    }
+    if (settings.by_values) weigh_by_values(layer, head, head_index, n_staged, workspace);
+    if (settings.distinct)
+        weigh_by_distinctness(layer, head, head_index, total, keep, newest, workspace);
     return newest;
 }
 
@@ -102,7 +211,7 @@ void HeadStore::measure_losses(const std::vector<int>& knots) {
 
 void HeadStore::measure(const Layer& layer, Head& head, int head_index, int n_staged,
                         float output_squares, Workspace& workspace) noexcept {
-    const std::int32_t newest = score(layer, head, head_index, n_staged, workspace);
+    const std::int32_t newest = score(layer, head, head_index, n_staged, head.budget, workspace);
     const Protection protection = protection_of(head);
     const ImportanceSettings& importance = settings_.importance;
     const bool relative = importance.kind == ScoreKind::mass && importance.by_values;

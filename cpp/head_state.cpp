@@ -2,7 +2,8 @@
 //
 // A state of `count` entries is pages_for(count, layout.entries) pages of layout.bytes bytes each,
 // laid out as page_layout.hpp says. Entries keep their slots, so that sums over them keep their
-// order; unused slots of the last page are zero. The layout depends on the type and the shapes of
+// order; unused slots of the last page are zero. Where scores need them, the statistics of the
+// queries come last (query_statistics.hpp). The layout depends on the type and the shapes of
 // the layers alone, never on the instruction set. Numbers are little-endian. Whoever changes the
 // layout of a page changes the version of the session files with it (session_file.py).
 #include <algorithm>
@@ -53,7 +54,8 @@ void copy_pages(const PageLayout& layout, const std::vector<std::byte*>& from, i
 
 std::size_t HeadStore::state_bytes(int layer, int count) const {
     const PageLayout& layout = layers_.at(index(layer)).layout;
-    return pages_of(layout, count) * layout.bytes;
+    return pages_of(layout, count) * layout.bytes +
+           layers_.at(index(layer)).heads.front().queries.state_bytes();
 }
 
 void HeadStore::save_head(int layer_index, int head_index, std::byte* state) const {
@@ -61,6 +63,7 @@ void HeadStore::save_head(int layer_index, int head_index, std::byte* state) con
     const Head& head = layer.heads.at(index(head_index));
     copy_pages(layer.layout, head.pages, head.count,
                [&](std::size_t page) { return state + page * layer.layout.bytes; });
+    head.queries.save(state + pages_of(layer.layout, head.count) * layer.layout.bytes);
 }
 
 std::string HeadStore::state_problem(int layer_index, int count, const std::byte* state,
@@ -73,6 +76,8 @@ std::string HeadStore::state_problem(int layer_index, int count, const std::byte
         const int n = std::min(layout.entries, count - first);
         if (const char* problem = entries_problem(layout, state, n, seen)) return problem;
     }
+    const std::size_t of_queries = layers_[index(layer_index)].heads.front().queries.state_bytes();
+    if (!QueryStatistics::is_possible(state, of_queries)) return "impossible queries";
     return {};
 }
 
@@ -87,7 +92,8 @@ void HeadStore::begin_load(const std::vector<int>& counts) {
 void HeadStore::load_head(int layer_index, int head_index, int count, std::byte* state) {
     Layer& layer = layers_.at(index(layer_index));
     Head& head = layer.heads.at(index(head_index));
-    Head loaded{{}, count, head.budget};
+    head.queries.load(state + pages_of(layer.layout, count) * layer.layout.bytes);
+    Head loaded{{}, count, head.budget, head.queries};
     for (std::size_t page = 0; page < pages_of(layer.layout, count); ++page)
         loaded.pages.push_back(state + page * layer.layout.bytes);
     if (count > head.budget) keep_best(layer, loaded, head_index, 0, head.budget, workspaces_[0]);

@@ -58,6 +58,7 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         Layer layer{shapes[i], layouts[i], {}};
         layer.heads.resize(index(shapes[i].n_head_kv));
+        if (settings.importance.kind == ScoreKind::expected) follow_queries(layer, i);
         const auto pages =
             static_cast<std::size_t>(pages_for(settings.max_tokens, layer.layout.entries));
         staging_stride_ = std::max(staging_stride_, pages);
@@ -72,21 +73,6 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
     for (std::size_t i = 0; i < n_pages; ++i)
         staging_pages_.push_back(start + i * pool_.page_bytes());
     set_workers(1, kKernelsPortable);
-}
-
-void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
-    kernels_ = &kernels;
-    workspaces_.resize(index(std::max(n_workers, 1)));
-    const std::size_t n = index(settings_.max_entries + settings_.max_tokens);
-    int most_of_page = 0;
-    for (const Layer& layer : layers_) most_of_page = std::max(most_of_page, layer.layout.entries);
-    for (Workspace& workspace : workspaces_) {
-        workspace.positions.resize(n);
-        workspace.scores.resize(n);
-        workspace.scratch.resize(n);
-        workspace.norms.resize(index(most_of_page));
-        workspace.kept.resize(n);
-    }
 }
 
 HeadStore::Slot HeadStore::stored_slot(const Layer& layer, const Head& head, int i) {
@@ -217,7 +203,7 @@ void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_sta
 void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                           Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
-    const std::int32_t newest = score(layer, head, head_index, n_staged, workspace);
+    const std::int32_t newest = score(layer, head, head_index, n_staged, keep, workspace);
     const auto select = [&](const Protection& protection) {
         return select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
                                 protection, newest, workspace.kept.data(),
@@ -262,6 +248,7 @@ void HeadStore::truncate(std::int32_t position) {
             }
             apply(layer, head, h, 0, workspace.kept.data());
             drop_pages(layer, head, head.count);
+            if (position == 0) head.queries.reset();
         }
     }
 }

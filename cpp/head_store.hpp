@@ -15,6 +15,7 @@
 #include "kernels.hpp"
 #include "page_layout.hpp"
 #include "page_pool.hpp"
+#include "query_statistics.hpp"
 
 namespace entropykv {
 
@@ -29,9 +30,10 @@ struct StoreSettings {
     KvType type = KvType::f16;
     ImportanceSettings importance;
     Protection protection{4, 1};
-    bool own_windows = false;  // every head's recent window is half of its own budget
-    int max_tokens = 512;      // largest micro-batch
-    int max_entries = 0;       // no KV head ever keeps more (the context)
+    bool own_windows = false;         // every head's recent window is half of its own budget
+    int max_tokens = 512;             // largest micro-batch
+    int max_entries = 0;              // no KV head ever keeps more (the context)
+    std::vector<RopeParams> ropes{};  // of the layers; none: keys and queries have no position
 };
 
 // Entries of one KV head as attention reads them, positions ascending.
@@ -96,6 +98,11 @@ public:
     // Of the last micro-batch that measured: sums of the scores of what is not kept, relative to
     // `output_squares` where scores are squared outputs; [KV head of all layers][knot].
     std::vector<double> losses() const;
+    // For scores by expected attention: before a micro-batch that RoPE sees at `rope_position`, and
+    // before commit(), with the queries of a KV head: row(token, query head of the group).
+    void prepare_queries(std::int32_t rope_position, int n_tokens);
+    template <typename Row>
+    void add_queries(int layer, int head, int n_tokens, float scale, Row row) noexcept;
 
     // Drops entries at positions >= position.
     void truncate(std::int32_t position);
@@ -143,17 +150,23 @@ private:
         int count = 0;
         int budget = 0;
         std::vector<float> losses;  // at knots_
+        QueryStatistics queries{};  // of its group, where scores need them
     };
     struct Layer {
         LayerShape shape;
         PageLayout layout;
         std::vector<Head> heads;
+        std::size_t turns = 0;  // of its rope
     };
     struct Workspace {  // of one thread, for one commit
         std::vector<std::int32_t> positions;
         std::vector<float> scores;
         std::vector<float> scratch;
-        std::vector<float> norms;  // of a page
+        std::vector<float> of_page;
+        std::vector<float> mean;  // of expected queries
+        std::vector<float> half_variance;
+        std::vector<std::int32_t> order;
+        std::vector<float> keys;  // [k_dim][kContest]
         std::vector<std::uint8_t> kept;
     };
     struct Slot {
@@ -178,7 +191,13 @@ private:
     float score_of(std::int32_t position, std::int32_t newest, float importance) const noexcept;
     void weigh_by_values(const Layer& layer, const Head& head, int head_index, int n_staged,
                          Workspace& workspace) const noexcept;
-    std::int32_t score(const Layer& layer, const Head& head, int head_index, int n_staged,
+    void follow_queries(Layer& layer, std::size_t number);
+    void expect(const Layer& layer, const Head& head, int head_index, int n_staged,
+                Workspace& workspace) const noexcept;
+    void add_softmax(int n, Workspace& workspace) const noexcept;
+    void weigh_by_distinctness(const Layer& layer, const Head& head, int head_index, int total,
+                               int keep, std::int32_t newest, Workspace& workspace) const noexcept;
+    std::int32_t score(const Layer& layer, const Head& head, int head_index, int n_staged, int keep,
                        Workspace& workspace) const noexcept;
     Protection protection_of(const Head& head) const {
         return settings_.own_windows ? settings_.protection.within(head.budget)
@@ -204,8 +223,32 @@ private:
     std::vector<std::byte*> staging_pages_;
     std::size_t staging_stride_ = 0;
     std::vector<Workspace> workspaces_;
+    std::vector<TurnsBack> turns_;    // one for every kind of rope
+    std::int32_t rope_position_ = 0;  // of the micro-batch
     std::atomic<std::size_t> evicted_{0};
     std::atomic<std::int64_t> eviction_nanoseconds_{0};
 };
+
+template <typename Row>
+void HeadStore::add_queries(int layer_index, int head_index, int n_tokens, float scale,
+                            Row row) noexcept {
+    const ImportanceSettings& importance = settings_.importance;
+    if (importance.kind != ScoreKind::expected) return;
+    const Layer& layer = layers_[index(layer_index)];
+    QueryStatistics& queries = layers_[index(layer_index)].heads[index(head_index)].queries;
+    const int group = layer.shape.n_head / layer.shape.n_head_kv;
+    queries.start(decay_factor(importance.decay, n_tokens), rope_position_ + n_tokens - 1);
+    float turned[kMaxHeadDim];
+    for (int token = 0; token < n_tokens; ++token) {
+        const float weight = decay_factor(importance.decay, n_tokens - 1 - token);
+        queries.count(weight);
+        for (int g = 0; g < group; ++g) {
+            const float* query = row(token, g);
+            for (int d = 0; d < layer.shape.k_dim; ++d) turned[d] = query[d] * scale;
+            turns_[layer.turns].turn_back(token, turned);
+            queries.add(g, turned, weight);
+        }
+    }
+}
 
 }  // namespace entropykv

@@ -13,6 +13,8 @@ enum class ScoreKind {
                 // that dropping the entry would have caused
     attention,  // attention probabilities: H2O, SnapKV, the layer document
     products,   // |q.k| as the softmax sees it, with the model's scale: the freeze document
+    // What queries like those so far are expected to give it from the next positions on:
+    expected,  // attention probabilities
 };
 
 // How entries are ranked.
@@ -23,6 +25,8 @@ struct ImportanceSettings {
     int observation_window = 512;  // queries at the end of a micro-batch that count, in tokens
     bool by_exposure = false;      // per query that could have observed the entry
     bool by_values = false;        // times the norm of its V, squared where the measure is
+    bool distinct = false;         // less, where a newer entry's key is similar
+    int future_positions = 512;    // for ScoreKind::expected
 
     // Whether queries are observed at all.
     bool observes() const {

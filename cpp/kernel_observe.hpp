@@ -1,4 +1,4 @@
-// Part of kernels.cpp: what queries give to single entries, and how large values are, for scores.
+// Part of kernels.cpp: what queries give to single entries.
 #pragma once
 
 #include "kernel_prompt.hpp"
@@ -113,51 +113,6 @@ void logits_observe(const float* logits, int n, Statistic what, float max, float
         logits_observe_what<Statistic::probability>(logits, n, max, softmax_sum, sums);
     } else {
         logits_observe_what<Statistic::product>(logits, n, max, softmax_sum, sums);
-    }
-}
-
-inline float half_row_norm(const std::uint16_t* row, int stride) {
-    Vec total = zero();
-    for (int d = 0; d < stride; d += kLanes) {
-        const Vec value = load_half(row + d);
-        total = multiply_add(value, value, total);
-    }
-    return sum(total);
-}
-
-// Of the four entries whose values are interleaved; scales: of their first one.
-inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
-                           float* norms) {
-    for (int i = 0; i < 4; ++i) norms[i] = 0.0f;
-    for (int first = 0; first < stride; first += kQuantBlock) {
-        Vec totals[4]{zero(), zero(), zero(), zero()};
-        for (int d = first; d < smaller(first + kQuantBlock, stride); d += kLanes) {
-            const IntVec bytes = load_ints(values + d * 4);
-            for (int i = 0; i < 4; ++i) {
-                const Vec value = to_float(byte_of(bytes, quad_place(i)));
-                totals[i] = multiply_add(value, value, totals[i]);
-            }
-        }
-        const std::uint16_t* of_block = scales + first / kQuantBlock * kGroupEntries;
-        for (int i = 0; i < 4; ++i) {
-            const float scale = half_to_float(of_block[i]);
-            norms[i] += sum(totals[i]) * scale * scale;
-        }
-    }
-}
-
-void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
-    const auto* halves = reinterpret_cast<const std::uint16_t*>(page + layout.v_offset);
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
-    for (int slot = 0; slot < layout.entries; ++slot) {
-        const std::size_t row = layout.v_index(slot, 0);
-        if (layout.type == KvType::f16) {
-            norms[slot] = half_row_norm(halves + row, layout.v_stride);
-        } else if (slot % 4 == 0) {
-            int8_row_norms(page + layout.v_offset + row,
-                           scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
-                           layout.v_stride, norms + slot);
-        }
     }
 }
 

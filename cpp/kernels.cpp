@@ -6,22 +6,27 @@
 #include "kernel_decode_q8.hpp"
 #include "kernel_observe.hpp"
 #include "kernel_prompt.hpp"
+#include "kernel_scores.hpp"
 #include "kernel_store.hpp"
 
 namespace entropykv {
 
 #if defined(__AVX512VNNI__)
-const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,        store_v,        decode,
-                                     prompt,       prompt_observe, logits_observe, value_norms};
+const KernelTable kKernelsAvx512Vnni{"avx512vnni",    store_k,        store_v,        decode,
+                                     prompt,          prompt_observe, logits_observe, value_norms,
+                                     expected_logits, newer_cosines};
 #elif defined(__AVX512F__)
-const KernelTable kKernelsAvx512{"avx512", store_k,        store_v,        decode,
-                                 prompt,   prompt_observe, logits_observe, value_norms};
+const KernelTable kKernelsAvx512{"avx512",        store_k,        store_v,        decode,
+                                 prompt,          prompt_observe, logits_observe, value_norms,
+                                 expected_logits, newer_cosines};
 #elif defined(__AVX2__)
-const KernelTable kKernelsAvx2{"avx2", store_k,        store_v,        decode,
-                               prompt, prompt_observe, logits_observe, value_norms};
+const KernelTable kKernelsAvx2{"avx2",          store_k,        store_v,        decode,
+                               prompt,          prompt_observe, logits_observe, value_norms,
+                               expected_logits, newer_cosines};
 #else
-const KernelTable kKernelsPortable{"portable", store_k,        store_v,        decode,
-                                   prompt,     prompt_observe, logits_observe, value_norms};
+const KernelTable kKernelsPortable{"portable",      store_k,        store_v,        decode,
+                                   prompt,          prompt_observe, logits_observe, value_norms,
+                                   expected_logits, newer_cosines};
 #endif
 
 }  // namespace entropykv

@@ -11,6 +11,7 @@ namespace entropykv {
 
 constexpr int kRowTile = 64;    // query rows of one prompt tile
 constexpr int kEntryTile = 64;  // entries converted to f32 at a time
+constexpr int kContest = 512;   // most keys that are compared with each other
 constexpr float kMaskedLogit = -1e30f;
 
 // Entries [first, last) of one KV head, in the order of its page table.
@@ -77,6 +78,12 @@ struct KernelTable {
                            float* sums);
     // Squared norms of V of all layout.entries slots of a page.
     void (*value_norms)(const PageLayout&, const std::byte* page, float* norms);
+    // k.mean + sum of k^2 * half_variance of all slots of a page; mean, half_variance [k_stride].
+    void (*expected_logits)(const PageLayout&, const std::byte* page, const float* mean,
+                            const float* half_variance, float* logits);
+    // Of n keys of length 1, [dim][kContest], zeros behind them: the largest product of each with a
+    // later one, or with zeros.
+    void (*newer_cosines)(const float* keys, int n, int dim, float* cosines);
 };
 
 extern const KernelTable kKernelsPortable;

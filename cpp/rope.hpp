@@ -14,28 +14,9 @@
 
 #include "head_store.hpp"
 #include "kernels.hpp"
+#include "rope_params.hpp"
 
 namespace entropykv {
-
-// What the RoPE node before a layer's K write says, by ggml's names.
-struct RopeParams {
-    int n_dims = 0;     // values of a key that are rotated; 0: its K has no position
-    int offset = 0;     // of the first of them
-    bool neox = false;  // pairs are (i, i + n_dims / 2), else neighbours
-    int n_ctx_orig = 0;
-    float freq_base = 10000.0f;
-    float freq_scale = 1.0f;
-    float ext_factor = 0.0f;
-    float beta_fast = 0.0f;
-    float beta_slow = 0.0f;
-    std::vector<float> freq_factors;  // one for each pair, or none
-
-    bool operator==(const RopeParams& other) const;
-};
-
-// Radians per position of every pair. A rotation by a difference of positions needs nothing else:
-// the magnitude (attn_factor) is in the stored key already.
-std::vector<double> rope_frequencies(const RopeParams& params);
 
 inline std::int32_t rope_position(std::int32_t position, int n_sinks, int shift) {
     if (position < n_sinks) return position;

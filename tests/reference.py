@@ -93,12 +93,19 @@ def rope_frequencies(rope: Rope) -> Floats:
     return interpolated * (1.0 - mix) + own * mix
 
 
+def rope_pairs(rope: Rope) -> list[tuple[int, int]]:
+    """The values of a row that are turned together."""
+    pairs = np.arange(rope.n_dims // 2)
+    first = rope.offset + (pairs if rope.neox else 2 * pairs)
+    return [(int(i), int(i + (len(pairs) if rope.neox else 1))) for i in first]
+
+
 def rotated(rows: npt.NDArray[Any], by: npt.NDArray[Any], rope: Rope) -> Floats:
     """Rows [n][dim] turned on by `by` [n] positions."""
     result = rows.astype(np.float64).copy()
-    pairs = rope.n_dims // 2
-    first = rope.offset + (np.arange(pairs) if rope.neox else 2 * np.arange(pairs))
-    second = first + (pairs if rope.neox else 1)
+    if rope.n_dims == 0:
+        return result
+    first, second = np.array(rope_pairs(rope)).T
     turned = (rows[:, first] + 1j * rows[:, second]) * np.exp(
         1j * np.outer(by, rope_frequencies(rope))
     )
@@ -255,6 +262,75 @@ def exposure(age: int, decay: float, window: int) -> float:
     return float((decay ** np.arange(queries)).sum())
 
 
+@dataclass
+class QueryStatistics:
+    """Queries of a KV head's group that were read so far, as they are at position 0."""
+
+    rope: Rope
+    decay: float
+    queries: list[npt.NDArray[Any]] = field(default_factory=list)
+    """[group][k_dim] each, scaled"""
+
+    def add(self, q: npt.NDArray[Any], first_position: int, scale: float) -> None:
+        """Read the queries [n][group][k_dim] of a micro-batch."""
+        for token, rows in enumerate(q * scale):
+            back = np.full(len(rows), -(first_position + token))
+            self.queries.append(rotated(rows, back, self.rope))
+
+    def expected_logits(self, k: Floats, newest: int, n_future: int) -> Floats:
+        """Of entries [T][k_dim], [group][T]: the mean of the logarithm of a normal distribution.
+
+        A token of the next n_future turns the mean; values vary independently of each other, and
+        the two of a pair equally: the mean of both, with what the turning of the mean adds.
+        """
+        weights = self.decay ** np.arange(len(self.queries))[::-1]
+        rows = np.array(self.queries)
+        mean = np.einsum("n,ngd->gd", weights, rows) / weights.sum()
+        variance = np.einsum("n,ngd->gd", weights, rows**2) / weights.sum() - mean**2
+        future = newest + 1 + np.arange(n_future)
+        means = np.array([rotated(mean, np.full(len(mean), t), self.rope) for t in future])
+        variance = variance + means.var(axis=0)
+        for first, second in rope_pairs(self.rope):
+            both = (variance[:, first] + variance[:, second]) / 2
+            variance[:, first] = variance[:, second] = both
+        return means.mean(axis=0) @ k.T + 0.5 * variance @ (k.T**2)
+
+
+def expected_attention(logits: Floats, positions: Ints, n_sinks: int) -> Floats:
+    """Of [group][T]: the softmax over the entries that are no sinks, summed over query heads."""
+    logits = np.where(positions < n_sinks, -np.inf, logits)
+    if not np.isfinite(logits).any():
+        return np.zeros(len(positions))
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray((weights / weights.sum(axis=1, keepdims=True)).sum(axis=0))
+
+
+SIMILAR = 0.9  # cosine from which on the older of two keys counts less
+CONTEST = 512  # entries around the threshold that are compared
+
+
+def distinctness(k: Floats, positions: Ints, scores: Floats, free: Bools, keep: int) -> Floats:
+    """Factors of the scores: less than 1 where a newer entry's key is similar.
+
+    Only what an eviction decides on is compared: the free entries of the ranks around the last one
+    that would stay.
+    """
+    factors = np.ones(len(k))
+    candidates = np.flatnonzero(free)
+    wanted = keep - (len(k) - len(candidates))
+    if not 0 < wanted < len(candidates):
+        return factors
+    ranked = candidates[np.argsort(-scores[candidates], kind="stable")]
+    last = min(len(ranked), max(wanted + CONTEST // 2, CONTEST))
+    contest = sorted(ranked[max(0, last - CONTEST) : last], key=lambda i: int(positions[i]))
+    lengths = np.linalg.norm(k[contest], axis=1, keepdims=True)
+    keys = np.divide(k[contest], lengths, out=np.zeros_like(k[contest]), where=lengths > 0)
+    for j, i in enumerate(contest[:-1]):
+        cosine = float((keys[j + 1 :] @ keys[j]).max())
+        factors[i] = min(1.0, (1.0 - cosine) / (1.0 - SIMILAR))
+    return factors
+
+
 def recency_score(position: int, newest: int, variation: float) -> float:
     """The BitNet document's score; what is the newest tenth is decided in float32."""
     span = max(newest, 1)
@@ -306,11 +382,14 @@ class Rules:
     observation_window: int = 64
     by_exposure: bool = False
     by_values: bool = False
+    distinct: bool = False
+    future_positions: int = 64
+    rope: Rope = field(default_factory=lambda: Rope(0))
 
     @property
-    def by_position(self) -> bool:
-        """Whether attention does not count."""
-        return self.score in ("streaming", "recency")
+    def observes(self) -> bool:
+        """Whether queries give importance to entries."""
+        return self.score in ("mass", "attention", "products")
 
     @property
     def tolerance(self) -> float:
@@ -335,6 +414,7 @@ class ReferenceHead:
     def __post_init__(self) -> None:
         """Start empty."""
         self.k, self.v = np.zeros((0, self.k_dim)), np.zeros((0, self.v_dim))
+        self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
 
     def read(
         self,
@@ -350,9 +430,12 @@ class ReferenceHead:
         self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
         self.importance = np.append(self.importance, np.zeros(len(k)))
         rules = self.rules
-        measure = "mass" if rules.by_position else rules.score
+        if rules.score == "expected":
+            self.queries.add(q, first_position, options.scale)
+            self.newest_query = first_position + len(q) - 1
+        measure = rules.score if rules.observes else "mass"
         result = attend_kv_head(q, self.k, self.v, self.positions, first_position, options, measure)
-        if not rules.by_position:
+        if rules.observes:
             self.importance = updated_importance(
                 self.importance,
                 result.observed,
@@ -382,9 +465,11 @@ class ReferenceHead:
     def truncate(self, position: int) -> None:
         """Forget what was read from `position` on."""
         self._keep(self.positions < position)
+        if position == 0:
+            self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
 
-    def scores(self) -> Floats:
-        """Of every entry: the higher, the longer it stays."""
+    def scores(self, keep: int) -> Floats:
+        """Of every entry of which `keep` stay: the higher, the longer it stays."""
         rules, newest = self.rules, int(self.positions.max())
         if rules.score == "streaming":
             return self.positions.astype(np.float64)
@@ -393,6 +478,9 @@ class ReferenceHead:
                 [recency_score(int(p), newest, rules.variation) for p in self.positions]
             )
         scores = self.importance.copy()
+        if rules.score == "expected":
+            logits = self.queries.expected_logits(self.k, self.newest_query, rules.future_positions)
+            scores = expected_attention(logits, self.positions, rules.n_sinks)
         if rules.by_exposure:
             ages = newest - self.positions
             window = rules.observation_window
@@ -400,11 +488,14 @@ class ReferenceHead:
         if rules.by_values:
             norms = np.sqrt((self.v**2).sum(axis=1))
             scores *= norms**2 if rules.score == "mass" else norms
+        if rules.distinct:
+            free = ~protected(self.positions, newest, rules.n_sinks, rules.recent_window)
+            scores *= distinctness(self.k, self.positions, scores, free, keep)
         return scores
 
     def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Keep the survivors; where scores are as good as equal, those that `theirs` chose."""
-        scores, newest = self.scores(), int(self.positions.max())
+        scores, newest = self.scores(keep), int(self.positions.max())
         n_sinks, recent = self.rules.n_sinks, self.rules.recent_window
         ours = select_survivors(scores, self.positions, keep, n_sinks, recent, newest)
         chosen = np.isin(self.positions, theirs)

@@ -16,6 +16,7 @@ class ScoreKind:
     mass: ScoreKind
     attention: ScoreKind
     products: ScoreKind
+    expected: ScoreKind
     @property
     def name(self) -> str: ...
 
@@ -30,6 +31,8 @@ class ImportanceSettings:
         observation_window: int = 512,
         by_exposure: bool = False,
         by_values: bool = False,
+        distinct: bool = False,
+        future_positions: int = 512,
     ) -> None: ...
 
 class LayerShape:
@@ -178,9 +181,11 @@ class HeadwiseStore:
         own_windows: bool = False,
         shared_choice: bool = False,
         kernels: str | None = None,
+        ropes: Sequence[RopeParams] = (),
     ) -> None:
         """`own_windows`: a KV head's recent window is half of its own budget; `shared_choice`: the
-        heads of a layer rank entries by what all of them observed.
+        heads of a layer rank entries by what all of them observed; `ropes`: one for each layer, for
+        expected attention; none: nothing has a position.
         """
 
     def set_budgets(
@@ -188,7 +193,7 @@ class HeadwiseStore:
     ) -> None:
         """Budgets in entries of every KV head, layer by layer; heads that hold more evict."""
 
-    def begin(self, n_tokens: int, position: int) -> None: ...
+    def begin(self, n_tokens: int, position: int, rope_position: int) -> None: ...
     def attend(
         self,
         layer: int,

@@ -69,6 +69,7 @@ class HeadwiseStore(Store):
         try:
             self.layers = self._probe(model)
             self.rope_obstacle = self._hook.rope_obstacle
+            self._check_importance(model)
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, settings.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
@@ -89,6 +90,7 @@ class HeadwiseStore(Store):
                 n_threads=max(settings.threads, settings.threads_batch),
                 own_windows=policy.rule.by_layer,
                 shared_choice=policy.rule.by_layer,
+                ropes=[node.rope for node in self._hook.nodes],
             )
             self._online = online_budgets(policy, self._store, self.layers, n_ctx)
             self._follow(plan)
@@ -118,6 +120,14 @@ class HeadwiseStore(Store):
             self._profile.check_geometry(len(layers), first.n_head, first.n_head_kv, model.name)
             check_model(self._profile, model.geometry)
         return layers
+
+    def _check_importance(self, model: Model) -> None:
+        measure = self._policy.importance.measure
+        if measure == "expected" and self.rope_obstacle:
+            raise UnsupportedModelError(
+                f"{model.name}: policy {self._policy.name} turns queries to later positions, which "
+                f"this model does not allow: {self.rope_obstacle}; use measure mass"
+            )
 
     def _plan(self, budget: Budget) -> HeadwisePlan:
         settings = self._settings
@@ -160,7 +170,7 @@ class HeadwiseStore(Store):
     def before(self, n_tokens: int, position: int) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
-        self._store.begin(n_tokens, position)
+        self._store.begin(n_tokens, position, self.rope_position(position))
         self._hook.begin_step()
 
     def _rebase(self, shift: int) -> None:

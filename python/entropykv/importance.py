@@ -11,6 +11,8 @@ MEASURES = {
     "mass": "squared attention probabilities",
     "attention": "attention probabilities",
     "products": "|q.k|, scaled as the softmax sees it",
+    "expected": "attention probabilities that queries like those so far would give from the next "
+    "positions on",
 }
 """What queries give to entries, summed over the query heads of a KV head."""
 
@@ -18,7 +20,11 @@ MODIFIERS = {
     "window": "only the queries of the last micro-batch count",
     "exposure": "per query that could have seen the entry",
     "values": "times the norm of the entry's value",
+    "distinct": "less where a newer entry's key is similar",
 }
+
+_OF_OBSERVED = ("window", "exposure")
+"""Modifiers of what queries gave; nothing is counted where it is expected."""
 
 _BY_POSITION = ("streaming", "recency")
 
@@ -49,6 +55,11 @@ class Importance:
                 raise SettingsError(
                     f"there is no modifier {modifier!r} of importance; use {_any_of(MODIFIERS)}"
                 )
+            if measure == "expected" and modifier in _OF_OBSERVED:
+                raise SettingsError(
+                    f"measure expected counts no queries and takes no modifier {modifier}; use "
+                    "expected with values or distinct, or another measure"
+                )
         if len(set(modifiers)) < len(modifiers):
             raise SettingsError(f"{text!r} names a modifier twice; name it once")
         return Importance(measure, tuple(name for name in MODIFIERS if name in modifiers))
@@ -77,6 +88,7 @@ class Importance:
             observation_window=self.observation_window,
             by_exposure="exposure" in self.modifiers,
             by_values="values" in self.modifiers,
+            distinct="distinct" in self.modifiers,
         )
 
 

@@ -78,7 +78,7 @@ inline std::vector<float> read_batch(Attention& attention, const LayerShape& sha
     const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
     const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
     const RowsView q_rows = view(q, shape.n_head, shape.k_dim);
-    attention.begin(n, position);
+    attention.begin(n, position, position);
     run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
     run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
     run_node(n_threads, [&](int t) { attention.attend(0, params, q_rows, output.data(), t); });

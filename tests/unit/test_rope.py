@@ -65,7 +65,7 @@ class Filled:
         n = len(self.keys)
         q = self.random.normal(size=self.keys.shape).astype(np.float32)
         v = self.random.normal(size=(n, 2, 8)).astype(np.float32)
-        self.store.begin(n, position)
+        self.store.begin(n, position, position)
         self.store.attend(0, q, self.keys, v, scale=0.1, position=position)
 
     def rows(self, head: int) -> tuple[npt.NDArray[np.int32], Floats, Floats, Floats]:
@@ -140,7 +140,7 @@ def test_layers_turn_each_by_their_own_parameters() -> None:
     _, per_page = _core.page_geometry(shapes, "f16")
     store.set_budgets([20] * 3, sum(_core.pages_for(20, n) for n in per_page), 1, 1)
     random = np.random.default_rng(1)
-    store.begin(20, 30)
+    store.begin(20, 30, 30)
     before = []
     for layer, shape in enumerate(shapes):
         rows = [

@@ -309,7 +309,7 @@ def store_of(kv_type: str, k_dim: int, v_dim: int) -> _core.HeadwiseStore:
 
     position = 0
     for n in (40, 30, 1, 1, 20, 1):
-        store.begin(n, position)
+        store.begin(n, position, position)
         store.attend(
             0, rows(n, 2, k_dim), rows(n, 1, k_dim), rows(n, 1, v_dim), 0.3, position=position
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from tests.reference import Options, ReferenceHead, Rules
+from tests.reference import Options, ReferenceHead, Rope, Rules
 
 MAX_TOKENS = 96
 MAX_ENTRIES = 400
@@ -25,8 +25,9 @@ LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 
 SCORES = ("streaming", "recency", "mass")
-MEASURES = ("mass", "attention", "products")
+MEASURES = ("mass", "attention", "products", "expected")
 KV_TYPES = ("f16", "q8_0")
+ROPES = (Rope(0), Rope(16), Rope(12, offset=2, neox=True, freq_base=100.0))
 
 
 def pages_of(budgets: list[int], kv_type: str) -> int:
@@ -45,6 +46,8 @@ def importance_of(rules: Rules) -> _core.ImportanceSettings:
         rules.observation_window,
         rules.by_exposure,
         rules.by_values,
+        rules.distinct,
+        rules.future_positions,
     )
 
 
@@ -72,6 +75,7 @@ class Pair:
             max_tokens=MAX_TOKENS,
             max_entries=MAX_ENTRIES,
             n_threads=1,
+            ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(LAYERS),
         )
         self.heads = {
             (layer, head): ReferenceHead(self.rules, *SHAPES[layer][2:], budget=budget)
@@ -126,7 +130,7 @@ class Pair:
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
-            if not self.rules.by_position:
+            if self.rules.observes:
                 importance = self.store.importance(*key)
                 tolerance = self.rules.tolerance
                 np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
@@ -200,6 +204,8 @@ def test_random_operations_keep_what_the_oracle_keeps(
     observation_window=st.sampled_from([16, 128]),
     by_exposure=st.booleans(),
     by_values=st.booleans(),
+    distinct=st.booleans(),
+    rope=st.sampled_from(ROPES),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
@@ -211,8 +217,12 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     observation_window: int,
     by_exposure: bool,
     by_values: bool,
+    distinct: bool,
+    rope: Rope,
     seed: int,
 ) -> None:
+    if measure == "expected":
+        assume(decay > 0.0 and not by_exposure)
     rules = Rules(
         measure,
         kv_type,
@@ -222,6 +232,8 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
         observation_window=observation_window,
         by_exposure=by_exposure,
         by_values=by_values,
+        distinct=distinct,
+        rope=rope,
     )
     pair = Pair(rules, budgets, seed)
     for operation in todo:
@@ -362,7 +374,7 @@ def test_impossible_budgets_are_refused_and_change_nothing(
 def test_a_micro_batch_of_impossible_length_is_refused(n_tokens: int) -> None:
     pair = Pair(Rules("mass", "f16", N_SINKS, RECENT), [30] * 6)
     with pytest.raises(ValueError, match=r"outside of 1 \.\. max_tokens"):
-        pair.store.begin(n_tokens, 0)
+        pair.store.begin(n_tokens, 0, 0)
 
 
 def test_pages_of_every_layer_have_the_same_bytes() -> None:

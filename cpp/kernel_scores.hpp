@@ -1,0 +1,124 @@
+// Part of kernels.cpp: what scores need of the stored rows.
+#pragma once
+
+#include "kernel_tile.hpp"
+
+namespace entropykv {
+namespace {
+
+inline float half_row_norm(const std::uint16_t* row, int stride) {
+    Vec total = zero();
+    for (int d = 0; d < stride; d += kLanes) {
+        const Vec value = load_half(row + d);
+        total = multiply_add(value, value, total);
+    }
+    return sum(total);
+}
+
+// Of the four entries whose values are interleaved; scales: of their first one.
+inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
+                           float* norms) {
+    for (int i = 0; i < 4; ++i) norms[i] = 0.0f;
+    for (int first = 0; first < stride; first += kQuantBlock) {
+        Vec totals[4]{zero(), zero(), zero(), zero()};
+        for (int d = first; d < smaller(first + kQuantBlock, stride); d += kLanes) {
+            const IntVec bytes = load_ints(values + d * 4);
+            for (int i = 0; i < 4; ++i) {
+                const Vec value = to_float(byte_of(bytes, quad_place(i)));
+                totals[i] = multiply_add(value, value, totals[i]);
+            }
+        }
+        const std::uint16_t* of_block = scales + first / kQuantBlock * kGroupEntries;
+        for (int i = 0; i < 4; ++i) {
+            const float scale = half_to_float(of_block[i]);
+            norms[i] += sum(totals[i]) * scale * scale;
+        }
+    }
+}
+
+void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(page + layout.v_offset);
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
+    for (int slot = 0; slot < layout.entries; ++slot) {
+        const std::size_t row = layout.v_index(slot, 0);
+        if (layout.type == KvType::f16) {
+            norms[slot] = half_row_norm(halves + row, layout.v_stride);
+        } else if (slot % 4 == 0) {
+            int8_row_norms(page + layout.v_offset + row,
+                           scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
+                           layout.v_stride, norms + slot);
+        }
+    }
+}
+
+inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
+    return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
+}
+
+inline void half_expected(const std::byte* keys, int stride, const float* mean,
+                          const float* half_variance, float* logits) {
+    const auto* k = reinterpret_cast<const std::uint16_t*>(keys);
+    for (int e = 0; e < kGroupEntries; e += kLanes) {
+        Vec total = zero();
+        for (int d = 0; d < stride; ++d)
+            total = add_expected(load_half(k + d * kGroupEntries + e), mean[d], half_variance[d],
+                                 total);
+        store(logits + e, total);
+    }
+}
+
+inline void int8_expected(const std::byte* keys, const std::uint16_t* scales, int stride,
+                          const float* mean, const float* half_variance, float* logits) {
+    for (int e = 0; e < kGroupEntries; e += kLanes) {
+        Vec total = zero();
+        for (int d = 0; d < stride; d += 4) {
+            const IntVec bytes = flip_high_bits(load_ints(keys + d * kGroupEntries + e * 4));
+            const Vec scale = load_half(scales + d / kQuantBlock * kGroupEntries + e);
+            for (int i = 0; i < 4; ++i)
+                total = add_expected(to_float(byte_of(bytes, quad_place(i))) * scale, mean[d + i],
+                                     half_variance[d + i], total);
+        }
+        store(logits + e, total);
+    }
+}
+
+void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
+                     const float* half_variance, float* logits) {
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
+    for (int slot = 0; slot < layout.entries; slot += kGroupEntries) {
+        const std::byte* keys =
+            page + layout.k_offset + layout.value_bytes() * layout.k_index(slot, 0);
+        if (layout.type == KvType::f16) {
+            half_expected(keys, layout.k_stride, mean, half_variance, logits + slot);
+        } else {
+            int8_expected(keys, scales + PageLayout::scale_index(layout.k_blocks, slot, 0),
+                          layout.k_stride, mean, half_variance, logits + slot);
+        }
+    }
+}
+
+void newer_cosines(const float* keys, int n, int dim, float* cosines) {
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(i);
+    const Vec none = broadcast(-1.0f);
+    for (int row = 0; row < n; row += 4) {
+        Vec best[4]{none, none, none, none};
+        for (int i = row / kLanes * kLanes; i < n; i += kLanes) {
+            Vec sums[4]{zero(), zero(), zero(), zero()};
+            for (int d = 0; d < dim; ++d) {
+                const float* values = keys + d * kContest;
+                const Vec others = load(values + i);
+                for (int r = 0; r < 4; ++r)
+                    sums[r] = multiply_add(broadcast(values[row + r]), others, sums[r]);
+            }
+            const Vec number = load(lanes) + broadcast(static_cast<float>(i));
+            for (int r = 0; r < 4; ++r)
+                best[r] = maximum(best[r], where_less(broadcast(static_cast<float>(row + r)),
+                                                      number, sums[r], none));
+        }
+        for (int r = 0; r < smaller(4, n - row); ++r) cosines[row + r] = largest(best[r]);
+    }
+}
+
+}  // namespace
+}  // namespace entropykv
