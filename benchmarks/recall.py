@@ -71,7 +71,6 @@ def measure(arguments: argparse.Namespace, n_tokens: int) -> list[dict[str, obje
                 kv_budget=budget,
                 policy=policy,
                 kv_type=arguments.kv_type,
-                entropy_config=demo.profile if demo.profile.exists() else None,
                 n_threads=arguments.threads,
             ) as session:
                 right = [r for case in documents for r in recall(session, case)]

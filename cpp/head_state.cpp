@@ -93,7 +93,7 @@ void HeadStore::load_head(int layer_index, int head_index, int count, std::byte*
     Layer& layer = layers_.at(index(layer_index));
     Head& head = layer.heads.at(index(head_index));
     head.queries.load(state + pages_of(layer.layout, count) * layer.layout.bytes);
-    Head loaded{{}, count, head.budget, head.queries};
+    Head loaded{{}, count, head.budget, {}, head.queries};
     for (std::size_t page = 0; page < pages_of(layer.layout, count); ++page)
         loaded.pages.push_back(state + page * layer.layout.bytes);
     if (count > head.budget) keep_best(layer, loaded, head_index, 0, head.budget, workspaces_[0]);

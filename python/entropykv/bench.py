@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from entropykv import _core
 from entropykv.calibration.texts import read_texts
 from entropykv.errors import ContextError
+from entropykv.policy import AUTO
 from entropykv.session import Session
 from entropykv.stock import StockSession
 
@@ -31,7 +32,7 @@ class BenchSettings:
     lengths: Sequence[int]
     budgets: Sequence[float] = (1.0, 0.2)
     kv_types: Sequence[str] = ("f16", "q8_0")
-    policy: str | None = None
+    policy: str = AUTO
     n_threads: int = 0
     n_generate: int = 64
     rounds: int = 3

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from entropykv import _core
 from entropykv.config import Budget
 from entropykv.errors import BudgetError, ProfileError
+from entropykv.model_file import ModelGeometry
 from entropykv.policy import ENTROPY_CLAMP, BudgetRule, Policy
 from entropykv.profile import EntropyProfile
 
@@ -110,6 +111,36 @@ def by_layer(
     heads = iter(of_heads)
     for shape in layers:
         yield tuple(itertools.islice(heads, shape.n_head_kv))
+
+
+def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
+    """Shapes of the layers that have KV heads, by the header of the model's file."""
+    return [
+        _core.LayerShape(n_head, n_head_kv, geometry.head_dim_k, geometry.head_dim_v)
+        for n_head, n_head_kv in zip(
+            geometry.heads_per_layer, geometry.kv_heads_per_layer, strict=True
+        )
+        if n_head_kv > 0
+    ]
+
+
+def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: int) -> str:
+    """The type that `auto` stands for; any other is itself.
+
+    f16 where a budget in bytes holds the whole context, else q8_0: it keeps 1.8 times as many
+    entries in the same bytes, which is worth more than what rounding loses.
+    """
+    if kv_type != "auto":
+        return kv_type
+    layers = attention_layers(geometry)
+    if budget.kind != "bytes" or not layers or geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
+        return "q8_0"
+    page_bytes, entries_per_page = _core.page_geometry(layers, "f16")
+    pages = sum(
+        shape.n_head_kv * _core.pages_for(n_ctx, per_page)
+        for shape, per_page in zip(layers, entries_per_page, strict=True)
+    )
+    return "f16" if pages * page_bytes <= budget.value else "q8_0"
 
 
 def plan_flat(

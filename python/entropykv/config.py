@@ -70,7 +70,7 @@ class Budget:
 class Settings:
     """What a session was asked for. Raises SettingsError where a value is impossible."""
 
-    kv_type: str = "q8_0"
+    kv_type: str = "auto"
     store: str = "auto"
     n_ctx: int = 0
     n_ubatch: int = 512
@@ -82,7 +82,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _one_of("kv_type", self.kv_type, KV_TYPES)
+        _one_of("kv_type", self.kv_type, ("auto", *KV_TYPES))
         _one_of("store", self.store, STORES)
         at_least("n_ctx", self.n_ctx, 0)
         at_least("n_ubatch", self.n_ubatch, 1)

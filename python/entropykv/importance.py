@@ -35,7 +35,7 @@ class Importance:
 
     measure: str = "mass"
     """Of MEASURES, or `streaming` or `recency`: by position alone."""
-    modifiers: tuple[str, ...] = ()
+    modifiers: tuple[str, ...] = ("values",)
     """Of MODIFIERS, in that order."""
     decay: float = 0.998
     """What is left of an entry's importance after one more token."""

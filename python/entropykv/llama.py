@@ -26,6 +26,7 @@ from entropykv.llama_arguments import (
 from entropykv.llama_context import BorrowedModel, BudgetContext, set_adapter
 from entropykv.llama_reading import ReadingLlama
 from entropykv.model_file import ModelGeometry, read_geometry
+from entropykv.policy import AUTO
 from entropykv.profile import EntropyProfile
 from entropykv.session import Session
 from entropykv.stats import SessionStats
@@ -55,9 +56,9 @@ class EntropyLlama(ReadingLlama):
         model_path: str | os.PathLike[str],
         *,
         kv_budget: Budget | str | float = 1.0,
-        policy: str | None = None,
+        policy: str = AUTO,
         entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
-        kv_type: str = "q8_0",
+        kv_type: str = "auto",
         store: str = "auto",
         n_sinks: int = 4,
         recent_window: int | None = None,
@@ -189,9 +190,9 @@ def attach(
     llm: llama_cpp.Llama,
     kv_budget: Budget | str | float = 1.0,
     *,
-    policy: str | None = None,
+    policy: str = AUTO,
     entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
-    kv_type: str = "q8_0",
+    kv_type: str = "auto",
     store: str = "auto",
     n_sinks: int = 4,
     recent_window: int | None = None,

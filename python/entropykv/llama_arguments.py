@@ -13,6 +13,7 @@ from llama_cpp import llama_chat_format
 
 from entropykv.config import Budget, Settings, at_least
 from entropykv.errors import SettingsError
+from entropykv.policy import AUTO
 from entropykv.profile import EntropyProfile
 from entropykv.store import GGML_TYPES
 
@@ -41,9 +42,9 @@ class BudgetArguments:
     """What EntropyLlama takes besides the arguments of llama_cpp.Llama; see Session."""
 
     kv_budget: Budget | str | float = 1.0
-    policy: str | None = None
+    policy: str = AUTO
     entropy_config: EntropyProfile | str | PathLike[str] | None = None
-    kv_type: str = "q8_0"
+    kv_type: str = "auto"
     store: str = "auto"
     n_sinks: int = 4
     recent_window: int | None = None
@@ -83,7 +84,7 @@ def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[s
     check_chat_handler(arguments["chat_handler"])
     for name in ("type_k", "type_v"):
         wanted = arguments[name]
-        if wanted is not None and wanted != GGML_TYPES[budget.kv_type]:
+        if wanted is not None and wanted != GGML_TYPES.get(budget.kv_type):
             raise SettingsError(
                 f"{name} is {wanted} but kv_type is {budget.kv_type!r}; leave {name} out, and give "
                 f"kv_type as one of {', '.join(GGML_TYPES)}"

@@ -24,9 +24,8 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Demo(LocalModel):
-    """A model of this package, its entropy profile, and a document with a question about it."""
+    """A model of this package, and a document with a question about it."""
 
-    profile: Path
     document: Path
     question: str
 
@@ -36,7 +35,6 @@ DEMOS = {
         name="bitnet",
         summary="BitNet b1.58 with squared ReLU, trained on facts and questions; in this package",
         path=_DATA / "bitnet-facts.gguf",
-        profile=_DATA / "bitnet-facts.entropy.json",
         document=_DATA / "bitnet-facts.txt",
         question="Where does Ines live?",
     )

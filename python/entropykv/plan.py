@@ -6,14 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from entropykv import _core
-from entropykv.budget import HeadwisePlan, plan_headwise
+from entropykv.budget import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
 from entropykv.config import Budget, Settings
 from entropykv.errors import ModelFileError
 from entropykv.fingerprint import check_model
 from entropykv.model_file import ModelGeometry, read_geometry
 from entropykv.policy import Policy, policy_named
-from entropykv.profile import EntropyProfile
+from entropykv.profile_search import find_profile, load_profile
 
 _Q8_0_BITS = 8.5  # 32 values and their f16 scale
 
@@ -63,7 +62,7 @@ def make_plan(
     *,
     n_ctx: int,
     kv_budget: Budget | str | float,
-    policy: str | None,
+    policy: str,
     kv_type: str,
     entropy_config: str | os.PathLike[str] | None,
     n_sinks: int = 4,
@@ -75,13 +74,19 @@ def make_plan(
     """
     settings = Settings(kv_type=kv_type, n_ctx=n_ctx, n_sinks=n_sinks, recent_window=recent_window)
     budget = Budget.parse(kv_budget)
-    profile = None if entropy_config is None else EntropyProfile.load(entropy_config)
-    chosen = policy_named(policy, has_profile=profile is not None, store="headwise")
     geometry = read_geometry(path)
+    profile = load_profile(entropy_config) or find_profile(policy, geometry)
+    chosen = policy_named(policy, profile, "headwise")
     if profile is not None:
         check_model(profile, geometry)
     layers = attention_layers(geometry)
+    if not layers or geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
+        raise ModelFileError(
+            f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
+            "use a model with attention"
+        )
     context = settings.n_ctx or geometry.n_ctx_train
+    kv_type = kv_type_for(kv_type, budget, geometry, context)
     values = context * sum(s.n_head_kv * (s.k_dim + s.v_dim) for s in layers)
     return MemoryPlan(
         geometry=geometry,
@@ -95,23 +100,6 @@ def make_plan(
         kv_bytes_f16=2 * values,
         kv_bytes_q8_0=int(values * _Q8_0_BITS / 8),
     )
-
-
-def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
-    """Shapes of the layers that have KV heads; ModelFileError where none has."""
-    layers = [
-        _core.LayerShape(n_head, n_head_kv, geometry.head_dim_k, geometry.head_dim_v)
-        for n_head, n_head_kv in zip(
-            geometry.heads_per_layer, geometry.kv_heads_per_layer, strict=True
-        )
-        if n_head_kv > 0
-    ]
-    if not layers or geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
-        raise ModelFileError(
-            f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
-            "use a model with attention"
-        )
-    return layers
 
 
 def format_plan(plan: MemoryPlan) -> str:

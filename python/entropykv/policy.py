@@ -7,7 +7,11 @@ from enum import Enum, auto
 
 from entropykv.errors import SettingsError
 from entropykv.importance import MEASURES, MODIFIERS, Importance
+from entropykv.profile import EntropyProfile
 
+AUTO = "auto"
+"""The default: `profile` where the model has one with loss curves (`entropy` where it has none), else
+`adaptive`; `recency` on the flat store."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -28,6 +32,11 @@ class BudgetRule(Enum):
     """By what heads lose in this text."""
     LOSSES_WITHIN_LAYER = auto()
     """The same with equal budgets for all layers."""
+
+    @property
+    def by_profile(self) -> bool:
+        """Whether it needs an entropy profile."""
+        return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
 
     @property
     def by_layer(self) -> bool:
@@ -52,17 +61,18 @@ class Policy:
     rule: BudgetRule = BudgetRule.EQUAL
 
 
-_BY_OUTPUT = Importance("mass", ("values",))
-_BY_ATTENTION = Importance("attention", decay=1.0)
+_BY_ATTENTION = Importance("attention", (), decay=1.0)
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("streaming", "sinks and the most recent tokens", Importance("streaming"), flat=True),
+        Policy(
+            "streaming", "sinks and the most recent tokens", Importance("streaming", ()), flat=True
+        ),
         Policy(
             "recency",
             "the BitNet document's position score: exponential decay, a bonus for the newest tenth",
-            Importance("recency"),
+            Importance("recency", ()),
             flat=True,
         ),
         Policy(
@@ -84,13 +94,11 @@ POLICIES = {
             "adaptive",
             "budgets per KV head that lose least in this text, each keeping what gets most "
             "attention",
-            _BY_OUTPUT,
             rule=BudgetRule.LOSSES,
         ),
         Policy(
             "adaptive-heads",
             "the same, with equal budgets for all layers",
-            _BY_OUTPUT,
             rule=BudgetRule.LOSSES_WITHIN_LAYER,
         ),
         Policy(
@@ -114,26 +122,25 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 
 def policy_help() -> str:
     """Names, measures and modifiers in a few lines."""
+    auto = f"{AUTO}: profile where the model has one, else adaptive; recency on the flat store"
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
     measures = ", ".join(f"{name} ({text})" for name, text in MEASURES.items())
     modifiers = ", ".join(f"{name} ({text})" for name, text in MODIFIERS.items())
     return (
-        f"{policies}. What gets most attention ({measured}) is measured by {measures}, modified "
+        f"{auto}; {policies}. What gets most attention ({measured}) is measured by {measures}, modified "
         f"by any of {modifiers}; such as uniform:attention+values"
     )
 
 
-def policy_named(name: str | None, *, has_profile: bool, store: str) -> Policy:
-    """Return the policy of that name, or the default: recency for the flat store, else by mass.
+def policy_named(name: str, profile: EntropyProfile | None, store: str) -> Policy:
+    """Return the policy of that name, which may be `auto`.
 
     `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
-    order of MODIFIERS, and without a measure that is the default. Without a name, a profile selects
-    `entropy`. Raises SettingsError for a name that does not exist or that the store cannot follow.
+    order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
+    that does not exist or that the store cannot follow.
     """
-    if name is None:
-        name = "recency" if store == "flat" else "entropy" if has_profile else "uniform"
-    policy = _parsed(name)
+    policy = _parsed(_chosen(profile, store) if name == AUTO else name)
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -143,10 +150,24 @@ def policy_named(name: str | None, *, has_profile: bool, store: str) -> Policy:
     return policy
 
 
+def takes_profile(name: str) -> bool:
+    """Whether a policy of that name may share budgets by an entropy profile."""
+    base = name.partition(":")[0]
+    return base == AUTO or (base in POLICIES and POLICIES[base].rule.by_profile)
+
+
+def _chosen(profile: EntropyProfile | None, store: str) -> str:
+    if store == "flat":
+        return "recency"
+    if profile is None:
+        return "adaptive"
+    return "entropy" if profile.curves is None else "profile"
+
+
 def _parsed(text: str) -> Policy:
     name, colon, measure = text.partition(":")
     if name not in POLICIES:
-        raise SettingsError(f"policy cannot be {name!r}; use one of {', '.join(POLICIES)}")
+        raise SettingsError(f"policy cannot be {name!r}; use one of {AUTO}, {', '.join(POLICIES)}")
     policy = POLICIES[name]
     if not colon:
         return policy

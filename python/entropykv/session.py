@@ -7,12 +7,14 @@ import os
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from entropykv.batch import MicroBatch
+from entropykv.budget import kv_type_for
 from entropykv.config import Budget, Settings
 from entropykv.errors import (
     ContextError,
@@ -25,8 +27,9 @@ from entropykv.flat import FlatStore
 from entropykv.generate import Sampling, generate
 from entropykv.headwise import HeadwiseStore
 from entropykv.model import Model
-from entropykv.policy import Policy, policy_named
+from entropykv.policy import AUTO, Policy, policy_named
 from entropykv.profile import EntropyProfile
+from entropykv.profile_search import find_profile, load_profile
 from entropykv.rope import check_sinks, largest_micro_batch
 from entropykv.session_file import (
     SavedContents,
@@ -53,8 +56,9 @@ class Session:
     n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB"). `n_ctx`: the longest
     sequence, in tokens; 0: what the model was trained for. It may be longer: then positions are
     re-based as the sequence grows (see rope.py), or ContextError tells why the model cannot.
-    `policy`: see entropykv.policy; None: `entropy` with a profile, else `uniform` (`recency` on the
-    flat store). `entropy_config`: an EntropyProfile or the path of one. `store`: headwise, flat, or
+    `policy`: see entropykv.policy. `entropy_config`: an EntropyProfile or the path of one; None: that
+    beside the model file or of this package (see profile_search.py), where the policy takes one. `kv_type`: f16, q8_0 or auto: f16 where a budget
+    in bytes holds the whole context, else q8_0, which keeps more entries in the same bytes. `store`: headwise, flat, or
     auto: headwise where it can serve the model (`fallback` says why it cannot). `recent_window`:
     newest entries that every KV head keeps; None: half of the mean budget.
 
@@ -67,8 +71,8 @@ class Session:
         *,
         n_ctx: int = 0,
         kv_budget: Budget | str | float = 1.0,
-        policy: str | None = None,
-        kv_type: str = "q8_0",
+        policy: str = AUTO,
+        kv_type: str = "auto",
         store: str = "auto",
         entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
         n_ubatch: int = 512,
@@ -93,8 +97,8 @@ class Session:
             recent_window=recent_window,
         )
         self._budget = Budget.parse(kv_budget)
-        self.profile = _profile(entropy_config)
-        policy_named(policy, has_profile=self.profile is not None, store=store)
+        profile = load_profile(entropy_config)
+        policy_named(policy, profile, store)
         self._model = (
             model
             if isinstance(model, Model)
@@ -104,6 +108,11 @@ class Session:
         trained = self._model.geometry.n_ctx_train
         self._n_ubatch = largest_micro_batch(n_ubatch, self.n_ctx, trained)
         try:
+            geometry = self._model.geometry
+            self.profile = profile or find_profile(policy, geometry)
+            self.settings = replace(
+                self.settings, kv_type=kv_type_for(kv_type, self._budget, geometry, self.n_ctx)
+            )
             check_sinks(n_sinks, self.n_ctx, trained)
             self._store, self.policy = self._make_store(policy)
         except BaseException:
@@ -118,7 +127,7 @@ class Session:
         self._reusable_from = 0
         self._clear_counters()
 
-    def _make_store(self, policy: str | None) -> tuple[Store, Policy]:
+    def _make_store(self, policy: str) -> tuple[Store, Policy]:
         """The store that was asked for; with `auto`, flat where headwise cannot serve the model."""
         self.fallback: str | None = None
         wanted = self.settings.store
@@ -130,8 +139,8 @@ class Session:
             self.fallback = str(error)
             return self._store_named("flat", policy)
 
-    def _store_named(self, store: str, policy_name: str | None) -> tuple[Store, Policy]:
-        policy = policy_named(policy_name, has_profile=self.profile is not None, store=store)
+    def _store_named(self, store: str, name: str) -> tuple[Store, Policy]:
+        policy = policy_named(name, self.profile, store)
         made = _STORES[store](
             self._model,
             self.settings,
@@ -469,11 +478,3 @@ class Session:
             peak_rss_bytes=peak_rss_bytes(),
             **store.counters(),
         )
-
-
-def _profile(
-    source: EntropyProfile | str | os.PathLike[str] | None,
-) -> EntropyProfile | None:
-    if source is None or isinstance(source, EntropyProfile):
-        return source
-    return EntropyProfile.load(source)

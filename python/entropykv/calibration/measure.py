@@ -46,8 +46,8 @@ class CalibrationSettings:
     rows: str = "quarters"
     kv_type: str = "f16"
     n_threads: int = 0
-    curve_length: int = 1024
-    curve_texts: int = 1
+    curve_length: int = 2048
+    curve_texts: int = 4
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -16,8 +16,10 @@ from entropykv.config import KV_TYPES
 from entropykv.plots import check_plot, draw
 from entropykv.profile import EntropyProfile
 from entropykv.profile_parts import ROWS
+from entropykv.profile_search import SUFFIX, profile_beside
 from entropykv.profile_table import summary_line
 
+_NO_MODEL = "entropy_config.json"
 _DEFAULTS = CalibrationSettings()
 
 
@@ -41,7 +43,11 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--from-results", metavar="FILE", help="existing calibration results (JSON) to convert"
     )
     parser.add_argument(
-        "-o", "--output", default="entropy_config.json", metavar="FILE", help="(%(default)s)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"where to write the profile (default: MODEL{SUFFIX} beside the model, where other "
+        f"commands find it; without -m: {_NO_MODEL})",
     )
     add_calibration_options(parser)
     parser.set_defaults(command=run)
@@ -89,12 +95,13 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    check_output(options.output)
+    output = options.output or str(profile_beside(options.model) if options.model else _NO_MODEL)
+    check_output(output)
     if options.plot:
         check_plot(options.plot)
     profile = _profile(options)
-    profile.save(options.output)
-    print(f"{options.output}: {summary_line(profile)}")
+    profile.save(output)
+    print(f"{output}: {summary_line(profile)}")
     if options.plot:
         draw(profile, options.plot)
     return 0

@@ -21,7 +21,8 @@ from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
 from entropykv.evaluation.request import Request
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
-from entropykv.profile import EntropyProfile
+from entropykv.policy import AUTO
+from entropykv.profile_search import load_profile, profile_beside
 from entropykv.text_file import read_text
 
 _DEFAULTS = Request
@@ -52,7 +53,11 @@ def _add_combination_options(parser: argparse.ArgumentParser) -> None:
         "not of its entries",
     )
     group.add_argument(
-        "--policy", type=list_of(str), metavar="P,...", help="as --policy of `entropykv run`"
+        "--policy",
+        type=list_of(str),
+        default=[AUTO],
+        metavar="P,...",
+        help=f"as --policy of `entropykv run` (default: {AUTO})",
     )
     group.add_argument(
         "--kv-type",
@@ -182,14 +187,14 @@ def engine_of(options: argparse.Namespace) -> Engine:
         n_sinks=options.sinks,
         recent_window=options.recent_window,
     )
-    path = options.entropy_config
-    profile = None if path is None else EntropyProfile.load(path)
+    profile = load_profile(options.entropy_config)
     return Engine(str(options.model), settings, profile, options.equal_bytes)
 
 
 def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, object]:
     """What figures depend on, besides the request."""
-    path = options.entropy_config
+    beside = profile_beside(options.model)
+    path = options.entropy_config or (beside if beside.exists() else None)
     return {
         "store": engine.settings.store,
         "n_ubatch": engine.settings.n_ubatch,

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     request = request_of(options)
     if options.plot and not (request.texts and request.continuation):
         raise SettingsError("--plot draws the KL divergence of texts; give some with --text")
-    wanted = combinations(options.policy or [None], options.kv_type, options.kv_budget)
+    wanted = combinations(options.policy, options.kv_type, options.kv_budget)
     engine = engine_of(options)
     with ExitStack() as stack:
         with closing(Model(options.model, n_gpu_layers=0, verbose=False)) as model:

@@ -10,7 +10,7 @@ from pathlib import Path
 from entropykv.config import KV_TYPES, STORES, Settings
 from entropykv.errors import SettingsError
 from entropykv.models import DEMOS, Demo
-from entropykv.policy import POLICY_SYNTAX, policy_help
+from entropykv.policy import AUTO, POLICY_SYNTAX, policy_help
 
 _DEFAULTS = Settings()
 
@@ -85,16 +85,17 @@ def add_budget_options(
     )
     group.add_argument(
         "--policy",
+        default=AUTO,
         metavar=POLICY_SYNTAX,
-        help=policy_help()
-        + " (default: entropy with --entropy-config, else uniform; recency on the flat store)",
+        help=policy_help() + " (default: %(default)s)",
     )
     add_entropy_config(group)
     group.add_argument(
         "--kv-type",
-        choices=KV_TYPES,
+        choices=("auto", *KV_TYPES),
         default=_DEFAULTS.kv_type,
-        help="how K and V are stored (default: %(default)s)",
+        help="how K and V are stored; auto: f16 where a budget in bytes holds the whole context, "
+        "else q8_0 (default: %(default)s)",
     )
     add_protection_options(group)
 
@@ -102,7 +103,10 @@ def add_budget_options(
 def add_entropy_config(group: argparse._ArgumentGroup) -> None:
     """--entropy-config."""
     group.add_argument(
-        "--entropy-config", metavar="FILE", help="entropy profile of the model's heads (JSON)"
+        "--entropy-config",
+        metavar="FILE",
+        help="entropy profile of the model's heads, JSON (default: what `entropykv calibrate` left "
+        "beside the model)",
     )
 
 
@@ -150,13 +154,11 @@ def add_threads_option(group: argparse._ActionsContainer) -> None:
 
 
 def demo_of(options: argparse.Namespace) -> Demo | None:
-    """Return the model of --demo, now in place of -m's; its profile goes with a named policy."""
+    """Return the model of --demo, now in place of -m's."""
     if options.demo is None:
         return None
     demo = DEMOS[options.demo]
     options.model = str(demo.path)
-    if "entropy_config" in options and options.entropy_config is None and options.policy:
-        options.entropy_config = str(demo.profile)
     return demo
 
 

@@ -53,16 +53,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Combination:
-    """A policy (None: the session's default), a type of K and V, and a budget."""
+    """A policy, a type of K and V, and a budget."""
 
-    policy: str | None
+    policy: str
     kv_type: str
     budget: Budget
 
     @property
     def key(self) -> str:
         """Names it in a log of results."""
-        return f"{self.policy or 'default policy'}, {self.kv_type}, {self.budget}"
+        return f"{self.policy}, {self.kv_type}, {self.budget}"
 
     @contextmanager
     def session(self, engine: Engine, n_ctx: int, n_tokens: int) -> Iterator[Session]:
@@ -90,7 +90,7 @@ class Combination:
 
 
 def combinations(
-    policies: Sequence[str | None], kv_types: Sequence[str], budgets: Sequence[str]
+    policies: Sequence[str], kv_types: Sequence[str], budgets: Sequence[str]
 ) -> list[Combination]:
     """All of them, once each; raises BudgetError and SettingsError for what cannot be."""
     for kv_type in kv_types:

@@ -16,6 +16,7 @@ from entropykv.evaluation.part import Item, Part
 from entropykv.evaluation.reading import Tick
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import EvalRow, summarize
+from entropykv.policy import AUTO
 
 
 class Evaluation:
@@ -88,8 +89,8 @@ class Evaluation:
             full = n_tokens * self._engine.full_bytes_per_token
             return dataclasses.replace(row, kept=1.0, kv_bytes=full, kv_bytes_full=full)
         policy = combination.policy  # as it was given: the name may not have its parameters
-        if policy is None:
-            policy = next((record.values["policy"] for record in records), "default")
+        if policy == AUTO and records:
+            policy = f"{AUTO} ({records[0].values['policy']})"
         return summarize(policy, combination.kv_type, str(combination.budget), records)
 
     def _records(self, combination: Combination | None) -> list[Record]:

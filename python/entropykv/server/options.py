@@ -8,6 +8,8 @@ from llama_cpp.server.settings import ModelSettings, ServerSettings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from entropykv.policy import AUTO
+
 _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
 
 
@@ -24,8 +26,8 @@ class ModelOptions(ModelSettings):
     )
     verbose: bool = Field(default=False, description="Whether to print llama.cpp's own log.")
     kv_budget: str = "1.0"
-    policy: str | None = None
-    kv_type: str = "q8_0"
+    policy: str = AUTO
+    kv_type: str = "auto"
     store: str = "auto"
     entropy_config: str | None = None
     sinks: int = 4
