@@ -10,8 +10,8 @@ from entropykv.importance import MEASURES, MODIFIERS, Importance
 from entropykv.profile import EntropyProfile
 
 AUTO = "auto"
-"""The default: `profile` where the model has one with loss curves (`entropy` where it has none), else
-`adaptive`; `recency` on the flat store."""
+"""The default: `profile` where the model has one with loss curves (`entropy` where it is without),
+else `adaptive`; `recency` on the flat store."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -61,14 +61,13 @@ class Policy:
     rule: BudgetRule = BudgetRule.EQUAL
 
 
+_BY_AGE = Importance("streaming", ())
 _BY_ATTENTION = Importance("attention", (), decay=1.0)
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy(
-            "streaming", "sinks and the most recent tokens", Importance("streaming", ()), flat=True
-        ),
+        Policy("streaming", "sinks and the most recent tokens", _BY_AGE, flat=True),
         Policy(
             "recency",
             "the BitNet document's position score: exponential decay, a bonus for the newest tenth",
@@ -128,8 +127,8 @@ def policy_help() -> str:
     measures = ", ".join(f"{name} ({text})" for name, text in MEASURES.items())
     modifiers = ", ".join(f"{name} ({text})" for name, text in MODIFIERS.items())
     return (
-        f"{auto}; {policies}. What gets most attention ({measured}) is measured by {measures}, modified "
-        f"by any of {modifiers}; such as uniform:attention+values"
+        f"{auto}; {policies}. What gets most attention ({measured}) is measured by {measures}, "
+        f"modified by any of {modifiers} (default: {Importance()})"
     )
 
 

@@ -56,9 +56,9 @@ class Session:
     n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB"). `n_ctx`: the longest
     sequence, in tokens; 0: what the model was trained for. It may be longer: then positions are
     re-based as the sequence grows (see rope.py), or ContextError tells why the model cannot.
-    `policy`: see entropykv.policy. `entropy_config`: an EntropyProfile or the path of one; None: that
-    beside the model file or of this package (see profile_search.py), where the policy takes one. `kv_type`: f16, q8_0 or auto: f16 where a budget
-    in bytes holds the whole context, else q8_0, which keeps more entries in the same bytes. `store`: headwise, flat, or
+    `policy`: see entropykv.policy. `kv_type`: f16, q8_0, or auto: see budget.kv_type_for().
+    `entropy_config`: an EntropyProfile or the path of one; None: that beside the model file or in
+    this package (see profile_search.py), where the policy takes one. `store`: headwise, flat, or
     auto: headwise where it can serve the model (`fallback` says why it cannot). `recent_window`:
     newest entries that every KV head keeps; None: half of the mean budget.
 
