@@ -1,6 +1,7 @@
 // How the entries of a head are ranked: what queries gave them, and the scores of an eviction.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 
 #include "budget.hpp"
@@ -35,8 +36,9 @@ void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
 
 void HeadStore::follow_queries(Layer& layer, std::size_t number) {
     const LayerShape& shape = layer.shape;
-    const RopeParams rope =
-        number < settings_.ropes.size() ? settings_.ropes[number] : RopeParams{};
+    const RopeParams rope = settings_.ropes.empty() ? RopeParams{} : settings_.ropes.at(number);
+    if (!fits(rope, shape.k_dim))
+        throw std::invalid_argument("RoPE parameters that do not fit the queries of a layer");
     while (layer.turns < turns_.size() && !(turns_[layer.turns].rope() == rope)) ++layer.turns;
     if (layer.turns == turns_.size()) turns_.emplace_back(rope);
     for (Head& head : layer.heads)
@@ -47,6 +49,17 @@ void HeadStore::prepare_queries(std::int32_t rope_position, int n_tokens) {
     rope_position_ = rope_position;
     for (TurnsBack& turns : turns_) turns.prepare(rope_position, n_tokens);
 }
+
+namespace {
+
+// What a damaged session file holds may be no number, which nothing can be ranked by.
+void make_finite(float* scores, int n) {
+    for (int i = 0; i < n; ++i)
+        scores[i] =
+            scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
+}
+
+}  // namespace
 
 // Visits the pages of a head's stored entries, then those of its staged ones: page, how many
 // entries of it count, and how many came before.
@@ -195,8 +208,11 @@ std::int32_t HeadStore::score(const Layer& layer, const Head& head, int head_ind
                 score_of(workspace.positions[index(i)], newest, workspace.scores[index(i)]);
     }
     if (settings.by_values) weigh_by_values(layer, head, head_index, n_staged, workspace);
-    if (settings.distinct)
+    make_finite(workspace.scores.data(), total);
+    if (settings.distinct) {
         weigh_by_distinctness(layer, head, head_index, total, keep, newest, workspace);
+        make_finite(workspace.scores.data(), total);
+    }
     return newest;
 }
 

@@ -32,11 +32,7 @@ void check(const HeadStore& store, const std::vector<RopeParams>& ropes) {
     if (ropes.size() != static_cast<std::size_t>(store.n_layers()))
         throw std::invalid_argument("there must be RoPE parameters for every layer");
     for (int layer = 0; layer < store.n_layers(); ++layer) {
-        const RopeParams& rope = ropes[static_cast<std::size_t>(layer)];
-        const auto pairs = static_cast<std::size_t>(rope.n_dims / 2);
-        if (rope.n_dims < 0 || rope.n_dims % 2 != 0 || rope.offset < 0 ||
-            rope.offset + rope.n_dims > store.shape(layer).k_dim ||
-            (!rope.freq_factors.empty() && rope.freq_factors.size() < pairs))
+        if (!fits(ropes[static_cast<std::size_t>(layer)], store.shape(layer).k_dim))
             throw std::invalid_argument("RoPE parameters that do not fit the keys of a layer");
     }
 }

@@ -48,6 +48,13 @@ std::vector<double> rope_frequencies(const RopeParams& params) {
     return frequencies;
 }
 
+bool fits(const RopeParams& params, int dim) {
+    const auto pairs = static_cast<std::size_t>(params.n_dims / 2);
+    return params.n_dims >= 0 && params.n_dims % 2 == 0 && params.offset >= 0 &&
+           params.offset + params.n_dims <= dim &&
+           (params.freq_factors.empty() || params.freq_factors.size() >= pairs);
+}
+
 void rotate(const RopeParams& params, const float* angles, float* row) {
     const int pairs = params.n_dims / 2;
     const int step = params.neox ? 1 : 2;       // from pair to pair

@@ -26,6 +26,9 @@ struct RopeParams {
 // the magnitude (attn_factor) is in the stored key already.
 std::vector<double> rope_frequencies(const RopeParams& params);
 
+// Whether rows of so many values can be turned.
+bool fits(const RopeParams& params, int dim);
+
 // Turns a row by an angle for every pair: angles are [pair][cosine, sine].
 void rotate(const RopeParams& params, const float* angles, float* row);
 

@@ -576,12 +576,15 @@ def curve_losses(
 ) -> tuple[Floats, Floats, float]:
     """Mass lost, mean square of the dropped and of the whole outputs, of one KV head.
 
+    Entries are ranked by what they gave to the outputs: importance * |v|^2.
+
     q [n][group][k_dim] are the last queries of a text; k, v [T]; importance [n_read]. Every number
     of rules.keep by itself: what is kept is what select_survivors keeps.
     """
     first = len(k) - len(q)
     positions = np.arange(len(k))
     mass, dropped = [], []
+    scores = importance * (v[:first] ** 2).sum(axis=1)
     logits = np.einsum("ngd,td->ngt", q, k) * options.scale
     if options.softcap > 0.0:
         logits = options.softcap * np.tanh(logits / options.softcap)
@@ -593,7 +596,7 @@ def curve_losses(
     for extra in rules.keep:
         keep = rules.n_sinks + rules.recent_window + extra
         kept = select_survivors(
-            importance, positions[:first], keep, rules.n_sinks, rules.recent_window, first - 1
+            scores, positions[:first], keep, rules.n_sinks, rules.recent_window, first - 1
         )
         gone = np.flatnonzero(~kept)
         mass.append(p[:, :, gone].sum(axis=2).mean())

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.config import Budget, Settings
-from entropykv.errors import EntropyKVError, UnsupportedModelError
+from entropykv.errors import EntropyKVError, SettingsError, UnsupportedModelError
 from entropykv.fingerprint import check_model
 from entropykv.model import Model
 from entropykv.online import LEAST_TOKENS, online_budgets
@@ -52,7 +52,8 @@ class HeadwiseStore(Store):
     ) -> None:
         """Probe the model's graph and take over its attention.
 
-        Raises UnsupportedModelError where the graph has something that this store does not serve.
+        Raises UnsupportedModelError where the graph has something that this store does not serve,
+        SettingsError where the policy needs what the model does not have.
         """
         self._settings = settings
         self._policy = policy
@@ -124,7 +125,7 @@ class HeadwiseStore(Store):
     def _check_importance(self, model: Model) -> None:
         measure = self._policy.importance.measure
         if measure == "expected" and self.rope_obstacle:
-            raise UnsupportedModelError(
+            raise SettingsError(
                 f"{model.name}: policy {self._policy.name} turns queries to later positions, which "
                 f"this model does not allow: {self.rope_obstacle}; use measure mass"
             )

@@ -206,7 +206,7 @@ void test_damage(KvType type, unsigned seed) {
 int main() {
     unsigned seed = 0;
     for (const KvType type : {KvType::f16, KvType::q8_0}) {
-        for (const ScoreKind score : {ScoreKind::streaming, ScoreKind::recency, ScoreKind::mass}) {
+        for (const ScoreKind score : kScores) {
             test_goes_on_as_saved(type, score, ++seed);
             test_larger_and_smaller_budgets(type, score, ++seed);
         }

@@ -147,6 +147,9 @@ void test_threads() {
                 {"mixed, window and sinks", gqa, type, mass, 100, mixed, 50, true},
                 {"mixed, MQA", mqa, type, mass, 150, mixed},
                 {"mixed, many KV heads", many, type, mass, 60, mixed},
+                {"mixed by attention", gqa, type, ScoreKind::attention, 100, mixed, 50, true},
+                {"mixed by products", gqa, type, ScoreKind::products, 100, mixed, 50, true},
+                {"mixed, expected", gqa, type, ScoreKind::expected, 100, mixed},
                 {"large, nothing evicted", mqa, type, mass, kMaxEntries, large},
             };
             for (const Case& test : cases) test_threads_agree(test, *kernels);
@@ -225,7 +228,7 @@ int main() {
             for (const int dim : {16, 20, 33, 64, 128})
                 test_layout_round_trip(type, *kernels, dim, 144 - dim);
     test_threads();
-    for (const ScoreKind score : {ScoreKind::streaming, ScoreKind::recency, ScoreKind::mass})
+    for (const ScoreKind score : kScores)
         for (const KvType type : {KvType::f16, KvType::q8_0})
             for (unsigned seed = 0; seed < 8; ++seed) test_random_operations(type, score, seed);
     return summary();

@@ -45,8 +45,16 @@ inline std::vector<float> random_rows(std::mt19937& random, int n) {
 constexpr Protection kProtection{4, 8};
 constexpr int kMaxTokens = 300, kMaxEntries = 2000;
 
+constexpr ScoreKind kScores[] = {ScoreKind::streaming, ScoreKind::recency,  ScoreKind::mass,
+                                 ScoreKind::attention, ScoreKind::products, ScoreKind::expected};
+
+// With every modifier that goes with all of them.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
-    return {type, {score, 0.5f, 0.9f, 40}, kProtection, kMaxTokens, kMaxEntries};
+    ImportanceSettings importance{score, 0.5f, 0.9f, 40};
+    importance.by_values = importance.distinct = true;
+    RopeParams rope;
+    rope.n_dims = 8;
+    return {type, importance, kProtection, kMaxTokens, kMaxEntries, {rope}};
 }
 
 inline RowsView view(const std::vector<float>& rows, int heads, int dim) {

@@ -238,6 +238,23 @@ def test_another_llama_cpp_python_is_refused_by_name() -> None:
     assert "0.3.36" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("best", ("'best'", "uniform")),
+        ("uniform:best", ("'best'", "mass, attention, products, expected")),
+        ("uniform:mass+best", ("'best'", "window, exposure, values, distinct")),
+        ("streaming:mass", ("takes no measure",)),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "plan", "bench"])
+def test_policies_that_do_not_exist_are_refused_by_name(
+    tiny_llama: Path, command: str, policy: str, words: tuple[str, ...]
+) -> None:
+    prompt = ("-p", "x") if command == "run" else ()
+    assert_refused(entropykv(command, "-m", tiny_llama, "--policy", policy, *prompt), *words)
+
+
 @pytest.mark.parametrize("command", [(), ("run",), ("plan",), ("eval",)])
 def test_help_names_every_option(command: tuple[str, ...]) -> None:
     result = entropykv(*command, "--help")
@@ -258,6 +275,8 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
             "--top-p",
             "--min-p",
             "--seed",
+            *("mass", "attention", "products", "expected"),
+            *("window", "exposure", "values", "distinct"),
         ]:
             assert option in result.stdout
     assert "None" not in result.stdout

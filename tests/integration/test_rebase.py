@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entropykv import ContextError, Session, SessionFileError
+from entropykv import ContextError, Session, SessionFileError, SettingsError
 from entropykv.models import DEMOS
 from tests.integration.test_headwise import Logits, relative_error, tokens_for
 from tests.tiny_models import TinyRope, write_bitnet, write_gpt2, write_llama
@@ -244,6 +244,18 @@ def test_a_model_that_cannot_go_on_says_so_at_the_limit(
         session.decode(tokens)
         session.truncate(TRAINED - 1)
         assert relative_error(ours, session.decode(tokens[-1:])) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gpt2", "embeddings are learned"), ("hunyuan-dense", "keys are changed")]
+)
+def test_expected_attention_needs_queries_that_can_be_moved(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_unmovable(name, path)
+    with pytest.raises(SettingsError, match=f"uniform:expected turns .*{why}.*use measure"):
+        Session(path, n_ctx=64, policy="uniform:expected", **SMALL)
 
 
 def test_frequencies_for_short_contexts_end_where_they_do(tmp_path: Path) -> None:

@@ -26,7 +26,12 @@ from tests.integration.test_cli import assert_refused, entropykv
 from tests.integration.test_headwise import relative_error, tokens_for
 from tests.tiny_models import write_llama
 
-STORES = [("headwise", "uniform"), ("headwise", "streaming"), ("flat", "recency")]
+STORES = [
+    ("headwise", "uniform"),
+    ("headwise", "uniform:expected+values"),
+    ("headwise", "streaming"),
+    ("flat", "recency"),
+]
 
 
 def session_of(path: Path, **options: Any) -> Session:
@@ -304,6 +309,7 @@ def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path
         (tiny_llama, {"kv_type": "f16"}, "--kv-type q8_0"),
         (tiny_llama, {"store": "flat"}, "--store headwise"),
         (tiny_llama, {"policy": "streaming"}, "--policy uniform"),
+        (tiny_llama, {"policy": "uniform:mass+values"}, "--policy uniform"),
         (tiny_llama, {"n_ctx": 199}, "holds 200 tokens, more than the context of 199"),
     ):
         with session_of(path, **options) as session:

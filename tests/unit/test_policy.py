@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,19 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
+from entropykv.curves import LossCurves
 from entropykv.errors import SettingsError
 from entropykv.importance import MEASURES, MODIFIERS, Importance
-from entropykv.policy import POLICIES, Policy, policy_help, policy_named
+from entropykv.policy import POLICIES, Policy, policy_help, policy_named, takes_profile
+from entropykv.profile import EntropyProfile
 from tests import reference
 
 
 def named(text: str) -> Policy:
-    return policy_named(text, has_profile=True, store="headwise")
+    return policy_named(text, None, "headwise")
 
 
 @given(
     st.sampled_from([p.name for p in POLICIES.values() if not p.importance.by_position]),
-    st.sampled_from(list(MEASURES)),
+    st.sampled_from([name for name in MEASURES if name != "expected"]),
     st.permutations(list(MODIFIERS)),
     st.integers(0, len(MODIFIERS)),
 )
@@ -33,19 +36,21 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
     assert named(policy.name) == policy
     assert policy.importance.measure == measure
     assert set(policy.importance.modifiers) == set(order[:n])
-    assert (policy.by_entropy, policy.by_curves) == (name == "entropy", name == "profile")
-    default = measure == "mass" and n == 0
+    assert policy.rule is POLICIES[name].rule
+    default = policy.importance == POLICIES[name].importance
     assert (policy == POLICIES[name]) == (policy.name == name) == default
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("best", "'best'; use one of streaming, recency, uniform"),
+        ("best", "'best'; use one of auto, streaming, recency, uniform"),
         ("uniform:", "no measure ''.*use one of mass, attention, products"),
         ("uniform:masses", "no measure 'masses'.*use one of mass, attention, products"),
         ("uniform:values", "no measure 'values'"),
-        ("uniform:mass+norms", "no modifier 'norms'.*use any of window, exposure, values"),
+        ("uniform:mass+norms", "no modifier 'norms'.*any of window, exposure, values, distinct"),
+        ("uniform:expected+values+window", "expected counts no queries and takes no modifier win"),
+        ("uniform:expected+exposure", "expected counts no queries and takes no modifier expos"),
         ("uniform:mass+", "no modifier ''"),
         ("uniform:mass:values", "no measure 'mass:values'"),
         ("entropy:mass+values+values", "names a modifier twice"),
@@ -60,7 +65,29 @@ def test_what_is_not_a_policy_is_refused_by_name(text: str, message: str) -> Non
 
 def test_the_flat_store_takes_no_measure_of_attention() -> None:
     with pytest.raises(SettingsError, match="cannot follow policy uniform:attention"):
-        policy_named("uniform:attention", has_profile=False, store="flat")
+        policy_named("uniform:attention", None, "flat")
+
+
+def with_curves(profile: EntropyProfile) -> EntropyProfile:
+    shape = (profile.n_layer, profile.n_head_kv, 1)
+    nothing = np.zeros(shape)
+    return replace(profile, curves=LossCurves(64, 8, 4, 6, 1, (0,), nothing, nothing))
+
+
+def test_auto_follows_what_is_known_of_the_model() -> None:
+    entropies = EntropyProfile(1, 2, 1, 64, np.ones((1, 2)))
+    assert policy_named("auto", None, "headwise") == POLICIES["adaptive"]
+    assert policy_named("auto", entropies, "headwise") == POLICIES["entropy"]
+    assert policy_named("auto", with_curves(entropies), "headwise") == POLICIES["profile"]
+    assert policy_named("auto", with_curves(entropies), "flat") == POLICIES["recency"]
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [("auto", True), ("profile", True), ("entropy:mass", True), ("adaptive", False), ("x", False)],
+)
+def test_profiles_are_looked_for_where_a_policy_takes_one(name: str, *, takes: bool) -> None:
+    assert takes_profile(name) == takes
 
 
 def test_help_names_everything() -> None:

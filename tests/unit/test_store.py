@@ -105,7 +105,7 @@ class Pair:
         n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
         normal = self.random.standard_normal
         q = normal((n_tokens, n_head, k_dim), np.float32) * 2
-        k = normal((n_tokens, n_head_kv, k_dim), np.float32)
+        k = self.keys(n_tokens, n_head_kv, k_dim)
         v = normal((n_tokens, n_head_kv, v_dim), np.float32)
         options = Options(k_dim**-0.5)
         output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
@@ -117,6 +117,14 @@ class Pair:
             atol = 2e-5 if self.rules.kv_type == "f16" else 2e-3  # as in test_attention.py
             np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
             oracle.settle(n_tokens, self.store.positions(layer, head))
+
+    def keys(self, *shape: int) -> Any:
+        """Some of them nearly the same, where that counts."""
+        k = self.random.standard_normal(shape, np.float32)
+        if self.rules.distinct:
+            few = np.random.default_rng(shape[2]).standard_normal((5, shape[2]), np.float32)
+            k = np.float32(0.25) * k + few[self.random.integers(0, 5, shape[:2])]
+        return k
 
     def truncate(self, position: int) -> None:
         self.position = min(position, self.position)
@@ -266,13 +274,18 @@ def test_the_entries_with_most_attention_are_kept() -> None:
     assert store.evicted == 80 - FLOOR - 2
 
 
+def store_by(settings: _core.ImportanceSettings, budget: int, **more: Any) -> _core.HeadwiseStore:
+    shape = _core.LayerShape(1, 1, 32, 32)
+    store = _core.HeadwiseStore([shape], "f16", settings, N_SINKS, RECENT, 512, 512, 1, **more)
+    store.set_budgets([budget], 64, N_SINKS, RECENT)
+    return store
+
+
 @pytest.mark.parametrize(("by_values", "kept"), [(False, 9), (True, 17)])
 def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept: int) -> None:
     """By hand: token 9 gets more attention than token 17, but its value is next to nothing."""
     settings = _core.ImportanceSettings(_core.ScoreKind.attention, by_values=by_values)
-    shape = _core.LayerShape(1, 1, 32, 32)
-    store = _core.HeadwiseStore([shape], "f16", settings, N_SINKS, RECENT, 512, 128, 1)
-    store.set_budgets([FLOOR + 1], 1, N_SINKS, RECENT)
+    store = store_by(settings, FLOOR + 1)
     k = np.zeros((80, 1, 32), np.float32)
     k[[9, 17], 0, 0] = 4.0, 3.0
     v = np.ones((80, 1, 32), np.float32)
@@ -281,15 +294,56 @@ def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept:
     assert kept in store.positions(0, 0)
 
 
+@pytest.mark.parametrize(
+    ("distinct", "expected"), [(False, {9, 17}), (True, {17, 25})], ids=["", "distinct"]
+)
+def test_of_two_keys_that_say_the_same_the_newer_is_kept(
+    distinct: bool, expected: set[int]
+) -> None:
+    """By hand: tokens 9 and 17 get most attention, by the same key; 25 gets less, by its own."""
+    settings = _core.ImportanceSettings(_core.ScoreKind.attention, distinct=distinct)
+    store = store_by(settings, FLOOR + 2)
+    k = np.zeros((80, 1, 32), np.float32)
+    k[:, 0, 2:] = np.random.default_rng(3).standard_normal((80, 30)) * 0.1
+    k[[9, 17], 0] = 0.0
+    k[[9, 17, 25], 0, [0, 0, 1]] = 4.0, 4.0, 3.5
+    q = np.zeros_like(k)
+    q[..., :2] = 1.0
+    store.attend(0, q, k, k, 1.0)
+    assert set(store.positions(0, 0).tolist()) - {0, 1, 2, *range(74, 80)} == expected
+
+
+def test_expected_attention_follows_the_queries_to_later_positions() -> None:
+    """By hand: queries are the same but for RoPE; a key that they will point at is kept.
+
+    One pair that turns by 2 pi in 100 positions: at positions 0..79 queries pointed at the angles
+    0..0.8 of a turn, in the next 10 positions they will at 0.8..0.9.
+    """
+    rope = _core.RopeParams(2, freq_scale=2 * np.pi / 100)
+    settings = _core.ImportanceSettings(_core.ScoreKind.expected, decay=1.0, future_positions=10)
+    store = store_by(settings, FLOOR + 1, ropes=[rope])
+    turns = np.arange(80) / 100
+    q, k = np.zeros((80, 1, 32), np.float32), np.zeros((80, 1, 32), np.float32)
+    q[:, 0, 0], q[:, 0, 1] = np.cos(2 * np.pi * turns), np.sin(2 * np.pi * turns)
+    for position, angle in ((20, 0.2), (40, 0.4), (60, 0.85)):
+        k[position, 0, :2] = 3 * np.cos(2 * np.pi * angle), 3 * np.sin(2 * np.pi * angle)
+    store.attend(0, q, k, k, 1.0)
+    assert 60 in store.positions(0, 0)
+
+
+@pytest.mark.parametrize("ropes", [[_core.RopeParams(34)], [_core.RopeParams(3)]])
+def test_rope_that_does_not_fit_is_refused(ropes: list[_core.RopeParams]) -> None:
+    with pytest.raises(ValueError, match="do not fit the queries"):
+        store_by(_core.ImportanceSettings(_core.ScoreKind.expected), FLOOR, ropes=ropes)
+
+
 @pytest.mark.parametrize("split", [[96], [40, 56], [2, 30, 7, 57]])
 def test_exposure_makes_ages_and_micro_batches_count_the_same(split: list[int]) -> None:
     """Every query gives the same to every entry: per query, so did every entry get."""
     settings = _core.ImportanceSettings(
         _core.ScoreKind.products, decay=0.97, observation_window=96, by_exposure=True
     )
-    shape = _core.LayerShape(1, 1, 32, 32)
-    store = _core.HeadwiseStore([shape], "f16", settings, N_SINKS, RECENT, 96, 128, 1)
-    store.set_budgets([128], 16, N_SINKS, RECENT)
+    store = store_by(settings, 128)
     position = 0
     for n_tokens in split:
         rows = np.ones((n_tokens, 1, 32), np.float32)

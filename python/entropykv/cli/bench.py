@@ -21,7 +21,7 @@ from entropykv.cli.progress import ProgressBar
 from entropykv.config import KV_TYPES, Settings
 from entropykv.model_file import read_geometry
 from entropykv.plots import check_plot, draw_bench
-from entropykv.policy import POLICY_SYNTAX
+from entropykv.policy import POLICY_SYNTAX, policy_named
 
 _LENGTHS = (512, 2048, 6144)
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
@@ -75,6 +75,7 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot:
         check_plot(options.plot)
     check_writable(options.json)
+    policy_named(options.policy, has_profile=False, store="headwise")
     trained = read_geometry(options.model).n_ctx_train
     threads = Settings(n_threads=options.threads).threads
     settings = BenchSettings(
