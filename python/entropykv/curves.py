@@ -30,11 +30,12 @@ class LossCurves:
 
     Once all but the last `queries` tokens were read, a head evicts: it keeps `n_sinks` sinks, the
     `recent_window` newest entries, and the `keep[i]` others that gave most to the outputs (squared
-    attention mass times the squared norm of the value), as policies by mass and values do. `mass_lost` is the mean attention mass that the last queries give to what was
-    evicted; `output_error` is the norm of that part of their outputs (sum of p * v), relative to
-    the norm of the whole outputs, both as root mean squares over queries and the query heads of the
-    group. Both have shape (n_layer, n_head_kv, len(keep)). For another context the numbers of
-    `keep` grow in proportion to `length`. Raises ProfileError, naming the field.
+    attention mass times the squared norm of the value), as policies by mass and values do.
+    `mass_lost` is the mean attention mass that the last queries give to what was evicted;
+    `output_error` is the norm of that part of their outputs (sum of p * v), relative to the norm of
+    the whole outputs, both as root mean squares over queries and the query heads of the group. Both
+    have shape (n_layer, n_head_kv, len(keep)). For another context the numbers of `keep` grow in
+    proportion to `length`. Raises ProfileError, naming the field.
     """
 
     length: int

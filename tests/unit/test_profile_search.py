@@ -1,0 +1,98 @@
+"""Profiles that nobody named, and the type that `auto` stands for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entropykv import EntropyProfile, Session
+from entropykv.budget import kv_type_for
+from entropykv.config import Budget
+from entropykv.errors import ProfileError
+from entropykv.fingerprint import fingerprint_of
+from entropykv.model_file import read_geometry
+from entropykv.models import DEMOS
+from entropykv.profile_search import find_profile, profile_beside
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
+
+
+def profile_of(model: Path) -> EntropyProfile:
+    geometry = read_geometry(model)
+    shape = (geometry.n_layer, geometry.n_head)
+    return EntropyProfile(
+        *shape,
+        max(geometry.kv_heads_per_layer),
+        geometry.n_ctx_train,
+        np.ones(shape),
+        fingerprint=fingerprint_of(geometry),
+    )
+
+
+def test_a_profile_beside_the_model_is_found(model: Path) -> None:
+    profile = profile_of(model)
+    assert find_profile("auto", read_geometry(model)) is None
+    profile.save(profile_beside(model))
+    found = find_profile("auto", read_geometry(model))
+    assert found is not None
+    assert found.fingerprint == profile.fingerprint
+    assert find_profile("uniform", read_geometry(model)) is None
+    with Session(model, n_ctx=64) as session:
+        assert session.policy.name == "entropy"
+        assert session.profile is not None
+    with Session(model, n_ctx=64, policy="uniform") as session:
+        assert session.profile is None
+
+
+def test_without_a_profile_budgets_follow_the_text(model: Path) -> None:
+    with Session(model, n_ctx=64) as session:
+        assert session.policy.name == "adaptive"
+    with Session(model, n_ctx=64, store="flat") as session:
+        assert session.policy.name == "recency"
+
+
+def test_a_profile_that_is_given_comes_first(model: Path) -> None:
+    profile_of(model).save(profile_beside(model))
+    given = profile_of(model)
+    with Session(model, n_ctx=64, entropy_config=given) as session:
+        assert session.profile is given
+
+
+def test_a_damaged_profile_beside_the_model_is_refused_by_name(model: Path) -> None:
+    profile_beside(model).write_text("{", encoding="utf-8")
+    with pytest.raises(ProfileError, match=r"model\.entropy\.json"):
+        Session(model, n_ctx=64)
+    with Session(model, n_ctx=64, policy="uniform"):
+        pass
+
+
+def test_models_at_hand_have_a_profile_with_curves(smollm2: Path) -> None:
+    for path in (DEMOS["bitnet"].path, smollm2):
+        geometry = read_geometry(path)
+        profile = find_profile("auto", geometry)
+        assert profile is not None
+        assert profile.curves is not None
+        assert profile.fingerprint == fingerprint_of(geometry)
+
+
+def test_auto_is_f16_where_a_budget_in_bytes_holds_all(model: Path) -> None:
+    geometry = read_geometry(model)
+    with Session(model, n_ctx=256, kv_budget=1.0, kv_type="f16") as session:
+        full = session.stats().kv_bytes_budget
+    for budget, expected in (
+        (Budget("bytes", full), "f16"),
+        (Budget("bytes", full - 1), "q8_0"),
+        (Budget("fraction", 1.0), "q8_0"),
+        (Budget("tokens", 256), "q8_0"),
+    ):
+        assert kv_type_for("auto", budget, geometry, 256) == expected
+        assert kv_type_for("f16", budget, geometry, 256) == "f16"
+        with Session(model, n_ctx=256, kv_budget=budget) as session:
+            assert session.stats().kv_type == expected
+            assert session.stats().kv_bytes_budget <= full
