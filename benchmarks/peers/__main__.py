@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--texts", default="heldout_*", help="names in benchmarks/texts, by commas")
     result.add_argument("--keeps", default="0.2,0.1", help="keep ratios")
     result.add_argument("--frameworks", default=",".join(("entropykv", *PEERS)))
+    result.add_argument("--measures", default=",".join(TITLES))
     result.add_argument("--policies", default="uniform,streaming")
     result.add_argument("--kv-types", default="f16,q8_0")
     result.add_argument("--entropy-config", help="profile for the policies entropy and profile")
@@ -113,10 +114,11 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     file = ResultFile(options.results)
-    found = frameworks(options, run, reference)
+    found, measures = frameworks(options, run, reference), options.measures.split(",")
     for passage in texts:
         for framework in found:
-            wanted = file.pending(framework.methods, passage.name, protocol)
+            chosen = [m for m in framework.methods if m.measure in measures]
+            wanted = file.pending(chosen, passage.name, protocol)
             for method, figures in framework.measure(passage, wanted):
                 file.add(Result(method, passage.name, protocol, figures))
                 print(f"{passage.name}: {method.name} {method.keep:g}", file=sys.stderr)
