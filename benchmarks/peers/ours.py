@@ -13,8 +13,8 @@ from entropykv.config import Budget
 from entropykv.evaluation.metrics import Logits, compare
 from entropykv.stock import StockSession
 
-EQUAL_BYTES = ", at the bytes of f16"
-"""Ends the name of a method that keeps as many entries as fit into the bytes of f16."""
+EQUAL_BYTES = ", equal bytes"
+"""Ends the name of a method that keeps what fits into the keep ratio's share of the f16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Ours:
         keeps: Sequence[float],
         n_greedy: int,
     ) -> None:
-        """Every policy with every type at every keep ratio; other types than f16 twice."""
+        """All policies, types and keep ratios; what is smaller than f16 at equal bytes, too."""
         self._run, self._reference, self._n_greedy = run, reference, n_greedy
         names = [
             (policy + suffix, kv_type)
@@ -114,8 +114,8 @@ class Ours:
         entries = int(method.keep * len(passage.prompt))
         with self._run.session(policy, method.kv_type) as session:
             if policy != method.name:
-                with self._run.session(policy, "f16") as f16:
-                    entries = equal_entries(session, bytes_of(f16, entries))
+                full = bytes_per_token(session, passage.prompt[0]) * len(passage.prompt)
+                entries = entries_in(session, int(method.keep * full))
             session.resize(entries)
             if method.measure == GREEDY:
                 return self._greedy(session, passage)
@@ -142,14 +142,16 @@ class Ours:
         }
 
 
-def bytes_of(session: Session, entries: int) -> int:
-    """Bytes that a session's pool has for so many entries per KV head."""
-    session.resize(entries)
-    return session.stats().kv_bytes_budget
+def bytes_per_token(session: Session, token: int) -> int:
+    """What K and V of a token take in f16, for all KV heads; the session forgets everything."""
+    session.decode([token])
+    n_bytes = session.stats().kv_bytes_full
+    session.reset()
+    return n_bytes
 
 
-def equal_entries(session: Session, n_bytes: int) -> int:
-    """Entries per KV head, on average, that a session keeps in so many bytes."""
+def entries_in(session: Session, n_bytes: int) -> int:
+    """Entries per KV head, on average, for which a session needs no more than so many bytes."""
     session.resize(Budget("bytes", n_bytes))
     return int(np.mean([entries for layer in session.budgets() for entries in layer]))
 
