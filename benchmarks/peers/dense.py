@@ -1,0 +1,160 @@
+"""A dense prompt in transformers: read once for each text, compressed by many presses.
+
+What a press does, it does in a hook after the attention of each layer, from what that attention was
+given and what the cache holds; the prompt itself is read with all of its keys. So the hooks of all
+presses see the same, and can be called with what was recorded instead of reading again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from entropykv.evaluation.metrics import Logits
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the hook of one layer is given."""
+
+    keywords: dict[str, Any]
+    output: Any
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A cache after a press."""
+
+    cache: DynamicCache
+    kept: float
+    """Share of the prompt's entries that are attended to."""
+    held: float
+    """Share of the prompt's entries that are in memory: more where evicted ones are only masked."""
+
+
+def attentions(model: Any) -> list[Any]:
+    """The attention module of every layer."""
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def with_own_prefill(model: Any, press: Any, prompt: Sequence[int]) -> Compressed:
+    """Read a prompt with a press around it, as kvpress's pipeline does."""
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        model.model(input_ids=torch.tensor([list(prompt)]), past_key_values=cache)
+    return _compressed(model, cache, len(prompt))
+
+
+class DensePrompt:
+    """The full cache of a prompt, and what the hooks of its layers saw."""
+
+    def __init__(self, model: Any, prompt: Sequence[int]) -> None:
+        """Read the prompt."""
+        self._model, self._n = model, len(prompt)
+        keywords: list[dict[str, Any]] = []
+        outputs: list[Any] = []
+
+        def record(_module: Any, _args: Any, given: dict[str, Any], output: Any) -> None:
+            keywords.append(given)
+            outputs.append(output)
+
+        hooks = [m.register_forward_hook(record, with_kwargs=True) for m in attentions(model)]
+        cache = DynamicCache()
+        try:
+            with torch.no_grad():
+                model.model(input_ids=torch.tensor([list(prompt)]), past_key_values=cache)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._layers = [
+            _Seen(given, output, layer.keys, layer.values)
+            for given, output, layer in zip(keywords, outputs, cache.layers, strict=True)
+        ]
+
+    def compressed(self, press: Any | None = None) -> Compressed:
+        """A new cache that a press went over; the full one without."""
+        cache = DynamicCache()
+        for index, seen in enumerate(self._layers):
+            cache.update(seen.keys.clone(), seen.values.clone(), index)
+        modules = attentions(self._model)
+        for module in modules:
+            module.masked_key_indices = None
+        if press is not None:
+            with torch.no_grad(), press(self._model):
+                for module, seen in zip(modules, self._layers, strict=True):
+                    given = seen.keywords | {"past_key_values": cache}
+                    press.forward_hook(module, [], given, seen.output)
+        return _compressed(self._model, cache, self._n)
+
+
+def _compressed(model: Any, cache: DynamicCache, n_prompt: int) -> Compressed:
+    held = [layer.keys.shape[2] * layer.keys.shape[1] for layer in cache.layers]
+    masked = sum(
+        len(indices[0])
+        for module in attentions(model)
+        if (indices := getattr(module, "masked_key_indices", None)) is not None
+    )
+    full = n_prompt * sum(layer.keys.shape[1] for layer in cache.layers)
+    return Compressed(cache, (sum(held) - masked) / full, sum(held) / full)
+
+
+def continuation(
+    model: Any, compressed: Compressed, n_prompt: int, tokens: Sequence[int]
+) -> Logits:
+    """Logits of tokens after a compressed prompt, all in one pass: (tokens, n_vocab).
+
+    Every layer gets a mask of its own: layers may keep different numbers of entries, and what a
+    press evicts for some heads alone is masked (kvpress does that with keys made up so that the
+    attention they get is zero, which cannot always be found for so many queries at once).
+    """
+    positions = torch.arange(n_prompt, n_prompt + len(tokens))[None]
+    with torch.no_grad(), _masks(model, compressed.cache, len(tokens)):
+        logits = model(
+            input_ids=torch.tensor([list(tokens)]),
+            past_key_values=compressed.cache,
+            position_ids=positions,
+        ).logits
+    result: Logits = logits[0].float().numpy()
+    return result
+
+
+@contextmanager
+def _masks(model: Any, cache: DynamicCache, n_tokens: int) -> Iterator[None]:
+    hooks = []
+    for module, layer in zip(attentions(model), cache.layers, strict=True):
+        mask = _mask(module, layer.keys.shape[2], n_tokens)
+        module.masked_key_indices = None
+
+        def with_mask(
+            _module: Any, args: Any, given: dict[str, Any], mask: torch.Tensor = mask
+        ) -> tuple[Any, dict[str, Any]]:
+            return args, given | {"attention_mask": mask}
+
+        hooks.append(module.register_forward_pre_hook(with_mask, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _mask(module: Any, n_kept: int, n_tokens: int) -> torch.Tensor:
+    """True where a query head attends: (1, heads or 1, tokens, kept entries and tokens)."""
+    past = torch.ones(1, n_kept, dtype=torch.bool)
+    if (indices := getattr(module, "masked_key_indices", None)) is not None:
+        _, heads, entries = indices
+        past = past.repeat(module.config.num_key_value_heads, 1)
+        past[heads, entries] = False
+        past = past.repeat_interleave(module.num_key_value_groups, dim=0)
+    causal = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
+    rows = (len(past), n_tokens)
+    return torch.cat(
+        [past[:, None].expand(*rows, n_kept), causal[None].expand(*rows, n_tokens)], dim=2
+    )[None]

@@ -1,0 +1,90 @@
+"""OpenVINO GenAI's rows: the same GGUF file, its cache eviction, greedy tokens.
+
+Its eviction begins after the prompt, whose cache is dense, and goes on while text is written, in
+whole blocks. Nothing can be forced on it while it writes, so what is compared is the text: the
+greedy tokens under eviction with those of its own full cache, both with an f16 cache. Its reader of
+GGUF files does not give llama.cpp's numbers: the rows of a measure are each against their own full
+cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+
+from benchmarks.peers.ours import equality
+from benchmarks.peers.protocol import GREEDY, Method, Passage
+
+BLOCK = 32
+"""Tokens of a block on the CPU: all sizes are multiples of it."""
+SINKS = 32
+RECENT_SHARE = 128 / 672
+"""Of the cache, in the default configuration of the library."""
+AGGREGATIONS = ("SUM", "NORM_SUM")
+
+
+def blocks(entries: float) -> int:
+    """So many entries, up to a whole block."""
+    return -int(-entries // BLOCK) * BLOCK
+
+
+def eviction(aggregation: str, keep: float, n_prompt: int) -> Any:
+    """The configuration that keeps this share of a prompt."""
+    size = blocks(keep * n_prompt)
+    recent = blocks(RECENT_SHARE * size)
+    mode = getattr(genai.AggregationMode, aggregation)
+    return genai.CacheEvictionConfig(SINKS, recent, size, mode)
+
+
+class OpenVINO:
+    """Pipelines of one model, a new one for every configuration."""
+
+    name = "openvino-genai"
+
+    def __init__(self, model: str, keeps: Sequence[float], n_greedy: int, n_threads: int) -> None:
+        """Every aggregation at every keep ratio."""
+        self._model, self._n_greedy, self._n_threads = model, n_greedy, n_threads
+        self.methods = [
+            Method(GREEDY, self.name, f"cache eviction, {aggregation}", "f16", keep)
+            for aggregation in AGGREGATIONS
+            for keep in keeps
+        ]
+
+    def measure(
+        self, passage: Passage, wanted: Sequence[Method]
+    ) -> Iterator[tuple[Method, dict[str, float]]]:
+        """Figures of the wanted methods for one text."""
+        if not wanted:
+            return
+        full = self._generate(passage, None)
+        for method in wanted:
+            config = eviction(method.name.split()[-1], method.keep, len(passage.prompt))
+            share = config.get_max_cache_size() / len(passage.prompt)
+            tokens = self._generate(passage, config)
+            yield method, equality(full, tokens) | {"kept": share, "bytes": share}
+
+    def _generate(self, passage: Passage, config: Any | None) -> list[int]:
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 1
+        scheduler.enable_prefix_caching = False
+        if config is not None:
+            scheduler.use_cache_eviction = True
+            scheduler.cache_eviction_config = config
+        pipeline = genai.LLMPipeline(
+            self._model,
+            "CPU",
+            scheduler_config=scheduler,
+            INFERENCE_NUM_THREADS=self._n_threads,
+            INFERENCE_PRECISION_HINT="f32",
+            KV_CACHE_PRECISION="f16",
+        )
+        generation = genai.GenerationConfig()
+        generation.max_new_tokens = self._n_greedy
+        generation.ignore_eos = True
+        generation.apply_chat_template = False
+        prompt = openvino.Tensor(np.array([passage.prompt], dtype=np.int64))
+        return list(pipeline.generate(prompt, generation).tokens[0])

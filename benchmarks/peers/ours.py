@@ -1,0 +1,165 @@
+"""entropykv's rows, against stock llama.cpp with its full f16 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Passage
+from entropykv import Session
+from entropykv.config import Budget
+from entropykv.evaluation.metrics import Logits, compare
+from entropykv.stock import StockSession
+
+EQUAL_BYTES = ", equal bytes"
+"""Ends the name of a method that keeps what fits into the keep ratio's share of the f16 bytes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every session of a run has in common."""
+
+    model: str
+    n_ctx: int
+    n_threads: int
+    entropy_config: str | None
+
+    def session(self, policy: str, kv_type: str) -> Session:
+        """A headwise session that holds everything, until it is resized."""
+        return Session(
+            self.model,
+            n_ctx=self.n_ctx,
+            policy=policy,
+            kv_type=kv_type,
+            store="headwise",
+            entropy_config=self.entropy_config,
+            n_threads=self.n_threads,
+        )
+
+
+class StockReference:
+    """Stock llama.cpp, asked once for each text and measure."""
+
+    def __init__(self, run: Run) -> None:
+        """Load the model."""
+        self._stock = StockSession(run.model, n_ctx=run.n_ctx, n_threads=run.n_threads)
+        self._logits: tuple[Passage, Logits] | None = None
+        self._greedy: tuple[Passage, list[int]] | None = None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text, without BOS."""
+        return self._stock.tokenize(text)
+
+    def logits(self, passage: Passage) -> Logits:
+        """Of the continuation, (tokens, n_vocab)."""
+        if self._logits is None or self._logits[0] != passage:
+            self._stock.reset()
+            self._stock.decode(passage.prompt)
+            self._logits = passage, self._stock.decode(passage.continuation, all_logits=True)
+        return self._logits[1]
+
+    def greedy(self, passage: Passage, n_tokens: int) -> list[int]:
+        """The most probable tokens after the prompt."""
+        if self._greedy is None or self._greedy[0] != passage:
+            self._stock.reset()
+            logits = self._stock.decode(passage.prompt)
+            tokens = []
+            while len(tokens) < n_tokens:
+                tokens.append(int(logits[-1].argmax()))
+                logits = self._stock.decode(tokens[-1:])
+            self._greedy = passage, tokens
+        return self._greedy[1]
+
+
+class Ours:
+    """Sessions that read the prompt inside their budget, in micro-batches of 512."""
+
+    name = "entropykv"
+
+    def __init__(
+        self,
+        run: Run,
+        reference: StockReference,
+        policies: Sequence[str],
+        kv_types: Sequence[str],
+        keeps: Sequence[float],
+        n_greedy: int,
+    ) -> None:
+        """All policies, types and keep ratios; what is smaller than f16 at equal bytes, too."""
+        self._run, self._reference, self._n_greedy = run, reference, n_greedy
+        names = [
+            (policy + suffix, kv_type)
+            for policy in policies
+            for kv_type in kv_types
+            for suffix in ("", *((EQUAL_BYTES,) if kv_type != "f16" else ()))
+        ]
+        self.methods = [
+            Method(measure, self.name, name, kv_type, keep)
+            for measure in (AGREEMENT, *((GREEDY,) if n_greedy else ()))
+            for name, kv_type in names
+            for keep in keeps
+        ]
+
+    def measure(
+        self, passage: Passage, wanted: Sequence[Method]
+    ) -> Iterator[tuple[Method, dict[str, float]]]:
+        """Figures of the wanted methods for one text."""
+        for method in wanted:
+            yield method, self._figures(passage, method)
+
+    def _figures(self, passage: Passage, method: Method) -> dict[str, float]:
+        policy = method.name.removesuffix(EQUAL_BYTES)
+        entries = int(method.keep * len(passage.prompt))
+        with self._run.session(policy, method.kv_type) as session:
+            if policy != method.name:
+                full = bytes_per_token(session, passage.prompt[0]) * len(passage.prompt)
+                entries = entries_in(session, int(method.keep * full))
+            session.resize(entries)
+            if method.measure == GREEDY:
+                return self._greedy(session, passage)
+            session.decode(passage.prompt)
+            stats = session.stats()
+            session.resize(entries + len(passage.continuation))
+            logits = session.decode(passage.continuation, all_logits=True)
+        agreement = compare(self._reference.logits(passage), logits, passage.continuation)
+        return asdict(agreement) | {
+            "kept": stats.entries_kept / stats.entries_full,
+            "bytes": stats.kv_bytes_budget / stats.kv_bytes_full,
+        }
+
+    def _greedy(self, session: Session, passage: Passage) -> dict[str, float]:
+        expected = self._reference.greedy(passage, self._n_greedy)
+        logits, tokens = session.decode(passage.prompt), list[int]()
+        stats = session.stats()
+        while len(tokens) < self._n_greedy:
+            tokens.append(int(logits[-1].argmax()))
+            logits = session.decode(tokens[-1:])
+        return equality(expected, tokens) | {
+            "kept": stats.entries_kept / stats.entries_full,
+            "bytes": stats.kv_bytes_budget / stats.kv_bytes_full,
+        }
+
+
+def bytes_per_token(session: Session, token: int) -> int:
+    """What K and V of a token take in f16, for all KV heads; the session forgets everything."""
+    session.decode([token])
+    n_bytes = session.stats().kv_bytes_full
+    session.reset()
+    return n_bytes
+
+
+def entries_in(session: Session, n_bytes: int) -> int:
+    """Entries per KV head, on average, for which a session needs no more than so many bytes."""
+    session.resize(Budget("bytes", n_bytes))
+    return int(np.mean([entries for layer in session.budgets() for entries in layer]))
+
+
+def equality(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, float]:
+    """Share of tokens that are the expected ones, and how many are before the first other one."""
+    equal = [a == b for a, b in zip(expected, tokens, strict=True)]
+    return {
+        "equal": sum(equal) / len(equal),
+        "first_difference": float(equal.index(False) if False in equal else len(equal)),
+    }

@@ -1,0 +1,123 @@
+"""Results that survive an interruption, and the table made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Result
+
+COLUMNS = {
+    AGREEMENT: ("kept", "bytes", "kl", "kl_worst", "top1", "perplexity_ratio"),
+    GREEDY: ("kept", "bytes", "equal", "equal_worst", "first_difference"),
+}
+"""Figures shown for every measure."""
+
+_TITLES = {
+    "kept": "entries",
+    "bytes": "bytes held",
+    "kl": "KL",
+    "kl_worst": "worst text",
+    "top1": "top-1",
+    "perplexity_ratio": "perplexity ratio",
+    "equal": "equal tokens",
+    "equal_worst": "worst text",
+    "first_difference": "first difference",
+}
+_FORMATS = {
+    "kept": "{:.1%}",
+    "bytes": "{:.1%}",
+    "kl": "{:.4f}",
+    "kl_worst": "{:.4f}",
+    "top1": "{:.3f}",
+    "perplexity_ratio": "{:.3f}",
+    "equal": "{:.3f}",
+    "equal_worst": "{:.3f}",
+    "first_difference": "{:.1f}",
+}
+
+
+class ResultFile:
+    """A JSON line for every method and text: what is there is not measured again."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what an earlier run left; a line that was cut short is measured again."""
+        self._path = path
+        text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+        self.results = [result for line in text.splitlines() if (result := _read(line)) is not None]
+
+    def pending(self, methods: Iterable[Method], text: str, protocol: str) -> list[Method]:
+        """Methods without a result for this text."""
+        done = {r.method for r in self.results if (r.text, r.protocol) == (text, protocol)}
+        return [method for method in methods if method not in done]
+
+    def add(self, result: Result) -> None:
+        """Keep a result, on disk at once."""
+        self.results.append(result)
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        before = self._path.read_bytes()[-1:] if self._path.exists() else b""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if before not in (b"", b"\n") else "") + json.dumps(result.as_json()))
+            file.write("\n")
+
+
+def _read(line: str) -> Result | None:
+    try:
+        return Result.from_json(json.loads(line))
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def summarise(
+    results: Iterable[Result], texts: Sequence[str], protocol: str
+) -> list[dict[str, Any]]:
+    """A row for every method: means over its texts, and the worst of them.
+
+    Sorted by measure, then from the largest keep ratio down, then from the best row down.
+    """
+    groups: dict[Method, dict[str, dict[str, float]]] = {}
+    for result in results:
+        if result.protocol == protocol and result.text in texts:
+            groups.setdefault(result.method, {})[result.text] = result.figures
+    rows = [_row(method, list(by_text.values())) for method, by_text in groups.items()]
+    return sorted(
+        rows,
+        key=lambda row: (row["measure"], -row["keep"], row.get("kl", -row.get("equal", 0.0))),
+    )
+
+
+def _row(method: Method, figures: list[dict[str, float]]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        name: getattr(method, name) for name in ("measure", "framework", "name", "kv_type", "keep")
+    }
+    row["texts"] = len(figures)
+    for name in figures[0]:
+        row[name] = sum(each[name] for each in figures) / len(figures)
+    if "kl" in row:
+        row["kl_worst"] = max(each["kl"] for each in figures)
+    if "equal" in row:
+        row["equal_worst"] = min(each["equal"] for each in figures)
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]], measure: str) -> str:
+    """The rows of one measure in Markdown; empty where there are none."""
+    chosen = [row for row in rows if row["measure"] == measure]
+    if not chosen:
+        return ""
+    columns = COLUMNS[measure]
+    titles = ["framework", "method", "type", "keep", *(_TITLES[c] for c in columns), "texts"]
+    lines = [_line(titles), "|" + "---|" * len(titles)]
+    for row in chosen:
+        values = [_FORMATS[c].format(row[c]) for c in columns]
+        first = [row["framework"], row["name"], row["kv_type"], f"{row['keep']:g}"]
+        lines.append(_line([*first, *values, str(row["texts"])]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
