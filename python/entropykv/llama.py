@@ -69,7 +69,7 @@ class EntropyLlama(ReadingLlama):
         self._stack = contextlib.ExitStack()  # close() works even where what follows raises
         budget = BudgetArguments(
             kv_budget, policy, entropy_config, kv_type, store, n_sinks, recent_window, on_evict
-        )
+        ).with_types(llama)
         arguments = llama_arguments(llama, budget)
         geometry = read_geometry(model_path)
         stub = {"n_ctx": 1, "type_k": None, "type_v": None}

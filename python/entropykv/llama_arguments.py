@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -49,6 +49,12 @@ class BudgetArguments:
     n_sinks: int = 4
     recent_window: int | None = None
     on_evict: Callable[[EvictionEvent], object] | None = None
+
+    def with_types(self, arguments: Mapping[str, Any]) -> BudgetArguments:
+        """With the kv_type of Llama's type_k and type_v, where they agree and kv_type is `auto`."""
+        wanted = {arguments.get("type_k"), arguments.get("type_v")} - {None}
+        names = [name for name, number in GGML_TYPES.items() if {number} == wanted]
+        return replace(self, kv_type=names[0]) if self.kv_type == "auto" and names else self
 
     def of_session(self) -> dict[str, Any]:
         """Those that are a Session's."""

@@ -16,6 +16,7 @@ from entropykv.calibration import CalibrationSettings, calibrate, read_texts
 from entropykv.calibration.measure import excerpts_of, measure
 from entropykv.model_file import read_geometry
 from entropykv.models import DEMOS
+from entropykv.profile_search import profile_beside
 from tests.integration.test_cli import assert_refused, entropykv
 from tests.model_reference import ModelReference
 from training.facts import STOP, STOP_LINE, Writer
@@ -75,7 +76,7 @@ def test_a_budget_forgets_facts(session: Session) -> None:
 
 
 def test_the_profile_fits_the_model() -> None:
-    profile = EntropyProfile.load(DEMO.profile)
+    profile = EntropyProfile.load(profile_beside(DEMO.path))
     geometry = read_geometry(DEMO.path)
     profile.check_geometry(
         geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), geometry.name

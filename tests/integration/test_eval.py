@@ -102,7 +102,7 @@ def test_figures_are_those_of_the_protocol(
     command: Command, tiny_llama: Path, texts: list[Path], inside: bool
 ) -> None:
     options = ("--prompt", 120, "--continuation", 20, "--greedy", 60, "-ub", 8, "--kv-type", "f16")
-    options += ("--kv-budget", "0.25", *("--inside",) * inside)
+    options += ("--policy", "uniform", "--kv-budget", "0.25", *("--inside",) * inside)
     stock, row = command.rows("--text", *texts[:2], *options)
     agreements, shares = zip(
         *(measured_by_hand(tiny_llama, text, 30, inside=inside) for text in texts[:2]), strict=True
@@ -135,11 +135,11 @@ def test_a_full_budget_costs_nothing_and_a_small_one_much(
     table = capsys.readouterr().out.strip().splitlines()
     assert len(table) == 2 + 3
     assert len({line.count("|") for line in table}) == 1
-    assert table[3].startswith("| uniform | f16 | 1 | 100.0% |")
+    assert table[3].startswith("| auto (adaptive) | f16 | 1 | 100.0% |")
 
 
 def test_equal_bytes_hold_more_of_the_smaller_type(command: Command, texts: list[Path]) -> None:
-    options = ("--text", *texts[:1], *SHORT, "--kv-budget", "0.5")
+    options = ("--text", *texts[:1], *SHORT, "--kv-budget", "0.5", "--policy", "uniform")
     stock, f16, q8_0 = command.rows(*options, "--equal-bytes")
     for row in (f16, q8_0):
         assert row["kv_bytes"] <= 0.5 * stock["kv_bytes"]
@@ -225,6 +225,7 @@ def test_a_data_set_is_answered_by_all(command: Command, tmp_path: Path) -> None
     data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     rows = command.rows(
         *("--dataset", data, "--max-tokens", 8, "--kv-type", "f16", "--kv-budget", "1.0,0.2"),
+        *("--policy", "uniform"),
         *("--prompt-template", "{context}\nQ: {input} A:"),
     )
     assert [row["answers"] for row in rows] == [2, 2, 2]

@@ -246,7 +246,7 @@ def test_the_pool_never_exceeds_its_budget(
 
 
 def test_resize_shrinks_and_grows_at_once(tiny_llama: Path) -> None:
-    with Session(tiny_llama, n_ctx=512, kv_budget=1.0, n_threads=2) as session:
+    with Session(tiny_llama, n_ctx=512, policy="uniform", n_threads=2) as session:
         session.decode(tokens_for(300))
         before = session.stats()
         session.resize(0.1)

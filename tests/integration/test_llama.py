@@ -327,7 +327,11 @@ def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: 
         ({"embedding": True}, "embedding=True .* use llama_cpp.Llama"),
         ({"vocab_only": True}, "vocab_only=True"),
         ({"attention_type": llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL}, "attention_type"),
-        ({"type_k": llama_cpp.GGML_TYPE_F16}, "type_k is 1 but kv_type is 'q8_0'"),
+        (
+            {"type_k": llama_cpp.GGML_TYPE_F16, "kv_type": "q8_0"},
+            "type_k is 1 but kv_type is 'q8_0'",
+        ),
+        ({"type_k": 1, "type_v": 8}, "type_k is 1 but kv_type is 'auto'"),
         ({"type_v": llama_cpp.GGML_TYPE_Q4_0, "kv_type": "f16"}, "type_v is 2 .* leave type_v out"),
         ({"kv_bugdet": 0.2}, "kv_bugdet is no argument"),
         ({"kv_type": "q4_0"}, "kv_type cannot be 'q4_0'"),
@@ -383,10 +387,10 @@ def test_a_fallback_is_told(
 
 
 def test_agreeing_types_are_accepted(tiny_llama: Path) -> None:
-    q8_0 = llama_cpp.GGML_TYPE_Q8_0
-    llm = EntropyLlama(str(tiny_llama), n_ctx=64, type_k=q8_0, type_v=q8_0, **QUIET)
-    assert llm.kv_stats().kv_type == "q8_0"
-    llm.close()
+    for name, number in (("q8_0", llama_cpp.GGML_TYPE_Q8_0), ("f16", llama_cpp.GGML_TYPE_F16)):
+        llm = EntropyLlama(str(tiny_llama), n_ctx=64, type_k=number, type_v=number, **QUIET)
+        assert llm.kv_stats().kv_type == name
+        llm.close()
 
 
 def test_n_ctx_is_the_logical_context(tiny_llama: Path) -> None:

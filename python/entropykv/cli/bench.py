@@ -21,7 +21,7 @@ from entropykv.cli.progress import ProgressBar
 from entropykv.config import KV_TYPES, Settings
 from entropykv.model_file import read_geometry
 from entropykv.plots import check_plot, draw_bench
-from entropykv.policy import POLICY_SYNTAX, policy_named
+from entropykv.policy import AUTO, POLICY_SYNTAX, policy_named
 
 _LENGTHS = (512, 2048, 6144)
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
@@ -58,7 +58,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help=f"of {', '.join(KV_TYPES)} (default: all)",
     )
     parser.add_argument(
-        "--policy", metavar=POLICY_SYNTAX, default="uniform", help="default: uniform"
+        "--policy", metavar=POLICY_SYNTAX, default=AUTO, help="default: %(default)s"
     )
     parser.add_argument(
         "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
@@ -75,7 +75,7 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot:
         check_plot(options.plot)
     check_writable(options.json)
-    policy_named(options.policy, has_profile=False, store="headwise")
+    policy_named(options.policy, None, "headwise")
     trained = read_geometry(options.model).n_ctx_train
     threads = Settings(n_threads=options.threads).threads
     settings = BenchSettings(

@@ -40,6 +40,8 @@ class Engine:
         """What a budget is for a text of n_tokens."""
         if budget.kind != "fraction":
             return budget
+        if budget.value == 1.0 and not self.equal_bytes:
+            return budget  # of the whole context: nothing is ever evicted
         if self.equal_bytes:
             n_bytes = budget.value * n_tokens * self.full_bytes_per_token
             return Budget("bytes", max(1, int(n_bytes)))
