@@ -52,7 +52,8 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/entropykv bench -m "$(SMOLLM2)"
 	$(BIN)/entropykv bench --demo bitnet
 	$(BIN)/entropykv eval -m "$(SMOLLM2)" --text benchmarks/texts/heldout_prose_*.txt \
-		--policy streaming,recency,uniform --kv-type f16,q8_0 --kv-budget 0.2
+		benchmarks/texts/heldout_code_*.txt --equal-bytes --kv-budget 0.2,0.1 \
+		--policy auto,adaptive,uniform,entropy,layer,layer-range,recency,streaming
 	$(BIN)/python benchmarks/recall.py
 	$(BIN)/python benchmarks/calibration.py
 

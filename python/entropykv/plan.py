@@ -118,7 +118,8 @@ def format_plan(plan: MemoryPlan) -> str:
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
         "",
         f"Entries per KV head, policy {plan.policy.name} (each keeps {headwise.protection.n_sinks} "
-        f"sinks and the {headwise.protection.recent_window} most recent):",
+        f"sinks and the {headwise.protection.recent_window} most recent)"
+        + (", before any text is read:" if plan.policy.rule.by_text else ":"),
         "  layer   mean    min    max",
     ]
     lines += [

@@ -44,6 +44,11 @@ class BudgetRule(Enum):
         return self in (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE)
 
     @property
+    def by_text(self) -> bool:
+        """Whether budgets change as a text is read."""
+        return self.by_layer or self.by_losses
+
+    @property
     def by_losses(self) -> bool:
         """Whether budgets follow what heads lose in this text."""
         return self in (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
