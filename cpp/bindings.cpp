@@ -129,6 +129,15 @@ void bind_decisions(py::module_& m) {
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
         py::arg("entries_per_page"), py::arg("weights"));
     m.def(
+        "losses_at",
+        [](const InputArray<float>& scores, const std::vector<int>& knots) {
+            std::vector<float> sorted(scores.data(), scores.data() + scores.size());
+            std::vector<float> losses(knots.size());
+            losses_at(sorted.data(), static_cast<int>(sorted.size()), knots, losses.data());
+            return to_array(losses);
+        },
+        py::arg("scores"), py::arg("knots"));
+    m.def(
         "curve_shares",
         [](std::vector<double> knots, std::vector<double> losses, double total) {
             return curve_shares({std::move(knots), std::move(losses)}, total);

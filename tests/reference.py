@@ -385,6 +385,8 @@ class Rules:
     distinct: bool = False
     future_positions: int = 64
     rope: Rope = field(default_factory=lambda: Rope(0))
+    own_windows: bool = False
+    """Half of a KV head's own budget is for its sinks and recent window."""
 
     @property
     def observes(self) -> bool:
@@ -424,7 +426,27 @@ class ReferenceHead:
         first_position: int,
         options: Options,
     ) -> Attention:
-        """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]); nothing is evicted yet."""
+        """Attend to a micro-batch and rank by it; nothing is evicted yet."""
+        result = self.attend(q, k, v, first_position, options)
+        self.give(result.observed, first_position)
+        return result
+
+    @property
+    def recent_window(self) -> int:
+        """Newest entries that no eviction takes."""
+        if not self.rules.own_windows:
+            return self.rules.recent_window
+        return max(self.budget // 2 - self.rules.n_sinks, 1)
+
+    def attend(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        first_position: int,
+        options: Options,
+    ) -> Attention:
+        """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]), and hold all of it."""
         self.positions = np.append(self.positions, first_position + np.arange(len(k)))
         self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
         self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
@@ -434,25 +456,37 @@ class ReferenceHead:
             self.queries.add(q, first_position, options.scale)
             self.newest_query = first_position + len(q) - 1
         measure = rules.score if rules.observes else "mass"
-        result = attend_kv_head(q, self.k, self.v, self.positions, first_position, options, measure)
+        return attend_kv_head(q, self.k, self.v, self.positions, first_position, options, measure)
+
+    def give(self, observed: Floats, first_position: int) -> None:
+        """Add what a micro-batch that began at `first_position` gave: [n][T]."""
+        rules = self.rules
         if rules.observes:
             self.importance = updated_importance(
                 self.importance,
-                result.observed,
+                observed,
                 rules.decay,
                 rules.observation_window,
                 first_position,
                 by_exposure=rules.by_exposure,
             )
-        return result
+
+    def losses(self, knots: Sequence[int], outputs: Floats) -> Floats:
+        """What dropping all but so many of the unprotected entries loses, before any eviction.
+
+        Squared outputs (mass+values) are relative to those of the micro-batch, [n][group][v_dim].
+        """
+        rules, newest = self.rules, int(self.positions.max())
+        free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
+        losses = losses_at(self.scores(self.budget)[free], knots)
+        squares = rules.score == "mass" and rules.by_values
+        return losses / (outputs**2).sum() if squares else losses
 
     def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Evict after a micro-batch of n_new tokens, to `theirs` if that is a right choice."""
         if len(self.positions) > self.budget:
-            rules = self.rules
-            self._evict(
-                entries_to_keep(self.budget, n_new, rules.n_sinks, rules.recent_window), theirs
-            )
+            sinks, recent = self.rules.n_sinks, self.recent_window
+            self._evict(entries_to_keep(self.budget, n_new, sinks, recent), theirs)
         np.testing.assert_array_equal(theirs, self.positions)
 
     def set_budget(self, budget: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
@@ -489,14 +523,14 @@ class ReferenceHead:
             norms = np.sqrt((self.v**2).sum(axis=1))
             scores *= norms**2 if rules.score == "mass" else norms
         if rules.distinct:
-            free = ~protected(self.positions, newest, rules.n_sinks, rules.recent_window)
+            free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
             scores *= distinctness(self.k, self.positions, scores, free, keep)
         return scores
 
     def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Keep the survivors; where scores are as good as equal, those that `theirs` chose."""
         scores, newest = self.scores(keep), int(self.positions.max())
-        n_sinks, recent = self.rules.n_sinks, self.rules.recent_window
+        n_sinks, recent = self.rules.n_sinks, self.recent_window
         ours = select_survivors(scores, self.positions, keep, n_sinks, recent, newest)
         chosen = np.isin(self.positions, theirs)
         free = ~protected(self.positions, newest, n_sinks, recent)
@@ -565,6 +599,22 @@ def curve_shares(knots: Sequence[float], losses: Floats, total: float) -> Floats
             part = (total - least.sum()) / max(most.sum() - least.sum(), 1e-300)
             return np.asarray(least + np.clip(part, 0.0, 1.0) * (most - least))
     return np.full(len(losses), float(knots[-1]))
+
+
+def losses_at(scores: Floats, knots: Sequence[int]) -> Floats:
+    """Sums of all but the largest k scores, for every k of the knots."""
+    ascending = np.sort(scores)
+    return np.array([ascending[: max(len(scores) - k, 0)].sum() for k in knots])
+
+
+def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | None) -> Floats:
+    """The layer document: k_l = total * I_l / sum I, or from a least to a largest k_l, scaled."""
+    weights = entropies
+    if in_range is not None:
+        least, most = in_range
+        low, high = entropies.min(), entropies.max()
+        weights = least + (most - least) * (entropies - low) / (high - low)
+    return np.asarray(total * weights / weights.sum())
 
 
 # ---------------------------------------------------------------------------------------------

@@ -102,11 +102,13 @@ def write_llama(
     activation: str | None = None,
     architecture: str = "llama",
     rope: TinyRope | None = None,
+    uneven: bool = False,
 ) -> None:
     """Write a llama model; AssertionError for a shape that llama.cpp cannot load.
 
     `activation` is what entropykv.activation of the file says. `architecture`: llama, or
     hunyuan-dense, which norms its keys after RoPE, or smollm3, without RoPE in every fourth layer.
+    `uneven`: the first layer, and the first half of the heads of all, attend to everything alike.
     """
     shape = TinyShape(
         architecture,
@@ -120,7 +122,7 @@ def write_llama(
         weight_type=weight_type,
         rope_freq_base=rope_freq_base,
     )
-    _TinyWriter(path, shape, seed, activation, rope).write()
+    _TinyWriter(path, shape, seed, activation, rope, uneven).write()
 
 
 def write_bitnet(
@@ -200,8 +202,10 @@ class _TinyWriter:
         seed: int,
         activation: str | None,
         rope: TinyRope | None = None,
+        uneven: bool = False,
     ) -> None:
         self.shape = shape
+        self.uneven = uneven
         self.rope = rope or TinyRope()
         self.activation = activation
         self.random = np.random.default_rng(seed)
@@ -288,7 +292,10 @@ class _TinyWriter:
         shape = self.shape
         n_embd, n_embd_kv, n_ff = shape.n_embd, shape.n_head_kv * shape.head_dim, shape.n_ff
         self._add_norm(prefix + "attn_norm", n_embd)
-        self._add_projection(prefix + "attn_q", n_embd, n_embd, QUERY_SCALE)
+        queries = self._normal((n_embd, n_embd), QUERY_SCALE / np.sqrt(n_embd))
+        if self.uneven:
+            queries[: n_embd if prefix == "blk.0." else n_embd // 2] *= 0.05
+        self._add_matrix(prefix + "attn_q", queries)
         self._add_projection(prefix + "attn_k", n_embd_kv, n_embd, KEY_SCALE)
         self._add_projection(prefix + "attn_v", n_embd_kv, n_embd, VALUE_SCALE)
         self._add_projection(prefix + "attn_output", n_embd, n_embd, OUTPUT_SCALE)

@@ -357,6 +357,9 @@ def share_budget(
 ) -> list[int]:
     """Entries of every KV head; ValueError where the mean is below the floor."""
 
+def losses_at(scores: npt.ArrayLike, knots: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Sums of all but the largest k scores, for every k of the knots, which ascend."""
+
 def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
     """Entries of every head from `total`; losses are [head][knot], one after the other."""
 

@@ -242,6 +242,8 @@ class HeadwiseStore(Store):
         n_sections = self.n_kv_heads + (self._online is not None)
         if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
             raise reader.damaged("other KV heads than the model has")
+        if self._policy.rule.by_layer and any(len(set(layer)) > 1 for layer in contents.entries):
+            raise reader.damaged("KV heads of a layer that keep different positions")
         if self._online:
             *sections, seen = sections
             problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))

@@ -23,6 +23,8 @@ MODIFIERS = {
     "distinct": "less where a newer entry's key is similar",
 }
 
+_OBSERVED = ("mass", "attention", "products")
+"""Measures that add up what queries gave."""
 _OF_OBSERVED = ("window", "exposure")
 """Modifiers of what queries gave; nothing is counted where it is expected."""
 
@@ -72,6 +74,11 @@ class Importance:
     def by_position(self) -> bool:
         """Whether it needs no attention: every head would choose the same."""
         return self.measure in _BY_POSITION
+
+    @property
+    def of_observed(self) -> bool:
+        """Whether it ranks by what queries gave, and by nothing else of a KV head."""
+        return {self.measure, *self.modifiers} <= {*_OBSERVED, *_OF_OBSERVED}
 
     @property
     def kind(self) -> ScoreKind:

@@ -18,6 +18,8 @@ LEAST_TOKENS = 32
 """Smaller micro-batches change no budgets: so few queries say little."""
 LAYER_RANGE = (8, 128)
 """Budgets of the layers with the lowest and the highest entropy, as in the layer document."""
+MOST_BITS = 32
+"""Entropy of a row: it has fewer than 2^32 entries."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -85,13 +87,17 @@ class MeasuredLosses:
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Measure at multiples of what the plan's mean budget leaves beyond the floor."""
+        """Measure at multiples of what the plan's mean budget leaves beyond the floor.
+
+        Nothing where every KV head may keep the whole context: nobody will lose anything.
+        """
         beyond = max(1, plan.mean_entries - plan.floor_entries)
-        self._next_knots = sorted({int(factor * beyond) for factor in KNOT_FACTORS})
+        factors = KNOT_FACTORS if plan.mean_entries < self._n_ctx else ()
+        self._next_knots = sorted({int(factor * beyond) for factor in factors})
         self._store.measure_losses(self._next_knots)
 
     def observe(self, n_tokens: int) -> None:  # noqa: ARG002
-        """Take over the losses."""
+        """Take over the losses, if any were measured."""
         self._knots = np.array(self._next_knots, np.float64)
         self._losses = self._store.losses().reshape(self._n_heads, -1)
 
@@ -104,6 +110,7 @@ class MeasuredLosses:
         knots = [*self._knots[inside].tolist(), float(most)]
         nothing = np.zeros((self._n_heads, 1))
         losses = np.concatenate([self._losses[:, inside], nothing], axis=1)
+        losses /= losses.max() or 1.0  # only ratios count, and sums of |q.k| have no limit
         shares: list[int] = []
         for n_heads in self._groups:
             heads = slice(len(shares), len(shares) + n_heads)
@@ -130,8 +137,8 @@ class MeasuredLosses:
         """Knots that do not ascend from 0, or losses that cannot be."""
         n_knots, rest = divmod(state.size, self._n_heads + 1)
         knots, losses = state[:n_knots], state[n_knots:]
-        ascend = n_knots == 0 or (knots[0] == 0.0 and bool(np.all(np.diff(knots) > 0.0)))
-        if rest or not ascend or not np.all((losses >= 0.0) & (losses <= 1e9)):
+        ascend = n_knots == 0 or (knots[0] == 0.0 and bool(np.all(np.diff(knots) >= 1.0)))
+        if rest or not ascend or not np.all((losses >= 0.0) & np.isfinite(losses)):
             return "losses that cannot be"
         return None
 
@@ -143,7 +150,7 @@ class MeasuredLosses:
 
 
 class LayerEntropies:
-    """Budgets per layer by the mean entropy of its query heads over the whole text so far.
+    """Budgets per layer by the mean entropy of its query heads in all that observe() took in.
 
     The layer document (Mathematics 2025, 13, 2366): in proportion to it, or between a least and a
     largest budget; here both are scaled to the budget's total, which is hard.
@@ -161,6 +168,7 @@ class LayerEntropies:
         self._layers = layers
         self._n_ctx = n_ctx
         self._in_range = rule is BudgetRule.LAYER_RANGE
+        store.track_entropy(True)
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
@@ -168,8 +176,8 @@ class LayerEntropies:
 
     def observe(self, n_tokens: int) -> None:
         """Add the entropies of the micro-batch's rows."""
-        means = [self._store.entropies(layer).mean() for layer in range(len(self._layers))]
-        self._store.track_entropy(True)
+        layers = range(len(self._layers))
+        means = [self._store.row_entropies(layer).mean(dtype=np.float64) for layer in layers]
         self._rows += n_tokens
         self._sums += n_tokens * np.array(means)
 
@@ -192,7 +200,6 @@ class LayerEntropies:
         """No rows were seen."""
         self._rows = 0.0
         self._sums: Floats = np.zeros(len(self._layers))
-        self._store.track_entropy(True)
 
     def state(self) -> Floats:
         """Number of rows, then the sum of every layer's mean entropy over them."""
@@ -200,7 +207,10 @@ class LayerEntropies:
 
     def problem(self, state: Floats) -> str | None:
         """Sums that are not one for every layer, or cannot be."""
-        if state.size != len(self._layers) + 1 or not np.all((state >= 0.0) & (state <= 1e15)):
+        right_size = state.size == len(self._layers) + 1
+        if not right_size or not np.isfinite(state).all():
+            return "entropies that cannot be"
+        if not np.all((state >= 0.0) & (state <= MOST_BITS * state[0])):
             return "entropies that cannot be"
         return None
 

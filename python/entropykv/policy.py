@@ -180,6 +180,12 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by positions and takes no measure; use --policy {name}"
         )
     importance = Importance.parse(measure)
+    if policy.rule.by_layer and not importance.of_observed:
+        raise SettingsError(
+            f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
+            f"them by what each head has stored; use --policy {name}, or measure mass, attention "
+            "or products with modifier window or exposure"
+        )
     if importance == policy.importance:
         return policy
     return replace(policy, name=f"{name}:{importance}", importance=importance)

@@ -8,7 +8,8 @@ All numbers are little-endian:
     sections, one after the other: tokens (i32), logits of the last token (f32), the store's
     digest (blake2b, 16 bytes) of all before it
 
-The headwise store has a section for every KV head, layer by layer: cpp/head_state.cpp. The flat
+The headwise store has a section for every KV head, layer by layer: cpp/head_state.cpp; where
+budgets follow the text, one more of what was seen of it (f64): online.py's state(). The flat
 store has two: the positions that it keeps (i32), and llama.cpp's state of the sequence.
 """
 

@@ -1,0 +1,285 @@
+"""Budgets that follow the text, in sessions: inside the pool, repeatable, on disk."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from entropykv import Session
+from entropykv.headwise import HeadwiseStore
+from entropykv.models import DEMOS
+from tests.integration.test_cli import entropykv
+from tests.integration.test_headwise import tokens_for
+from tests.integration.test_sessions_on_disk import (
+    all_entries,
+    assert_load_refused,
+    future,
+    sections_start,
+    session_of,
+    signed,
+    with_contents,
+)
+from tests.tiny_models import write_llama
+
+ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
+MEASURED = ("adaptive", "adaptive-heads")
+BY_LAYER = ("layer", "layer-range")
+
+
+@pytest.fixture(scope="module")
+def uneven_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama whose KV heads and layers differ by more than a page of entries."""
+    path = tmp_path_factory.mktemp("models") / "uneven.gguf"
+    write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32", uneven=True)
+    return path
+
+
+each_policy = pytest.mark.parametrize("policy", ONLINE)
+
+
+def check(session: Session) -> None:
+    """Everything that holds at any time."""
+    stats = session.stats()
+    assert stats.kv_bytes_now <= stats.kv_bytes_peak
+    assert stats.kv_bytes_now <= stats.kv_bytes_budget
+    for layer, budgets in enumerate(session.budgets()):
+        kept = [session.entries(layer, head).tolist() for head in range(len(budgets))]
+        assert all(len(k) <= budget for k, budget in zip(kept, budgets, strict=True))
+        if session.policy.name in BY_LAYER:
+            assert len(set(budgets)) == 1
+            assert all(positions == kept[0] for positions in kept)
+
+
+def are_equal(session: Session) -> bool:
+    return len({budget for layer in session.budgets() for budget in layer}) == 1
+
+
+@each_policy
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type: str) -> None:
+    with session_of(uneven_llama, policy=policy, kv_type=kv_type) as session:
+        assert are_equal(session)
+        for n_tokens in (300, 1, 1, 40, 64):
+            session.decode(tokens_for(n_tokens, seed=n_tokens))
+            check(session)
+            stats = session.stats()
+            assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+        assert not are_equal(session)
+        assert stats.evictions > 0
+        totals = [sum(layer) for layer in session.budgets()]
+        assert sum(totals) <= 96 * 6
+        if policy == "adaptive-heads":
+            assert min(totals) > 96 * 2 - 2 * 32
+        for budget in (48, 200, 0.5):
+            session.resize(budget)
+            check(session)
+            session.decode(tokens_for(30))
+            check(session)
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    policy=st.sampled_from(ONLINE),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("decode"), st.integers(1, 90)),
+            st.tuples(st.just("resize"), st.sampled_from([20, 48, 100, 0.5, 1.0, "200KiB"])),
+            st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
+            st.tuples(st.just("load"), st.just(0)),
+            st.tuples(st.just("reset"), st.just(0)),
+        ),
+        min_size=3,
+        max_size=10,
+    ),
+)
+def test_any_steps(uneven_llama: Path, policy: str, steps: list[tuple[str, Any]]) -> None:
+    with session_of(uneven_llama, n_ctx=256, kv_budget=64, policy=policy) as session:
+        session.decode(tokens_for(80))
+        data = session.save_state()
+        for action, value in steps:
+            if action == "decode":
+                n = min(value, session.n_ctx - session.position)
+                if n:
+                    session.decode(tokens_for(n, seed=value))
+            elif action == "resize":
+                session.resize(value)
+            elif action == "truncate":
+                session.truncate(int(value * session.position))
+            elif action == "load":
+                session.load_state(data)
+            else:
+                session.reset()
+            check(session)
+
+
+@each_policy
+def test_after_a_reset_a_session_is_a_fresh_one(uneven_llama: Path, policy: str) -> None:
+    results = []
+    for used in (False, True):
+        with session_of(uneven_llama, policy=policy) as session:
+            if used:
+                session.decode(tokens_for(250, seed=5))
+                assert not are_equal(session)
+                session.decode([7] * 9)
+                session.reset()
+            assert are_equal(session)
+            rows = session.decode(tokens_for(200), all_logits=True)
+            results.append((rows.tobytes(), future(session)))
+    assert results[0] == results[1]
+
+
+@each_policy
+def test_every_number_of_threads_gives_the_same_numbers(uneven_llama: Path, policy: str) -> None:
+    results = []
+    for n_threads in (1, 2, 3):
+        with session_of(uneven_llama, policy=policy, n_threads=n_threads) as session:
+            rows = session.decode(tokens_for(200), all_logits=True)
+            assert isinstance(session._store, HeadwiseStore)
+            losses = session._store.core.losses()
+            assert losses.any() == (policy in MEASURED)
+            results.append(
+                (rows.tobytes(), losses.tobytes(), session.budgets(), all_entries(session))
+            )
+    assert results[0] == results[1] == results[2]
+
+
+# --- on disk --------------------------------------------------------------------------------------
+
+
+@each_policy
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_loaded_session_goes_on_as_saved(
+    uneven_llama: Path, policy: str, kv_type: str, tmp_path: Path
+) -> None:
+    options = {"policy": policy, "kv_type": kv_type}
+    file = tmp_path / "x.ekv"
+    with session_of(uneven_llama, **options) as session:
+        session.decode(tokens_for(200))
+        list(session.generate([7], 30))
+        session.save(file)
+        assert session.stats().evictions > 0
+        assert not are_equal(session)
+        expected = future(session)
+    for read_before in (0, 120):
+        with session_of(uneven_llama, **options) as session:
+            if read_before:  # forgotten by the load
+                session.decode(tokens_for(read_before, seed=8))
+                session.decode([5] * 7)
+            session.load(file)
+            stats = session.stats()
+            assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+            assert session.save_state() == file.read_bytes()
+            assert future(session) == expected
+
+
+@each_policy
+def test_other_budgets(uneven_llama: Path, policy: str) -> None:
+    """A smaller one evicts as resize() does; a larger one keeps all."""
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+        data, kept = session.save_state(), all_entries(session)
+        session.resize(50)
+        budgets, evicted = session.budgets(), all_entries(session)
+    with session_of(uneven_llama, policy=policy, kv_budget=50) as session:
+        session.load_state(data)
+        assert (session.budgets(), all_entries(session)) == (budgets, evicted)
+        check(session)
+        session.decode(tokens_for(80))
+        check(session)
+    for larger in (1.0, 400):
+        with session_of(uneven_llama, policy=policy, kv_budget=larger, n_ctx=400) as session:
+            session.load_state(data)
+            assert all_entries(session) == kept
+            session.decode(tokens_for(80))
+            check(session)
+
+
+@each_policy
+def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
+    def last_section(size: int) -> Any:
+        return lambda contents: contents["sections"].__setitem__(-1, size)
+
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+        data = session.save_state()
+        size = json.loads(data[16 : sections_start(data) - 16])["contents"]["sections"][-1]
+        start = len(data) - 16 - size
+        session.decode(tokens_for(70, seed=2))
+        seen = np.frombuffer(data[start:-16], "<f8")
+        for place in (0, 1, len(seen) - 1):
+            for value in (float("nan"), -1.0, float("inf")):
+                changed = bytearray(data)
+                changed[start + 8 * place : start + 8 * place + 8] = struct.pack("<d", value)
+                assert_load_refused(session, signed(bytes(changed)), "that cannot be")
+        for cut in (1, 8, size):
+            body = data[: -16 - cut] + bytes(16)
+            if cut == size and policy in MEASURED:
+                continue  # nothing seen is possible
+            words = "a cut number" if cut == 1 else "that cannot be"
+            assert_load_refused(session, with_contents(body, last_section(size - cut)), words)
+        body = data[:start] + bytes(16)
+        without = with_contents(body, lambda contents: contents["sections"].pop())
+        assert_load_refused(session, without, "other KV heads")
+        check(session)
+        session.load_state(data)
+
+
+@pytest.mark.parametrize("policy", MEASURED)
+def test_knots_that_do_not_ascend_are_refused(uneven_llama: Path, policy: str) -> None:
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+        data = session.save_state()
+        size = json.loads(data[16 : sections_start(data) - 16])["contents"]["sections"][-1]
+        start = len(data) - 16 - size
+        changed = data[: start + 8] + data[start + 16 : start + 24] + data[start + 8 : start + 16]
+        changed += data[start + 24 :]
+        assert_load_refused(session, signed(changed), "losses that cannot be")
+
+
+@pytest.mark.parametrize("policy", BY_LAYER)
+def test_heads_of_a_layer_that_hold_different_numbers_are_refused(
+    uneven_llama: Path, policy: str
+) -> None:
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+
+        def change(contents: dict[str, Any]) -> None:
+            contents["entries"][0][0] -= 1
+
+        lie = with_contents(session.save_state(), change)
+        assert_load_refused(session, lie, "KV heads of a layer that keep different positions")
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+@each_policy
+@pytest.mark.parametrize("model", ["tiny", "shipped"])
+def test_policies_by_name(uneven_llama: Path, policy: str, model: str, tmp_path: Path) -> None:
+    path = uneven_llama if model == "tiny" else DEMOS["bitnet"].path
+    stats = tmp_path / "stats.json"
+    options = ("-m", path, "-c", 256, "--kv-budget", 0.3, "-ub", 64, "--temp", 0, "-t", 1)
+    prompt = ("-p", "the and of to in " * 20, "-n", 8, "--no-chat", "--policy", policy)
+    result = entropykv("run", *options, *prompt, "--stats-json", stats)
+    assert result.returncode == 0, result.stderr
+    written = json.loads(stats.read_text())
+    assert written["policy"] == policy
+    assert written["evictions"] > 0
+    assert written["kv_bytes_peak"] <= written["kv_bytes_budget"]
+
+
+@pytest.mark.parametrize("policy", ["layer:mass+values", "layer-range:expected"])
+def test_measures_of_single_heads_are_refused_by_name(uneven_llama: Path, policy: str) -> None:
+    result = entropykv("run", "-m", uneven_llama, "-p", "x", "--policy", policy)
+    assert result.returncode == 2
+    assert "keeps the same tokens for all heads of a layer" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,479 @@
+"""Budgets that follow the text: what is measured, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entropykv import _core
+from entropykv.budget import HeadwisePlan, plan_headwise
+from entropykv.config import Budget
+from entropykv.online import (
+    LAYER_RANGE,
+    LEAST_TOKENS,
+    LayerEntropies,
+    MeasuredLosses,
+    layer_weights,
+    online_budgets,
+)
+from entropykv.policy import POLICIES, BudgetRule
+from tests import reference
+from tests.reference import Options, ReferenceHead, Rules
+from tests.unit.test_store import (
+    HEADS,
+    LAYERS,
+    MAX_ENTRIES,
+    MAX_TOKENS,
+    N_SINKS,
+    RECENT,
+    SHAPES,
+    importance_of,
+    pages_of,
+)
+
+ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
+KNOTS = (0, 1, 5, 20, 70, 300)
+RULES = (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
+
+finite = st.floats(0.0, 100.0, width=32)
+
+
+@settings(deadline=None)
+@given(st.lists(finite, max_size=50), st.sets(st.integers(0, 60), min_size=1).map(sorted))
+def test_losses_are_those_of_the_oracle(scores: list[float], knots: list[int]) -> None:
+    expected = reference.losses_at(np.array(scores), knots)
+    np.testing.assert_allclose(_core.losses_at(scores, knots), expected, rtol=1e-5)
+
+
+def test_losses_by_hand() -> None:
+    assert _core.losses_at([3.0, 1.0, 4.0, 2.0], [0, 1, 3, 4, 9]).tolist() == [10, 6, 1, 0, 0]
+    assert _core.losses_at([], [0, 2]).tolist() == [0, 0]
+
+
+# --- a store whose heads choose together ----------------------------------------------------------
+
+
+@dataclass
+class Layers:
+    """A store and the oracle of its heads; with `shared`, those of a layer choose together."""
+
+    rules: Rules
+    budgets: list[int]
+    """Of every layer."""
+    shared: bool = False
+    knots: tuple[int, ...] = ()
+    quiet: int = -1
+    """The layer whose queries attend to everything alike, if any."""
+    seed: int = 0
+    position: int = 0
+    store: _core.HeadwiseStore = field(init=False)
+    heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
+    losses: list[Any] = field(default_factory=list)
+    """By the oracle, of the last micro-batch."""
+
+    def __post_init__(self) -> None:
+        """Both empty."""
+        self.random = np.random.default_rng(self.seed)
+        self.store = self.new_store()
+        self.heads = {
+            (layer, head): ReferenceHead(self.rules, *SHAPES[layer][2:], budget=MAX_ENTRIES)
+            for layer, head in HEADS
+        }
+        self.set_budgets(self.budgets)
+
+    def new_store(self) -> _core.HeadwiseStore:
+        store = _core.HeadwiseStore(
+            LAYERS,
+            self.rules.kv_type,
+            importance_of(self.rules),
+            n_sinks=N_SINKS,
+            recent_window=RECENT,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+            own_windows=self.rules.own_windows,
+            shared_choice=self.shared,
+        )
+        store.measure_losses(self.knots)
+        return store
+
+    def set_budgets(self, budgets: list[int]) -> None:
+        self.budgets = budgets
+        self.apply_budgets()
+        for (layer, head), oracle in self.heads.items():
+            oracle.set_budget(budgets[layer], self.store.positions(layer, head))
+
+    def apply_budgets(self) -> None:
+        of_heads = [self.budgets[layer] for layer, _ in HEADS]
+        pages = pages_of(of_heads, self.rules.kv_type)
+        self.store.set_budgets(of_heads, pages, N_SINKS, RECENT)
+
+    def attend(self, n_tokens: int) -> None:
+        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
+        if n_tokens == 0:
+            return
+        self.losses = []
+        for layer in range(len(SHAPES)):
+            self.attend_layer(layer, n_tokens)
+        self.position += n_tokens
+
+    def attend_layer(self, layer: int, n: int) -> None:
+        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
+        q, k, v = (
+            self.random.standard_normal((n, heads, dim), np.float32)
+            for heads, dim in ((n_head, k_dim), (n_head_kv, k_dim), (n_head_kv, v_dim))
+        )
+        v *= 1 + np.arange(n_head_kv, dtype=np.float32)[:, None] * 2
+        options = Options((0.02 if layer == self.quiet else 2) * k_dim**-0.5)
+        self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        group = n_head // n_head_kv
+        oracles = [self.heads[layer, head] for head in range(n_head_kv)]
+        results = [
+            oracle.attend(
+                q[:, i * group : (i + 1) * group], k[:, i], v[:, i], self.position, options
+            )
+            for i, oracle in enumerate(oracles)
+        ]
+        together = np.sum([result.observed for result in results], axis=0) if self.shared else None
+        for head, (oracle, result) in enumerate(zip(oracles, results, strict=True)):
+            oracle.give(result.observed if together is None else together, self.position)
+            self.losses.append(oracle.losses(self.knots, result.outputs))
+            oracle.settle(n, self.store.positions(layer, head))
+
+    def truncate(self, position: int) -> None:
+        self.position = min(position, self.position)
+        self.store.truncate(self.position)
+        for oracle in self.heads.values():
+            oracle.truncate(self.position)
+
+    def reload(self) -> None:
+        """Go on in a new store with what this one saved."""
+        states = [self.store.save_head(*key) for key in HEADS]
+        counts = [self.store.count(*key) for key in HEADS]
+        evicted = self.store.evicted
+        self.store = self.new_store()
+        self.apply_budgets()
+        self.store.begin_load(counts, evicted)
+        for (layer, head), count, state in zip(HEADS, counts, states, strict=True):
+            self.store.load_head(layer, head, count, bytearray(state))
+
+    def check(self) -> None:
+        for layer, shape in enumerate(SHAPES):
+            kept = [self.store.positions(layer, head).tolist() for head in range(shape[1])]
+            for head, positions in enumerate(kept):
+                assert positions == self.heads[layer, head].positions.tolist()
+                if self.shared:
+                    assert positions == kept[0]
+
+
+budgets_of_layers = st.lists(st.integers(2 * (N_SINKS + 1), 150), min_size=3, max_size=3)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("attend"), st.integers(1, MAX_TOKENS)),
+        st.tuples(st.just("decode"), st.integers(1, 20)),
+        st.tuples(st.just("resize"), budgets_of_layers),
+        st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
+        st.tuples(st.just("reload"), st.just(0)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("measure", ["attention", "mass", "products"])
+@settings(max_examples=25, deadline=None)
+@given(
+    budgets=budgets_of_layers,
+    todo=steps,
+    decay=st.sampled_from([0.0, 0.99, 1.0]),
+    by_exposure=st.booleans(),
+    shared=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_heads_of_a_layer_choose_together(
+    measure: str,
+    kv_type: str,
+    budgets: list[int],
+    todo: list[tuple[str, Any]],
+    decay: float,
+    by_exposure: bool,
+    shared: bool,
+    seed: int,
+) -> None:
+    """By the sum of what they observed, half of the budget for sinks and the recent window."""
+    rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
+    rules.by_exposure, rules.observation_window = by_exposure, 128
+    layers = Layers(rules, budgets, shared=shared, seed=seed)
+    for action, value in [("attend", 60), *todo]:
+        match action:
+            case "attend":
+                layers.attend(value)
+            case "decode":
+                for _ in range(value):
+                    layers.attend(1)
+            case "resize":
+                layers.set_budgets(value)
+            case "truncate":
+                layers.truncate(round(value * layers.position))
+            case "reload":
+                layers.reload()
+        layers.check()
+
+
+# --- measured losses ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("measure", ["mass", "attention", "products"])
+@pytest.mark.parametrize("by_values", [False, True])
+@pytest.mark.parametrize("own_windows", [False, True])
+def test_measured_losses_are_those_of_the_oracle(
+    kv_type: str, measure: str, by_values: bool, own_windows: bool
+) -> None:
+    rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=0.99, by_values=by_values)
+    rules.own_windows, rules.observation_window = own_windows, 128
+    layers = Layers(rules, [60, 30, 90], knots=KNOTS)
+    assert not layers.store.losses().any()
+    for n_tokens in (MAX_TOKENS, 40, LEAST_TOKENS, MAX_TOKENS):
+        layers.attend(n_tokens)
+        actual = layers.store.losses().reshape(len(HEADS), len(KNOTS))
+        assert (np.diff(actual, axis=1) <= 0.0).all()
+        expected = np.array(layers.losses)
+        np.testing.assert_allclose(actual, expected, rtol=5e-3, atol=1e-5 * expected.max())
+    layers.attend(LEAST_TOKENS - 1)
+    assert (layers.store.losses().reshape(len(HEADS), -1) == actual).all()  # not measured
+    assert not np.allclose(layers.losses, expected, rtol=1e-3)
+
+
+def test_measuring_changes_nothing_of_what_is_kept() -> None:
+    rules = Rules("mass", "q8_0", N_SINKS, RECENT, decay=0.998, by_values=True)
+    stores = []
+    for knots in ((), KNOTS):
+        layers = Layers(rules, [40, 30, 50], knots=knots)
+        for n_tokens in (MAX_TOKENS, 1, 1, 50, MAX_TOKENS):
+            layers.attend(n_tokens)
+        stores.append([bytes(layers.store.save_head(*key)) for key in HEADS])
+        assert layers.store.losses().size == len(HEADS) * len(knots)
+    assert stores[0] == stores[1]
+
+
+@pytest.mark.parametrize("knots", [[-1, 3], [0, 0], [4, 2]])
+def test_knots_without_sense_are_refused(knots: list[int]) -> None:
+    layers = Layers(Rules("mass"), [40, 30, 50])
+    with pytest.raises(ValueError, match="knots must ascend"):
+        layers.store.measure_losses(knots)
+
+
+# --- what follows ---------------------------------------------------------------------------------
+
+
+def plan_for(policy: str, budget: float | str, n_ctx: int = MAX_ENTRIES) -> HeadwisePlan:
+    return plan_headwise(
+        Budget.parse(budget), LAYERS, n_ctx, "f16", POLICIES[policy], None, N_SINKS, None
+    )
+
+
+def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
+    """Read micro-batches; the queries of KV head `loud` are spread over all, others' are not.
+
+    Returns the entropies of all rows, [layer][row].
+    """
+    random = np.random.default_rng(1)
+    entropies: list[list[float]] = [[] for _ in SHAPES]
+    position = 0
+    for n in lengths:
+        store.begin(n, position, position)
+        for layer, (n_head, n_head_kv, k_dim, v_dim) in enumerate(SHAPES):
+            group = n_head // n_head_kv
+            q = random.standard_normal((n, n_head, k_dim), np.float32) * 0.3
+            k = random.standard_normal((n, n_head_kv, k_dim), np.float32)
+            k[:4, :, 0] += 40.0 if position == 0 else 0.0  # what all queries look at
+            q[:, :, 0] = 3.0
+            if loud is not None and loud[0] == layer:
+                q[:, loud[1] * group : (loud[1] + 1) * group, 0] = 0.0
+            v = random.standard_normal((n, n_head_kv, v_dim), np.float32)
+            store.attend(layer, q, k, v, k_dim**-0.5, position=position)
+            if loud is None:
+                entropies[layer] += store.row_entropies(layer).mean(axis=1).tolist()
+        position += n
+    return entropies
+
+
+def adaptive(rule: BudgetRule, plan: HeadwisePlan) -> tuple[Layers, MeasuredLosses]:
+    layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
+    online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, rule)
+    online.expect(plan)
+    return layers, online
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("loud", HEADS)
+def test_a_head_that_loses_more_gets_more(rule: BudgetRule, loud: tuple[int, int]) -> None:
+    plan = plan_for("adaptive", 100)
+    layers, online = adaptive(rule, plan)
+    assert online.budgets(plan) is None
+    read(layers.store, [96, 96], loud)
+    online.observe(96)
+    shares = online.budgets(plan)
+    assert shares is not None
+    budgets = dict(zip(HEADS, shares, strict=True))
+    reference.check_shares(shares, 100, MAX_ENTRIES, plan.floor_entries, [*plan.entries_per_page])
+    for layer, shape in enumerate(SHAPES):
+        of_layer = [budgets[layer, head] for head in range(shape[1])]
+        if rule is BudgetRule.LOSSES_WITHIN_LAYER:
+            spare = max(plan.entries_per_page) * shape[1]
+            assert 100 * shape[1] - spare < sum(of_layer) <= 100 * shape[1]
+    rivals = [b for key, b in budgets.items() if rule is RULES[0] or key[0] == loud[0]]
+    others = [b for key, b in budgets.items() if key != loud and b in rivals]
+    if len(rivals) > 1:
+        assert budgets[loud] > max(others) if rule is RULES[0] else budgets[loud] == max(rivals)
+        assert budgets[loud] > 100
+    online.forget()
+    assert online.budgets(plan) is None
+
+
+def test_losses_of_any_size_share_in_the_same_way() -> None:
+    """Only ratios count: sums of |q.k| are not limited."""
+    plan = plan_for("adaptive", 100)
+    _, online = adaptive(BudgetRule.LOSSES, plan)
+    losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 3)))[:, ::-1]
+    shares = []
+    for factor in (1.0, 2.0**40, 2.0**-40):
+        state = np.concatenate([[0.0, 20.0, 90.0], (factor * losses).ravel()])
+        assert online.problem(state) is None
+        online.load(state)
+        np.testing.assert_array_equal(online.state(), state)
+        shares.append(online.budgets(plan))
+    assert shares[0] == shares[1] == shares[2]
+    assert len(set(shares[0] or [])) > 1
+
+
+def test_knots_beyond_the_context_do_not_count() -> None:
+    plan = plan_for("adaptive", 100)
+    _, online = adaptive(BudgetRule.LOSSES, plan)
+    losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 2)))[:, ::-1]
+    shares = []
+    for more in ([], [float(MAX_ENTRIES)], [400.0, 5000.0]):
+        beyond = np.full((len(HEADS), len(more)), 1e-3)
+        rows = np.concatenate([losses, beyond], axis=1)
+        online.load(np.concatenate([[0.0, 30.0], more, rows.ravel()]))
+        shares.append(online.budgets(plan))
+    assert shares[0] == shares[1] == shares[2] is not None
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "adaptive-heads"])
+def test_nothing_is_measured_where_nothing_can_be_evicted(policy: str) -> None:
+    layers, online = adaptive(POLICIES[policy].rule, plan_for(policy, 1.0))
+    read(layers.store, [96], (0, 0))
+    assert layers.store.losses().size == 0
+    online.observe(96)
+    assert online.state().size == 0
+    assert online.budgets(plan_for(policy, 1.0)) is None
+    online.expect(plan_for(policy, 100))
+    read(layers.store, [96], (0, 0))
+    online.observe(96)
+    assert online.budgets(plan_for(policy, 1.0)) == [MAX_ENTRIES] * len(HEADS)
+    assert online.budgets(plan_for(policy, 100)) is not None
+
+
+def states_that_cannot_be(policy: str) -> list[Any]:
+    n = len(HEADS)
+    if policy.startswith("layer"):
+        nan, inf = float("nan"), float("inf")
+        return [
+            *([], [10.0], [10.0, 1, 1], [10.0, 1, 1, 1, 1], [10.0, nan, 1, 1], [nan, 1, 1, 1]),
+            *(
+                [10.0, -1, 1, 1],
+                [-10.0, 1, 1, 1],
+                [inf, inf, 1, 1],
+                [1.0, 1e15, 1, 1],
+                [0.0, 1, 0, 0],
+            ),
+        ]
+    right = [0.0, 5.0, *([1.0, 0.5] * n)]
+    return [
+        *(right[:-1], [*right, 1.0], right[1:], [1.0, *right[1:]], [0.0, 0.0, *right[2:]]),
+        *([0.0, -5.0, *right[2:]], [0.0, float("nan"), *right[2:]], [*right[:-1], float("nan")]),
+        *([*right[:-1], -1.0], [*right[:-1], float("inf")], [1.0] * n),
+    ]
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+def test_states_that_cannot_be_are_named(policy: str) -> None:
+    layers = Layers(Rules("mass"), [40, 30, 50])
+    online = online_budgets(POLICIES[policy], layers.store, LAYERS, MAX_ENTRIES)
+    assert online is not None
+    assert online.problem(online.state()) is None
+    for state in states_that_cannot_be(policy):
+        problem = online.problem(np.array(state, np.float64))
+        assert problem is not None, state
+        assert "that cannot be" in problem
+
+
+def test_other_policies_do_not_follow_the_text() -> None:
+    layers = Layers(Rules("mass"), [40, 30, 50])
+    for name, policy in POLICIES.items():
+        online = online_budgets(policy, layers.store, LAYERS, MAX_ENTRIES)
+        assert (online is not None) == (name in ONLINE)
+
+
+# --- the layer document ---------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 15.0), min_size=2, max_size=40))
+def test_layer_weights_are_the_shares_of_the_document(bits: list[float]) -> None:
+    entropies = np.array(bits)
+    for limits in (None, LAYER_RANGE) if entropies.min() < entropies.max() else (None,):
+        weights = np.array(layer_weights(entropies, in_range=limits is not None))
+        expected = reference.layer_shares(entropies, 1000.0, limits)
+        np.testing.assert_allclose(1000.0 * weights / weights.sum(), expected, rtol=1e-9)
+
+
+def test_layer_weights_by_hand() -> None:
+    assert layer_weights(np.array([1.0, 2.0, 5.0]), in_range=False) == [1, 2, 5]
+    assert layer_weights(np.array([1.0, 2.0, 5.0]), in_range=True) == [8, 38, 128]
+    for in_range in (False, True):
+        assert len(set(layer_weights(np.full(3, 2.0), in_range=in_range))) == 1
+        assert len(set(layer_weights(np.zeros(3), in_range=in_range))) == 1
+
+
+@pytest.mark.parametrize("policy", ["layer", "layer-range"])
+def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
+    plan = plan_for(policy, 100)
+    layers = Layers(Rules("attention", decay=1.0, own_windows=True), [400] * 3, shared=True)
+    layers.quiet = 1
+    online = LayerEntropies(layers.store, LAYERS, MAX_ENTRIES, POLICIES[policy].rule)
+    assert online.budgets(plan) is None
+    observed: list[Any] = [[] for _ in LAYERS]
+    for n_tokens in (96, 40, 7, 1, 64):  # too short ones do not count
+        layers.attend(n_tokens)
+        if n_tokens >= LEAST_TOKENS:
+            online.observe(n_tokens)
+            for layer in range(len(LAYERS)):
+                observed[layer].append(layers.store.row_entropies(layer))
+    means = np.array([np.concatenate(rows).mean() for rows in observed])
+    rows, *sums = online.state()
+    assert rows == 200
+    np.testing.assert_allclose(np.array(sums) / rows, means, rtol=1e-6)
+    shares = online.budgets(plan)
+    assert shares is not None
+    pages = [*plan.entries_per_page]
+    reference.check_shares(shares, 100, MAX_ENTRIES, plan.floor_entries, pages)
+    budgets = dict(zip(HEADS, shares, strict=True))
+    for layer, shape in enumerate(SHAPES):
+        assert len({budgets[layer, head] for head in range(shape[1])}) == 1
+    by_layer = [budgets[layer, 0] for layer in range(3)]
+    assert means.argmax() == 1
+    assert by_layer[1] > max(by_layer[0], by_layer[2])
+    twin = LayerEntropies(Layers(Rules("mass"), [40] * 3).store, LAYERS, 400, POLICIES[policy].rule)
+    twin.load(online.state())
+    assert twin.budgets(plan) == shares
+    online.forget()
+    assert online.budgets(plan) is None
