@@ -225,15 +225,15 @@ void HeadStore::measure_losses(const std::vector<int>& knots) {
         for (Head& head : layer.heads) head.losses.assign(knots.size(), 0.0f);
 }
 
-void HeadStore::measure(const Layer& layer, Head& head, int head_index, int n_staged,
-                        float output_squares, Workspace& workspace) noexcept {
-    const std::int32_t newest = score(layer, head, head_index, n_staged, head.budget, workspace);
+// The losses of a head whose `total` entries were scored.
+void HeadStore::measure(Head& head, int total, std::int32_t newest, float output_squares,
+                        Workspace& workspace) const noexcept {
     const Protection protection = protection_of(head);
     const ImportanceSettings& importance = settings_.importance;
     const bool relative = importance.kind == ScoreKind::mass && importance.by_values;
     const float unit = relative && output_squares > 0.0f ? 1.0f / output_squares : 1.0f;
     int n = 0;
-    for (int i = 0; i < head.count + n_staged; ++i)
+    for (int i = 0; i < total; ++i)
         if (!protection.covers(workspace.positions[index(i)], newest))
             workspace.scratch[index(n++)] = workspace.scores[index(i)] * unit;
     losses_at(workspace.scratch.data(), n, knots_, head.losses.data());

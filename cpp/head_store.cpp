@@ -202,8 +202,13 @@ void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_sta
 
 void HeadStore::keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                           Workspace& workspace) noexcept {
+    keep_scored(layer, head, head_index, n_staged, keep,
+                score(layer, head, head_index, n_staged, keep, workspace), workspace);
+}
+
+void HeadStore::keep_scored(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
+                            std::int32_t newest, Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
-    const std::int32_t newest = score(layer, head, head_index, n_staged, keep, workspace);
     const auto select = [&](const Protection& protection) {
         return select_survivors(workspace.scores.data(), workspace.positions.data(), total, keep,
                                 protection, newest, workspace.kept.data(),
@@ -222,14 +227,20 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     Workspace& workspace = workspaces_[index(workspace_index)];
     const int total = head.count + n_staged;
     if (observed != nullptr) add_observed(layer, head, head_index, n_staged, observed);
-    if (measures(n_staged)) measure(layer, head, head_index, n_staged, output_squares, workspace);
-    if (total <= head.budget) {
+    const bool evicts = total > head.budget;
+    if (!evicts && !measures(n_staged)) {
         append(layer, head, head_index, n_staged);
         return;
     }
     const auto start = std::chrono::steady_clock::now();
     const int keep = entries_to_keep(head.budget, n_staged, protection_of(head));
-    keep_best(layer, head, head_index, n_staged, keep, workspace);
+    const std::int32_t newest = score(layer, head, head_index, n_staged, keep, workspace);
+    if (measures(n_staged)) measure(head, total, newest, output_squares, workspace);
+    if (!evicts) {
+        append(layer, head, head_index, n_staged);
+        return;
+    }
+    keep_scored(layer, head, head_index, n_staged, keep, newest, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     eviction_nanoseconds_.fetch_add(
         std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),

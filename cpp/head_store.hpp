@@ -203,13 +203,15 @@ private:
         return settings_.own_windows ? settings_.protection.within(head.budget)
                                      : settings_.protection;
     }
-    void measure(const Layer& layer, Head& head, int head_index, int n_staged, float output_squares,
-                 Workspace& workspace) noexcept;
+    void measure(Head& head, int total, std::int32_t newest, float output_squares,
+                 Workspace& workspace) const noexcept;
     void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
     void keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                    Workspace& workspace) noexcept;
+    void keep_scored(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
+                     std::int32_t newest, Workspace& workspace) noexcept;
     void grow_pages(const Layer& layer, Head& head, int entries);
     void drop_pages(const Layer& layer, Head& head, int entries);
     void compact_pool();

@@ -82,13 +82,10 @@ def plan_headwise(
     `layers` are the model's attention layers. Raises BudgetError where the budget cannot hold
     sinks and recent window in every KV head, ProfileError where the policy needs loss curves.
     """
-    page_bytes, entries_per_page = _core.page_geometry(layers, kv_type)
-    per_head = [
-        e for e, s in zip(entries_per_page, layers, strict=True) for _ in range(s.n_head_kv)
-    ]
+    page_bytes, per_head = _page_geometry(layers, kv_type)
 
     def pages(entries: int) -> int:
-        return sum(_core.pages_for(entries, per_page) for per_page in per_head)
+        return _pages(entries, per_head)
 
     def bytes_of(entries: int) -> int:
         return pages(entries) * page_bytes
@@ -114,7 +111,9 @@ def by_layer(
 
 
 def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
-    """Shapes of the layers that have KV heads, by the header of the model's file."""
+    """Shapes of the layers that have KV heads, by the header of the model's file; maybe none."""
+    if geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
+        return []
     return [
         _core.LayerShape(n_head, n_head_kv, geometry.head_dim_k, geometry.head_dim_v)
         for n_head, n_head_kv in zip(
@@ -133,14 +132,23 @@ def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: in
     if kv_type != "auto":
         return kv_type
     layers = attention_layers(geometry)
-    if budget.kind != "bytes" or not layers or geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
+    if budget.kind != "bytes" or not layers:
         return "q8_0"
-    page_bytes, entries_per_page = _core.page_geometry(layers, "f16")
-    pages = sum(
-        shape.n_head_kv * _core.pages_for(n_ctx, per_page)
-        for shape, per_page in zip(layers, entries_per_page, strict=True)
-    )
-    return "f16" if pages * page_bytes <= budget.value else "q8_0"
+    page_bytes, per_head = _page_geometry(layers, "f16")
+    return "f16" if _pages(n_ctx, per_head) * page_bytes <= budget.value else "q8_0"
+
+
+def _page_geometry(layers: Sequence[_core.LayerShape], kv_type: str) -> tuple[int, list[int]]:
+    """Bytes of a page, and how many entries of every KV head fill one, all layers in order."""
+    page_bytes, per_page = _core.page_geometry(layers, kv_type)
+    return page_bytes, [
+        entries for entries, s in zip(per_page, layers, strict=True) for _ in range(s.n_head_kv)
+    ]
+
+
+def _pages(entries: int, per_head: Sequence[int]) -> int:
+    """Pages that hold so many entries of every KV head."""
+    return sum(_core.pages_for(entries, per_page) for per_page in per_head)
 
 
 def plan_flat(

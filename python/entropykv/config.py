@@ -11,6 +11,7 @@ from typing import Literal
 from entropykv.errors import BudgetError, SettingsError
 
 KV_TYPES = ("f16", "q8_0")
+KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "flat")
 
 _UNITS = {
@@ -82,7 +83,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _one_of("kv_type", self.kv_type, ("auto", *KV_TYPES))
+        _one_of("kv_type", self.kv_type, KV_CHOICES)
         _one_of("store", self.store, STORES)
         at_least("n_ctx", self.n_ctx, 0)
         at_least("n_ubatch", self.n_ubatch, 1)

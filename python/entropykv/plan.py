@@ -80,7 +80,7 @@ def make_plan(
     if profile is not None:
         check_model(profile, geometry)
     layers = attention_layers(geometry)
-    if not layers or geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
+    if not layers:
         raise ModelFileError(
             f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
             "use a model with attention"

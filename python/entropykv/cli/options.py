@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from entropykv.config import KV_TYPES, STORES, Settings
+from entropykv.config import KV_CHOICES, STORES, Settings
 from entropykv.errors import SettingsError
 from entropykv.models import DEMOS, Demo
 from entropykv.policy import AUTO, POLICY_SYNTAX, policy_help
@@ -92,7 +92,7 @@ def add_budget_options(
     add_entropy_config(group)
     group.add_argument(
         "--kv-type",
-        choices=("auto", *KV_TYPES),
+        choices=KV_CHOICES,
         default=_DEFAULTS.kv_type,
         help="how K and V are stored; auto: f16 where a budget in bytes holds the whole context, "
         "else q8_0 (default: %(default)s)",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from entropykv.cli.options import integer
-from entropykv.config import KV_TYPES, STORES
+from entropykv.config import KV_CHOICES, STORES
 from entropykv.errors import SettingsError
 from entropykv.policy import POLICY_SYNTAX
 
@@ -43,7 +43,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     budget = parser.add_argument_group("KV budget")
     budget.add_argument("--kv-budget", metavar="B", help="as in `entropykv run` (default: 1.0)")
     budget.add_argument("--policy", metavar=POLICY_SYNTAX, help="as in `entropykv run`")
-    budget.add_argument("--kv-type", choices=KV_TYPES, help="as in `entropykv run`")
+    budget.add_argument("--kv-type", choices=KV_CHOICES, help="as in `entropykv run`")
     budget.add_argument("--store", choices=STORES, help="as in `entropykv run`")
     budget.add_argument("--entropy-config", metavar="FILE", help="as in `entropykv run`")
     budget.add_argument("--sinks", type=integer(0), metavar="N", help="as in `entropykv run`")
