@@ -1,12 +1,14 @@
 #include "attention.hpp"
 
 #include <algorithm>
+#include <thread>
 
 namespace entropykv {
 namespace {
 
-constexpr int kWideGroup = 12;  // from so many query heads on, rows in lanes pay for decode too
-constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
+constexpr int kWideGroup = 12;     // from so many query heads on, rows in lanes pay for decode too
+constexpr int kFewUnits = 8;       // fewer tiles than that are split by entries
+constexpr int kRecallTokens = 32;  // the last ones of a micro-batch look for frozen entries
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
@@ -50,6 +52,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
             grow(worker.softmax, index(5 * kRowTile));
+            if (store_.freezes()) grow(worker.recall, index(kMostQueryRows * layout.k_stride));
         }
     }
     captures_.resize(index(store_.n_layers()));
@@ -135,7 +138,7 @@ Attention::Tile Attention::tile_at(const Split& split, int head, int number) {
 }
 
 void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position) {
-    store_.reserve(n_tokens);
+    store_.reserve(n_tokens, base_position + n_tokens - 1);
     store_.prepare_queries(rope_position, n_tokens);
     n_tokens_ = n_tokens;
     base_position_ = base_position;
@@ -144,7 +147,11 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
         for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
             longest_ = std::max(longest_, index(total_entries(l, h)));
     observing_ = store_.settings().importance.observes() &&
-                 (n_tokens > 1 || base_position % kScoringInterval == 0);
+                 (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
+    const int interval = store_.recall_interval();
+    recalling_ = interval > 0 && store_.frozen() > 0 &&
+                 (n_tokens > 1 || recall_now_ || base_position % interval == 0);
+    recall_now_ = false;
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = split_of(l);
         const std::size_t n_heads = index(store_.shape(l).n_head_kv);
@@ -177,6 +184,8 @@ void Attention::prepare(int layer) noexcept {
     first_unit_[index(store_.shape(layer).n_head_kv)] = units;
     next_unit_.store(0, std::memory_order_relaxed);
     unfinished_heads_.store(store_.shape(layer).n_head_kv, std::memory_order_relaxed);
+    next_recall_.store(0, std::memory_order_relaxed);
+    recalled_heads_.store(0, std::memory_order_relaxed);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -215,10 +224,39 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
     });
 }
 
+// Every head by one thread; no unit begins before the last one is done.
+void Attention::recall(const Call& call) noexcept {
+    const int n_heads = store_.shape(call.layer).n_head_kv;
+    for (int head = next_recall_.fetch_add(1); head < n_heads; head = next_recall_.fetch_add(1)) {
+        recall_head(call, head);
+        recalled_heads_.fetch_add(1, std::memory_order_release);
+    }
+    while (recalled_heads_.load(std::memory_order_acquire) < n_heads) std::this_thread::yield();
+}
+
+void Attention::recall_head(const Call& call, int head) noexcept {
+    const PageLayout& layout = store_.layout(call.layer);
+    const int group = call.split.group;
+    float* rows = workers_[index(call.thread)].recall.data();
+    const int n_looking = std::clamp(kMostQueryRows / group, 1, std::min(kRecallTokens, n_tokens_));
+    int n = 0;
+    for (int token = n_tokens_ - n_looking; token < n_tokens_; ++token) {
+        for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
+            const float* query = call.query->row(token, head * group + g);
+            float* row = rows + n * layout.k_stride;
+            for (int d = 0; d < layout.k_dim; ++d) row[d] = query[d] * call.params->scale;
+            std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
+        }
+    }
+    store_.recall(call.layer, head, {rows, n, layout.k_stride, call.params->softcap},
+                  base_position_ + n_tokens_ - 1, call.thread);
+}
+
 void Attention::attend(int layer, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
     const Call call{layer, split_of(layer), &params, &query, output, thread};
     if (capture_queries_ && thread == 0) capture_queries(call);
+    if (recalling_) recall(call);
     const int n_units = first_unit_[index(store_.shape(layer).n_head_kv)];
     const auto claim = [&] { return next_unit_.fetch_add(1, std::memory_order_relaxed); };
     // One unit ahead, so that its first entries can be asked for in time.

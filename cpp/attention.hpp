@@ -48,6 +48,10 @@ public:
     // Keeps the queries of every micro-batch, for those who look at single attention rows.
     void set_query_capture(bool on) { capture_queries_ = on; }
 
+    // Frozen entries are looked for with every micro-batch of several tokens, and every
+    // recall_interval-th single one; now: with the next one, whatever it is.
+    void recall_now() { recall_now_ = true; }
+
     // Before every llama_decode: reserves pages and scratch for n_tokens at base_position, which
     // RoPE sees at rope_position. Nothing after it allocates.
     void begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position);
@@ -112,6 +116,7 @@ private:
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
         std::vector<float> softmax;  // max, sum, weighted, positions, weights of a tile's rows
+        std::vector<float> recall;   // query rows
     };
     struct LayerEntropy {
         std::vector<double> sums;
@@ -131,6 +136,8 @@ private:
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
 
+    void recall(const Call& call) noexcept;
+    void recall_head(const Call& call, int head) noexcept;
     void run_unit(const Call& call, int unit, int next) noexcept;  // next: -1 if there is none
     void run_rows(const Call& call, const Tile& tile, int chunk) noexcept;
     void run_decode(const Call& call, const Tile& tile, int chunk, int next) noexcept;
@@ -172,12 +179,16 @@ private:
     int n_tokens_ = 0;
     std::int32_t base_position_ = 0;
     bool observing_ = false;  // its queries count towards importance
+    bool recalling_ = false;  // frozen entries are looked for
+    bool recall_now_ = false;
 
     // The layer that is being attended to: sized by begin(), filled by prepare().
     std::vector<int> first_unit_;  // of each head, and the total
     std::unique_ptr<std::atomic<int>[]> unfinished_units_;
     std::atomic<int> next_unit_{0};
     std::atomic<int> unfinished_heads_{0};
+    std::atomic<int> next_recall_{0};  // heads
+    std::atomic<int> recalled_heads_{0};
     std::size_t longest_ = 0;  // entries of the longest head, staged ones included
     std::vector<float> partials_;
     std::vector<float> logits_;    // decode: [head][row][longest_]

@@ -344,13 +344,14 @@ void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& 
     const int total = total_entries(call.layer, tile.head);
     const Statistic what = statistic_of(store_.settings().importance.kind);
     const float* weights = row_weights(call, tile);
+    const auto neighbourhood = static_cast<float>(store_.neighbourhood());
     float* observed = observed_of(call, tile);
     std::fill(observed, observed + total, 0.0f);
     PromptTask task = prompt_task(call, tile, state);
     over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {
         task.entries = range;
         task.masked = masked;
-        kernels_.prompt_observe(task, what, weights, kNeighbourhood, observed + offset);
+        kernels_.prompt_observe(task, what, weights, neighbourhood, observed + offset);
     });
 }
 

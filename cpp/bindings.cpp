@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -324,16 +325,14 @@ void bind_state(py::class_<Headwise>& store) {
     store
         .def(
             "state_bytes",
-            [](const Headwise& self, int layer, int count) {
-                return self.store.state_bytes(layer, count);
+            [](const Headwise& self, int layer, int head) {
+                return self.store.state_bytes(layer, head);
             },
-            py::arg("layer"), py::arg("count"))
+            py::arg("layer"), py::arg("kv_head"))
         .def(
             "save_head",
             [](const Headwise& self, int layer, int head) {
-                const std::size_t size =
-                    self.store.state_bytes(layer, self.store.count(layer, head));
-                py::bytes state(nullptr, size);
+                py::bytes state(nullptr, self.store.state_bytes(layer, head));
                 self.store.save_head(layer, head,
                                      reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
                 return state;
@@ -348,38 +347,115 @@ void bind_state(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
         .def(
             "begin_load",
-            [](Headwise& self, const std::vector<int>& counts, std::size_t evicted) {
-                self.store.begin_load(counts);
+            [data](Headwise& self, const std::vector<int>& counts,
+                   const std::vector<py::bytearray>& states, std::size_t evicted) {
+                std::vector<const std::byte*> starts;
+                for (const py::bytearray& state : states) starts.push_back(data(state));
+                self.store.begin_load(counts, starts);
                 self.store.set_evicted(evicted);
             },
-            py::arg("counts"), py::arg("evicted"))
+            py::arg("counts"), py::arg("states"), py::arg("evicted"))
         .def(
             "load_head",
             [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
-                if (state.size() != self.store.state_bytes(layer, count))
-                    throw std::invalid_argument("a state of another size");
                 self.store.load_head(layer, head, count, data(state));
             },
             py::arg("layer"), py::arg("kv_head"), py::arg("count"), py::arg("state"));
 }
 
+ColdType cold_type_named(const std::string& name) {
+    if (name == "as stored") return ColdType::as_stored;
+    if (name == "q8_0") return ColdType::q8_0;
+    if (name == "q4_0") return ColdType::q4_0;
+    throw std::invalid_argument("cold storage holds entries as stored, or in q8_0 or q4_0");
+}
+
+void bind_freeze_settings(py::module_& m) {
+    py::register_exception<ColdStorageError>(m, "ColdStorageError", PyExc_OSError);
+    py::class_<FreezeSchedule>(m, "FreezeSchedule")
+        .def(py::init([](int window, float threshold, float rate, int history) {
+                 return FreezeSchedule{window, threshold, rate, history};
+             }),
+             py::arg("window"), py::arg("threshold"), py::arg("rate"), py::arg("history"));
+    py::class_<FreezeSettings>(m, "FreezeSettings")
+        .def(py::init([](const std::string& kv_type, std::size_t limit_bytes, int recall_interval,
+                         const std::optional<FreezeSchedule>& schedule, int descriptor,
+                         const py::bytes& nonce) {
+                 FreezeSettings settings{cold_type_named(kv_type), limit_bytes, recall_interval,
+                                         schedule, descriptor};
+                 const std::string bytes = nonce;
+                 if (!bytes.empty() && bytes.size() != sizeof settings.nonce)
+                     throw std::invalid_argument("a nonce has 16 bytes");
+                 std::memcpy(settings.nonce.data(), bytes.data(), bytes.size());
+                 return settings;
+             }),
+             py::arg("kv_type"), py::arg("limit_bytes"), py::arg("recall_interval"),
+             py::arg("schedule") = py::none(), py::arg("descriptor") = -1,
+             py::arg("nonce") = py::bytes());
+}
+
+void bind_freezing(py::class_<Headwise>& store) {
+    store.def("recall_now", [](Headwise& self) { self.attention.recall_now(); })
+        .def(
+            "freeze_all", [](Headwise& self, int now) { self.store.freeze_all(now); },
+            py::arg("now"))
+        .def(
+            "restore",
+            [](Headwise& self, int now, int frozen_after, int due_after, bool forget) {
+                return self.store.restore({frozen_after, due_after}, now, forget);
+            },
+            py::arg("now"), py::arg("frozen_after") = -1, py::arg("due_after") = -1,
+            py::arg("forget") = false)
+        .def("stop_freezing", [](Headwise& self) { self.store.stop_freezing(); })
+        .def(
+            "frozen_positions",
+            [](const Headwise& self, int layer, int head) {
+                return to_array(self.store.frozen_positions(layer, head));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def_property_readonly("frozen", [](const Headwise& s) { return s.store.frozen(); })
+        .def_property_readonly("frozen_total",
+                               [](const Headwise& s) { return s.store.frozen_total(); })
+        .def_property_readonly("restored_total",
+                               [](const Headwise& s) { return s.store.restored_total(); })
+        .def_property_readonly("recalled_total",
+                               [](const Headwise& s) { return s.store.recalled_total(); })
+        .def_property_readonly("cold_seconds",
+                               [](const Headwise& s) { return s.store.cold_seconds(); })
+        .def_property_readonly("cold_bytes", [](const Headwise& s) { return s.store.cold_bytes(); })
+        .def_property_readonly("cold_index_bytes",
+                               [](const Headwise& s) { return s.store.cold_index_bytes(); })
+        .def_property_readonly("cold_page_bytes",
+                               [](const Headwise& s) { return s.store.cold_page_bytes(); })
+        .def_property_readonly("cold_pages", [](const Headwise& s) { return s.store.cold_pages(); })
+        .def_property_readonly("cold_failure", [](const Headwise& s) -> std::optional<std::string> {
+            const char* why = s.store.cold_failure();
+            if (why == nullptr) return std::nullopt;
+            return why;
+        });
+}
+
 void bind_headwise(py::module_& m) {
+    bind_freeze_settings(m);
     py::class_<Headwise> store(m, "HeadwiseStore");
     bind_observation(store);
     bind_state(store);
+    bind_freezing(store);
     store
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
                          const ImportanceSettings& importance, int n_sinks, int recent_window,
                          int max_tokens, int max_entries, int n_threads, bool own_windows,
                          bool shared_choice, const std::optional<std::string>& kernels,
-                         std::vector<RopeParams> ropes) {
+                         std::vector<RopeParams> ropes,
+                         const std::optional<FreezeSettings>& freezing) {
                  const StoreSettings settings{kv_type_named(kv_type),
                                               importance,
                                               {n_sinks, recent_window},
                                               own_windows,
                                               max_tokens,
                                               max_entries,
-                                              std::move(ropes)};
+                                              std::move(ropes),
+                                              freezing};
                  auto store = std::make_unique<Headwise>(layers, settings, n_threads, kernels);
                  store->attention.set_shared_choice(shared_choice);
                  return store;
@@ -387,7 +463,8 @@ void bind_headwise(py::module_& m) {
              py::arg("layers"), py::arg("kv_type"), py::arg("importance"), py::arg("n_sinks"),
              py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
              py::arg("n_threads"), py::arg("own_windows") = false, py::arg("shared_choice") = false,
-             py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{})
+             py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{},
+             py::arg("freezing") = py::none())
         .def(
             "set_budgets",
             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,

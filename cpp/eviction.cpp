@@ -4,11 +4,6 @@
 #include <functional>
 
 namespace entropykv {
-namespace {
-
-constexpr int kDecodeRoom = 16;
-
-}  // namespace
 
 int entries_to_keep(int budget, int n_new, const Protection& protection) {
     const int beyond = budget - protection.n_sinks - protection.recent_window;

@@ -19,8 +19,10 @@ struct Protection {
     }
 };
 
+constexpr int kDecodeRoom = 16;
+
 // How many entries an eviction leaves when n_new of them came last. While tokens come one by one,
-// room is made for several at once, so that one selection serves many tokens: never more room than
+// room is made for several at once (kDecodeRoom), so that one selection serves many tokens: never more room than
 // a quarter of what the budget holds beyond the protected entries.
 int entries_to_keep(int budget, int n_new, const Protection& protection);
 

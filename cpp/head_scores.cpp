@@ -28,6 +28,7 @@ void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
         workspace.of_page.resize(index(most_of_page));
         workspace.mean.resize(index(most_of_key));
         workspace.half_variance.resize(index(most_of_key));
+        size_for_recall(workspace);
         if (!settings_.importance.distinct) continue;
         workspace.order.resize(n);
         workspace.keys.resize(index(most_of_key) * kContest);
@@ -61,30 +62,17 @@ void make_finite(float* scores, int n) {
 
 }  // namespace
 
-// Visits the pages of a head's stored entries, then those of its staged ones: page, how many
-// entries of it count, and how many came before.
-template <typename Visit>
-void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
-                           Visit visit) const {
-    const int per_page = layer.layout.entries;
-    for (int first = 0; first < head.count; first += per_page)
-        visit(head.pages[index(first / per_page)], std::min(per_page, head.count - first), first);
-    for (int first = 0; first < n_staged; first += per_page)
-        visit(staging(head_index)[first / per_page], std::min(per_page, n_staged - first),
-              head.count + first);
-}
-
 void HeadStore::add_observed(const Layer& layer, const Head& head, int head_index, int n_staged,
                              const float* observed) noexcept {
     // A single query stands for those since the last one that counted; its neighbourhood is left
     // out here, that of a prompt's queries was already.
     const bool single = n_staged == 1;
     const float factor =
-        decay_factor(settings_.importance.decay, single ? kScoringInterval : n_staged);
-    const float weight = single ? static_cast<float>(kScoringInterval) : 1.0f;
+        decay_factor(settings_.importance.decay, single ? scoring_interval() : n_staged);
+    const float weight = single ? static_cast<float>(scoring_interval()) : 1.0f;
     const Slot last = staged_slot(layer, head_index, n_staged - 1);
     const std::int32_t newest = layer.layout.positions(last.page)[last.index];
-    const std::int32_t limit = single ? newest - kNeighbourhood : newest;
+    const std::int32_t limit = single ? newest - neighbourhood() : newest;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layer.layout.positions(page);
         float* importance = layer.layout.importance(page);

@@ -52,10 +52,22 @@ void copy_pages(const PageLayout& layout, const std::vector<std::byte*>& from, i
 
 }  // namespace
 
-std::size_t HeadStore::state_bytes(int layer, int count) const {
-    const PageLayout& layout = layers_.at(index(layer)).layout;
-    return pages_of(layout, count) * layout.bytes +
-           layers_.at(index(layer)).heads.front().queries.state_bytes();
+// Of the entries that are attended to, and of the queries' statistics.
+std::size_t HeadStore::active_state_bytes(const Layer& layer, int count) const {
+    return pages_of(layer.layout, count) * layer.layout.bytes +
+           layer.heads.front().queries.state_bytes();
+}
+
+std::size_t HeadStore::home_state_bytes(int count) const {
+    if (!cold_) return 0;
+    return index(count) * (sizeof(int) + (schedule_ ? sizeof(Detections) : 0));
+}
+
+std::size_t HeadStore::state_bytes(int layer_index, int head_index) const {
+    const Layer& layer = layers_.at(index(layer_index));
+    const Head& head = layer.heads.at(index(head_index));
+    return active_state_bytes(layer, head.count) + home_state_bytes(head.count) +
+           (head.cold ? head.cold->state_bytes() : 0);
 }
 
 void HeadStore::save_head(int layer_index, int head_index, std::byte* state) const {
@@ -64,28 +76,71 @@ void HeadStore::save_head(int layer_index, int head_index, std::byte* state) con
     copy_pages(layer.layout, head.pages, head.count,
                [&](std::size_t page) { return state + page * layer.layout.bytes; });
     head.queries.save(state + pages_of(layer.layout, head.count) * layer.layout.bytes);
+    if (!head.cold) return;
+    state += active_state_bytes(layer, head.count);
+    const std::size_t of_homes = index(head.count) * sizeof(int);
+    if (head.count > 0) std::memcpy(state, head.homes.data(), of_homes);
+    if (schedule_ && head.count > 0)
+        std::memcpy(state + of_homes, head.detections.data(),
+                    index(head.count) * sizeof(Detections));
+    if (!head.cold->save(state + home_state_bytes(head.count)))
+        throw ColdStorageError(cold_->failed());
 }
 
 std::string HeadStore::state_problem(int layer_index, int count, const std::byte* state,
                                      std::size_t size, std::int32_t end) const {
+    constexpr const char* kSize = "a size that is not that of its entries";
     if (count < 0 || count > settings_.max_entries) return "an impossible number of entries";
-    const PageLayout& layout = layers_.at(index(layer_index)).layout;
-    if (size != state_bytes(layer_index, count)) return "a size that is not that of its entries";
+    const Layer& layer = layers_.at(index(layer_index));
+    const PageLayout& layout = layer.layout;
+    const std::size_t active = active_state_bytes(layer, count);
+    const std::size_t warm = active + home_state_bytes(count);
+    if (cold_ ? size < warm : size != warm) return kSize;
     std::vector<bool> seen(index(std::max(end, 0)));
-    for (int first = 0; first < count; first += layout.entries, state += layout.bytes) {
+    const std::byte* page = state;
+    for (int first = 0; first < count; first += layout.entries, page += layout.bytes) {
         const int n = std::min(layout.entries, count - first);
-        if (const char* problem = entries_problem(layout, state, n, seen)) return problem;
+        if (const char* problem = entries_problem(layout, page, n, seen)) return problem;
     }
-    const std::size_t of_queries = layers_[index(layer_index)].heads.front().queries.state_bytes();
-    if (!QueryStatistics::is_possible(state, of_queries)) return "impossible queries";
+    if (!QueryStatistics::is_possible(page, active - index(static_cast<int>(page - state))))
+        return "impossible queries";
+    if (!cold_) return {};
+    const std::string problem =
+        layer.heads.front().cold->state_problem(state + warm, size - warm, seen);
+    return problem.empty() ? homes_problem(layer, count, state) : problem;
+}
+
+// Every home is a record of the same position that is not frozen.
+std::string HeadStore::homes_problem(const Layer& layer, int count, const std::byte* state) const {
+    const std::byte* homes = state + active_state_bytes(layer, count);
+    const std::byte* cold = homes + home_state_bytes(count);
+    for (int i = 0; i < count; ++i) {
+        int home = 0;
+        std::memcpy(&home, homes + index(i) * sizeof home, sizeof home);
+        if (home == ColdHead::kNone) continue;
+        const std::byte* page = state + index(i / layer.layout.entries) * layer.layout.bytes;
+        if (!ColdHead::is_home(cold, home, layer.layout.entries,
+                               layer.layout.positions(page)[i % layer.layout.entries]))
+            return "an entry whose frozen copy is another's";
+    }
     return {};
 }
 
-void HeadStore::begin_load(const std::vector<int>& counts) {
+void HeadStore::begin_load(const std::vector<int>& counts,
+                           const std::vector<const std::byte*>& states) {
     std::size_t next = 0;
-    for (Layer& layer : layers_)
-        for (Head& head : layer.heads)
-            grow_pages(layer, head, std::min(head.budget, counts.at(next++)));
+    for (Layer& layer : layers_) {
+        for (Head& head : layer.heads) {
+            const int count = counts.at(next);
+            const std::byte* state = states.at(next++);
+            grow_pages(layer, head, std::min(head.budget, count));
+            size_homes(layer, head);
+            if (head.cold)
+                head.cold->begin_load(
+                    state + active_state_bytes(layer, count) + home_state_bytes(count),
+                    std::max(0, count - head.budget));
+        }
+    }
     if (next != counts.size()) throw std::invalid_argument("too many counts");
 }
 
@@ -93,15 +148,38 @@ void HeadStore::load_head(int layer_index, int head_index, int count, std::byte*
     Layer& layer = layers_.at(index(layer_index));
     Head& head = layer.heads.at(index(head_index));
     head.queries.load(state + pages_of(layer.layout, count) * layer.layout.bytes);
-    Head loaded{{}, count, head.budget, {}, head.queries};
+    Head loaded;
+    loaded.count = count;
+    loaded.budget = head.budget;
+    loaded.queries = head.queries;
     for (std::size_t page = 0; page < pages_of(layer.layout, count); ++page)
         loaded.pages.push_back(state + page * layer.layout.bytes);
+    if (head.cold) load_cold(layer, head, state, loaded);
     if (count > head.budget) keep_best(layer, loaded, head_index, 0, head.budget, workspaces_[0]);
     grow_pages(layer, head, loaded.count);
     head.count = loaded.count;
     copy_pages(layer.layout, loaded.pages, head.count,
                [&](std::size_t page) { return head.pages[page]; });
     drop_pages(layer, head, head.count);
+    head.cold = std::move(loaded.cold);
+    head.homes = std::move(loaded.homes);
+    head.detections = std::move(loaded.detections);
+    size_homes(layer, head);
+}
+
+// The frozen entries of a state, and which of the head's own have a record.
+void HeadStore::load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded) {
+    const std::size_t n = index(loaded.count);
+    const std::byte* homes = state + active_state_bytes(layer, loaded.count);
+    head.cold->load(homes + home_state_bytes(loaded.count), *kernels_,
+                    workspaces_[0].candidates.data());
+    loaded.cold = std::move(head.cold);
+    loaded.homes.resize(n);
+    if (n > 0) std::memcpy(loaded.homes.data(), homes, n * sizeof(int));
+    if (!schedule_) return;
+    loaded.detections.resize(n);
+    if (n > 0)
+        std::memcpy(loaded.detections.data(), homes + n * sizeof(int), n * sizeof(Detections));
 }
 
 }  // namespace entropykv

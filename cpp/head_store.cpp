@@ -67,11 +67,10 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
     int most_heads = 0;
     for (const Layer& layer : layers_) most_heads = std::max(most_heads, layer.shape.n_head_kv);
     const std::size_t n_pages = staging_stride_ * index(most_heads);
-    staging_.resize(n_pages * pool_.page_bytes() + 64);
-    auto* start = staging_.data();
-    start += (64 - reinterpret_cast<std::size_t>(start) % 64) % 64;
+    staging_ = AlignedBytes(n_pages * pool_.page_bytes());
     for (std::size_t i = 0; i < n_pages; ++i)
-        staging_pages_.push_back(start + i * pool_.page_bytes());
+        staging_pages_.push_back(staging_.data() + i * pool_.page_bytes());
+    if (settings_.freezing) start_freezing();
     set_workers(1, kKernelsPortable);
 }
 
@@ -129,6 +128,11 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     if (n_heads != budgets.size()) throw std::invalid_argument("too many budgets");
     if (wanted_pages > pool_pages) throw std::invalid_argument("the budgets exceed the pool");
 
+    std::size_t first = 0;
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads)
+            if (const int budget = budgets[first++]; head.cold && head.count > budget)
+                head.cold->prepare(head.count - budget);
     settings_.protection = protection;
     const bool shrinks = pool_pages * pool_.page_bytes() < pool_.budget_bytes();
     std::size_t next = 0;
@@ -146,12 +150,18 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     if (shrinks) compact_pool();
 }
 
-void HeadStore::reserve(int n_tokens) {
+void HeadStore::reserve(int n_tokens, std::int32_t newest) {
     if (n_tokens < 1 || n_tokens > settings_.max_tokens)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
-    for (Layer& layer : layers_)
-        for (Head& head : layer.heads)
-            grow_pages(layer, head, std::min(head.budget, head.count + n_tokens));
+    for (Layer& layer : layers_) {
+        for (Head& head : layer.heads) {
+            const int due = prepare_cold(layer, head, n_tokens, newest);
+            const int most = std::min(head.budget, head.count + n_tokens + due);
+            if (schedule_) drop_pages(layer, head, most);
+            grow_pages(layer, head, most);
+            size_homes(layer, head);
+        }
+    }
 }
 
 void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_staged,
@@ -171,6 +181,7 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
         if (kept[head.count + i] == 0) continue;
         const int target = next_hole() < head.count ? hole++ : end++;
         copy(staged_slot(layer, head_index, i), stored_slot(layer, head, target));
+        begin_entry(head, target);
     }
     // Holes that are left take the last survivors. Where staged entries were appended, none is.
     if (end == head.count) {
@@ -178,7 +189,8 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
             while (end > hole && kept[end - 1] == 0) --end;
             if (next_hole() >= end) break;
             --end;
-            copy(stored_slot(layer, head, end), stored_slot(layer, head, hole++));
+            copy(stored_slot(layer, head, end), stored_slot(layer, head, hole));
+            move_entry(head, end, hole++);
         }
     }
     head.count = end;
@@ -197,6 +209,7 @@ void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_sta
         const Slot to = stored_slot(layer, head, head.count + i);
         copy_entry(layer.layout, from.page, from.index, to.page, to.index);
     }
+    for (i = 0; i < n_staged; ++i) begin_entry(head, head.count + i);
     head.count += n_staged;
 }
 
@@ -216,8 +229,12 @@ void HeadStore::keep_scored(const Layer& layer, Head& head, int head_index, int 
     };
     int n_kept = select(protection_of(head));
     if (n_kept > head.budget) n_kept = select({0, 0});  // the pool's bytes come first
+    if (head.cold) {
+        freeze_victims(layer, head, head_index, total, newest, workspace.kept.data());
+    } else {
+        evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
+    }
     apply(layer, head, head_index, n_staged, workspace.kept.data());
-    evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
 }
 
 void HeadStore::commit(int layer_index, int head_index, int n_staged, const float* observed,
@@ -225,8 +242,19 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     const Layer& layer = layers_[index(layer_index)];
     Head& head = layers_[index(layer_index)].heads[index(head_index)];
     Workspace& workspace = workspaces_[index(workspace_index)];
-    const int total = head.count + n_staged;
     if (observed != nullptr) add_observed(layer, head, head_index, n_staged, observed);
+    const bool scheduled = schedule_ && observed != nullptr;
+    const Slot last = staged_slot(layer, head_index, n_staged - 1);
+    const std::int32_t newest = layer.layout.positions(last.page)[last.index];
+    if (scheduled) freeze_detected(layer, head, head_index, n_staged, observed, newest, workspace);
+    take_in(layer, head, head_index, n_staged, output_squares, workspace);
+    if (scheduled) restore_due(layer, head, newest, workspace);
+}
+
+// Staged entries, and what the budget holds of them and the stored ones.
+void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_staged,
+                        float output_squares, Workspace& workspace) noexcept {
+    const int total = head.count + n_staged;
     const bool evicts = total > head.budget;
     if (!evicts && !measures(n_staged)) {
         append(layer, head, head_index, n_staged);
@@ -259,6 +287,7 @@ void HeadStore::truncate(std::int32_t position) {
             }
             apply(layer, head, h, 0, workspace.kept.data());
             drop_pages(layer, head, head.count);
+            if (head.cold) head.cold->truncate(position);
             if (position == 0) head.queries.reset();
         }
     }

@@ -7,10 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "aligned_bytes.hpp"
+#include "cold_head.hpp"
 #include "eviction.hpp"
+#include "freezing.hpp"
 #include "importance.hpp"
 #include "kernels.hpp"
 #include "page_layout.hpp"
@@ -34,6 +38,15 @@ struct StoreSettings {
     int max_tokens = 512;             // largest micro-batch
     int max_entries = 0;              // no KV head ever keeps more (the context)
     std::vector<RopeParams> ropes{};  // of the layers; none: keys and queries have no position
+    std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
+};
+
+constexpr int kMostQueryRows = 64;  // that recall looks at
+
+// Which frozen entries somebody asks for.
+struct Asked {
+    std::int32_t frozen_after;  // newest position when they were frozen
+    std::int32_t due_after;     // restored later than that by themselves
 };
 
 // Entries of one KV head as attention reads them, positions ascending.
@@ -43,9 +56,6 @@ struct StoredRows {
     std::vector<float> k;  // [entries][k_dim]
     std::vector<float> v;  // [entries][v_dim]
 };
-
-// The K row of an entry, k_dim values.
-void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);
 
 constexpr int kLeastMeasured = 32;  // fewer queries say little
 
@@ -74,8 +84,9 @@ public:
     void set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                      const Protection& protection);
 
-    // Before every micro-batch: pages for all that it can leave behind. Nothing after it allocates.
-    void reserve(int n_tokens);
+    // Before every micro-batch, which ends at position `newest`: pages for all that it can leave
+    // behind. Nothing after it allocates.
+    void reserve(int n_tokens, std::int32_t newest);
 
     // The micro-batch's entries of one head, staged in the layout of the pool's pages.
     std::byte* const* staging(int head) const {
@@ -104,32 +115,69 @@ public:
     template <typename Row>
     void add_queries(int layer, int head, int n_tokens, float scale, Row row) noexcept;
 
-    // Drops entries at positions >= position.
+    // Drops entries at positions >= position, frozen ones too.
     void truncate(std::int32_t position);
+
+    // --- cold storage ---
+    bool freezes() const { return settings_.freezing.has_value(); }
+    int recall_interval() const { return freezes() ? settings_.freezing->recall_interval : 0; }
+    // Under a schedule, every query counts.
+    int scoring_interval() const { return schedule_ ? 1 : kScoringInterval; }
+    int neighbourhood() const { return schedule_ ? 0 : kNeighbourhood; }
+    const std::optional<FreezeSchedule>& schedule() const { return schedule_; }
+    // Before a head is attended to: exchanges frozen entries that the queries need for the least
+    // important ones that it holds. now: the newest position of the micro-batch.
+    void recall(int layer, int head, const QueryRows& queries, std::int32_t now,
+                int workspace) noexcept;
+    // Between micro-batches: everything that is held, in the order of its places.
+    void freeze_all(std::int32_t now);
+    // Restores what is asked for, the latest frozen first, as far as the budgets have room; returns
+    // how many. forget: detections so far, too.
+    std::size_t restore(const Asked& asked, std::int32_t now, bool forget);
+    // Gives up what is frozen, and freezes no more: what storage failed to hold.
+    void stop_freezing();
+    std::size_t frozen() const;
+    std::vector<std::int32_t> frozen_positions(int layer, int head) const;  // ascending
+    std::size_t frozen_total() const { return frozen_.load(std::memory_order_relaxed); }
+    std::size_t restored_total() const { return restored_.load(std::memory_order_relaxed); }
+    std::size_t recalled_total() const { return recalled_.load(std::memory_order_relaxed); }
+    double cold_seconds() const {
+        return 1e-9 * static_cast<double>(cold_nanoseconds_.load(std::memory_order_relaxed));
+    }
+    std::size_t cold_bytes() const;        // of pages in storage and open ones
+    std::size_t cold_index_bytes() const;  // besides: records, summaries
+    std::size_t cold_page_bytes() const { return cold_ ? cold_->page_bytes() : 0; }
+    std::size_t cold_pages() const { return cold_ ? cold_->pages_in_use() : 0; }
+    const char* cold_failure() const { return cold_ ? cold_->failed() : nullptr; }
 
     std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
     std::vector<float> importance(int layer, int head) const;        // of positions(), in order
     StoredRows rows(int layer, int head) const;
 
-    // The entries of a head as bytes: see head_state.cpp.
-    std::size_t state_bytes(int layer, int count) const;
+    // The entries of a head as bytes, frozen ones too: see head_state.cpp.
+    std::size_t state_bytes(int layer, int head) const;
     void save_head(int layer, int head, std::byte* state) const;
     // What is wrong with the state of a sequence of `end` tokens, or nothing.
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
-    // Pages for so many entries of every head, or of its budget: load_head() allocates no more.
-    void begin_load(const std::vector<int>& counts);
+    // Pages for the states of all heads, so many entries in each, or for their budgets:
+    // load_head() allocates no more.
+    void begin_load(const std::vector<int>& counts, const std::vector<const std::byte*>& states);
     // Replaces a head's entries by those of a state without problems; changes the state where it
     // holds more than the head's budget, and evicts as set_budgets() does.
     void load_head(int layer, int head, int count, std::byte* state);
     void set_evicted(std::size_t entries) { evicted_.store(entries, std::memory_order_relaxed); }
-    // visit(page, slot) for every stored entry of a layer's heads.
+    // visit(page, slot, position) for every stored entry of a layer's heads, frozen ones too.
     template <typename Visit>
     void over_entries(int layer, Visit visit) {
         const int per_page = layout(layer).entries;
-        for (Head& head : layers_[index(layer)].heads)
-            for (int i = 0; i < head.count; ++i)
-                visit(head.pages[index(i / per_page)], i % per_page);
+        for (Head& head : layers_[index(layer)].heads) {
+            for (int i = 0; i < head.count; ++i) {
+                std::byte* page = head.pages[index(i / per_page)];
+                visit(page, i % per_page, layout(layer).positions(page)[i % per_page]);
+            }
+            if (head.cold) head.cold->rewrite(*kernels_, workspaces_[0].candidates.data(), visit);
+        }
     }
 
     std::size_t entries() const;
@@ -151,12 +199,20 @@ private:
         int budget = 0;
         std::vector<float> losses;  // at knots_
         QueryStatistics queries{};  // of its group, where scores need them
+        std::optional<ColdHead> cold{};
+        std::vector<int> homes{};              // records of its entries, where they have one
+        std::vector<Detections> detections{};  // of its entries, under a schedule
     };
     struct Layer {
         LayerShape shape;
         PageLayout layout;
         std::vector<Head> heads;
         std::size_t turns = 0;  // of its rope
+        std::unique_ptr<ColdLayout> cold{};
+    };
+    struct Incoming {  // an entry that recall copied aside
+        int home;
+        ColdRecord record;
     };
     struct Workspace {  // of one thread, for one commit
         std::vector<std::int32_t> positions;
@@ -168,6 +224,17 @@ private:
         std::vector<std::int32_t> order;
         std::vector<float> keys;  // [k_dim][kContest]
         std::vector<std::uint8_t> kept;
+        // of recall; gains: logs of the largest share of a query's attention
+        std::vector<float> masses;        // of queries: log of the sum of e^(q.k)
+        std::vector<float> active_gains;  // of the head's entries
+        std::vector<float> worth;         // of pages of cold storage
+        std::vector<int> pages;           // candidates
+        std::vector<const std::byte*> rows;
+        std::vector<float> gains;  // [candidate][slot]
+        std::vector<std::int32_t> best;
+        AlignedBytes candidates;
+        AlignedBytes aside;
+        std::vector<Incoming> incoming;
     };
     struct Slot {
         std::byte* page;
@@ -206,12 +273,66 @@ private:
     void measure(Head& head, int total, std::int32_t newest, float output_squares,
                  Workspace& workspace) const noexcept;
     void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
+    void take_in(const Layer& layer, Head& head, int head_index, int n_staged, float output_squares,
+                 Workspace& workspace) noexcept;
+    void begin_entry(Head& head, int i) const noexcept {
+        if (head.cold) head.homes[index(i)] = ColdHead::kNone;
+        if (schedule_) head.detections[index(i)] = Detections{};
+    }
+    void move_entry(Head& head, int from, int to) const noexcept {
+        if (head.cold) head.homes[index(to)] = head.homes[index(from)];
+        if (schedule_) head.detections[index(to)] = head.detections[index(from)];
+    }
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
     void keep_best(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                    Workspace& workspace) noexcept;
     void keep_scored(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                      std::int32_t newest, Workspace& workspace) noexcept;
+    std::size_t active_state_bytes(const Layer& layer, int count) const;
+    std::size_t home_state_bytes(int count) const;
+    std::string homes_problem(const Layer& layer, int count, const std::byte* state) const;
+    void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
+    void start_freezing();
+    void size_for_recall(Workspace& workspace) const;
+    int prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest);
+    void size_homes(const Layer& layer, Head& head);
+    bool in_page(int home, int page, const Layer& layer) const {
+        return page != ColdHead::kNone && home != ColdHead::kNone &&
+               home / layer.layout.entries == page;
+    }
+    std::size_t candidate_bytes() const { return pool_.page_bytes() + cold_->page_bytes(); }
+    std::byte* aside(const Layer& layer, int i, Workspace& workspace) const {
+        return workspace.aside.data() + index(i / layer.layout.entries) * layer.layout.bytes;
+    }
+    int freeze_entry(const Layer& layer, Head& head, int i, const Slot& slot, std::int32_t now,
+                     std::int32_t due) noexcept;
+    void freeze_victims(const Layer& layer, Head& head, int head_index, int total, std::int32_t now,
+                        const std::uint8_t* kept) noexcept;
+    void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
+                      const ColdRecord& record, int home, std::int32_t now) noexcept;
+    template <typename Wants>
+    int append_restored(const Layer& layer, Head& head, std::int32_t now, Workspace& workspace,
+                        Wants wants) noexcept;
+    bool can_freeze(std::int32_t position, std::int32_t newest) const {
+        return position >= settings_.protection.n_sinks && position <= newest - schedule_->window;
+    }
+    float detection_limit(const Layer& layer, const Head& head, int n_queries,
+                          const float* observed, std::int32_t newest) const noexcept;
+    void freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
+                         const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
+    void restore_due(const Layer& layer, Head& head, std::int32_t newest,
+                     Workspace& workspace) noexcept;
+    void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
+                      Workspace& workspace) const noexcept;
+    int find_candidates(const Head& head, const QueryRows& queries,
+                        Workspace& workspace) const noexcept;
+    void weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
+                          int n_candidates, Workspace& workspace) const noexcept;
+    int take_best(const Layer& layer, const Head& head, int n_candidates,
+                  Workspace& workspace) const noexcept;
+    void exchange(const Layer& layer, Head& head, int head_index, int n_incoming, std::int32_t now,
+                  Workspace& workspace) noexcept;
     void grow_pages(const Layer& layer, Head& head, int entries);
     void drop_pages(const Layer& layer, Head& head, int entries);
     void compact_pool();
@@ -221,15 +342,34 @@ private:
     const KernelTable* kernels_ = nullptr;
     std::vector<Layer> layers_;
     PagePool pool_;
-    std::vector<std::byte> staging_;
+    AlignedBytes staging_;
     std::vector<std::byte*> staging_pages_;
     std::size_t staging_stride_ = 0;
     std::vector<Workspace> workspaces_;
     std::vector<TurnsBack> turns_;    // one for every kind of rope
     std::int32_t rope_position_ = 0;  // of the micro-batch
+    std::unique_ptr<ColdStorage> cold_;
+    std::optional<FreezeSchedule> schedule_;
+    std::atomic<std::size_t> frozen_{0};
+    std::atomic<std::size_t> restored_{0};
+    std::atomic<std::size_t> recalled_{0};
+    std::atomic<std::int64_t> cold_nanoseconds_{0};
     std::atomic<std::size_t> evicted_{0};
     std::atomic<std::int64_t> eviction_nanoseconds_{0};
 };
+
+// Visits the pages of a head's stored entries, then those of its staged ones: page, how many
+// entries of it count, and how many came before.
+template <typename Visit>
+void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
+                           Visit visit) const {
+    const int per_page = layer.layout.entries;
+    for (int first = 0; first < head.count; first += per_page)
+        visit(head.pages[index(first / per_page)], std::min(per_page, head.count - first), first);
+    for (int first = 0; first < n_staged; first += per_page)
+        visit(staging(head_index)[first / per_page], std::min(per_page, n_staged - first),
+              head.count + first);
+}
 
 template <typename Row>
 void HeadStore::add_queries(int layer_index, int head_index, int n_tokens, float scale,

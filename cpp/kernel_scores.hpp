@@ -51,22 +51,27 @@ void value_norms(const PageLayout& layout, const std::byte* page, float* norms) 
     }
 }
 
-inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
-    return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
+template <bool Varies>
+inline Vec add_expected(Vec key, const float* mean, const float* half_variance, int d, Vec sum) {
+    if constexpr (!Varies) return multiply_add(key, broadcast(mean[d]), sum);
+    return multiply_add(key, multiply_add(broadcast(half_variance[d]), key, broadcast(mean[d])),
+                        sum);
 }
 
+template <bool Varies>
 inline void half_expected(const std::byte* keys, int stride, const float* mean,
                           const float* half_variance, float* logits) {
     const auto* k = reinterpret_cast<const std::uint16_t*>(keys);
     for (int e = 0; e < kGroupEntries; e += kLanes) {
         Vec total = zero();
         for (int d = 0; d < stride; ++d)
-            total = add_expected(load_half(k + d * kGroupEntries + e), mean[d], half_variance[d],
-                                 total);
+            total = add_expected<Varies>(load_half(k + d * kGroupEntries + e), mean, half_variance,
+                                         d, total);
         store(logits + e, total);
     }
 }
 
+template <bool Varies>
 inline void int8_expected(const std::byte* keys, const std::uint16_t* scales, int stride,
                           const float* mean, const float* half_variance, float* logits) {
     for (int e = 0; e < kGroupEntries; e += kLanes) {
@@ -75,26 +80,50 @@ inline void int8_expected(const std::byte* keys, const std::uint16_t* scales, in
             const IntVec bytes = flip_high_bits(load_ints(keys + d * kGroupEntries + e * 4));
             const Vec scale = load_half(scales + d / kQuantBlock * kGroupEntries + e);
             for (int i = 0; i < 4; ++i)
-                total = add_expected(to_float(byte_of(bytes, quad_place(i))) * scale, mean[d + i],
-                                     half_variance[d + i], total);
+                total = add_expected<Varies>(to_float(byte_of(bytes, quad_place(i))) * scale, mean,
+                                             half_variance, d + i, total);
         }
         store(logits + e, total);
     }
 }
 
-void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
-                     const float* half_variance, float* logits) {
+template <bool Varies>
+void page_expected(const PageLayout& layout, const std::byte* page, const float* mean,
+                   const float* half_variance, float* logits) {
     const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
     for (int slot = 0; slot < layout.entries; slot += kGroupEntries) {
         const std::byte* keys =
             page + layout.k_offset + layout.value_bytes() * layout.k_index(slot, 0);
         if (layout.type == KvType::f16) {
-            half_expected(keys, layout.k_stride, mean, half_variance, logits + slot);
+            half_expected<Varies>(keys, layout.k_stride, mean, half_variance, logits + slot);
         } else {
-            int8_expected(keys, scales + PageLayout::scale_index(layout.k_blocks, slot, 0),
-                          layout.k_stride, mean, half_variance, logits + slot);
+            int8_expected<Varies>(keys, scales + PageLayout::scale_index(layout.k_blocks, slot, 0),
+                                  layout.k_stride, mean, half_variance, logits + slot);
         }
     }
+}
+
+void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
+                     const float* half_variance, float* logits) {
+    if (half_variance == nullptr) {
+        page_expected<false>(layout, page, mean, half_variance, logits);
+    } else {
+        page_expected<true>(layout, page, mean, half_variance, logits);
+    }
+}
+
+float log_sum(const float* logits, int n) {
+    float max = logits[0];
+    for (int i = 1; i < n; ++i) max = logits[i] > max ? logits[i] : max;
+    const Vec shift = broadcast(max);
+    Vec total = zero();
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) total = total + exponential(load(logits + i) - shift);
+    float rest[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane)
+        rest[lane] = i + lane < n ? logits[i + lane] : kMaskedLogit;
+    total = total + exponential(load(rest) - shift);
+    return max + __builtin_logf(sum(total));
 }
 
 void newer_cosines(const float* keys, int n, int dim, float* cosines) {

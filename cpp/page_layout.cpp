@@ -1,5 +1,7 @@
 #include "page_layout.hpp"
 
+#include "half.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -91,6 +93,42 @@ void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, 
     }
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
     layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
+}
+
+void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    const std::byte* values = page + layout.v_offset;
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
+    for (int d = 0; d < layout.v_dim; ++d) {
+        const std::size_t place = layout.v_index(slot, d);
+        if (layout.type == KvType::f16) {
+            out[d] = half_to_float(reinterpret_cast<const std::uint16_t*>(values)[place]);
+        } else {
+            const auto scale =
+                scales[PageLayout::scale_index(layout.v_blocks, slot, d / kQuantBlock)];
+            out[d] = static_cast<float>(reinterpret_cast<const std::int8_t*>(values)[place]) *
+                     half_to_float(scale);
+        }
+    }
+}
+
+void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    if (layout.type == KvType::f16) {
+        const auto* k = reinterpret_cast<const std::uint16_t*>(page + layout.k_offset) +
+                        layout.k_index(slot, 0);
+        for (int d = 0; d < layout.k_dim; ++d) out[d] = half_to_float(k[d * kGroupEntries]);
+        return;
+    }
+    const auto* k =
+        reinterpret_cast<const std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
+    float scale = 0.0f;
+    for (int d = 0; d < layout.k_dim; ++d) {
+        if (d % kQuantBlock == 0)
+            scale = half_to_float(
+                scales[PageLayout::scale_index(layout.k_blocks, slot, d / kQuantBlock)]);
+        const int byte = k[d / 4 * 4 * kGroupEntries + quad_place(d)] - 0x80;
+        out[d] = static_cast<float>(byte) * scale;
+    }
 }
 
 }  // namespace entropykv

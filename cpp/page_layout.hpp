@@ -82,4 +82,8 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries);
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
 
+// The K row of an entry, k_dim values, and its V row, v_dim values.
+void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);
+void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out);
+
 }  // namespace entropykv

@@ -50,8 +50,7 @@ void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<Rope
         if (rope.n_dims == 0) continue;
         const PageLayout& layout = store.layout(layer);
         float row[kMaxHeadDim];
-        store.over_entries(layer, [&](std::byte* page, int slot) {
-            const std::int32_t position = layout.positions(page)[slot];
+        store.over_entries(layer, [&](std::byte* page, int slot, std::int32_t position) {
             const std::int32_t difference = rope_position(position, n_sinks, new_shift) -
                                             rope_position(position, n_sinks, old_shift);
             if (difference == 0) return;

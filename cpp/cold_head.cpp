@@ -1,0 +1,290 @@
+#include "cold_head.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "importance.hpp"
+
+namespace entropykv {
+namespace {
+
+constexpr int kOfCluster = 4;  // entries of a page for every mean
+constexpr int kRounds = 4;     // of clustering
+
+// At least, or twice what there was: so that many small steps cost no more than few large ones.
+template <typename T>
+void make_room(std::vector<T>& values, std::size_t size) {
+    if (values.capacity() < size) values.reserve(std::max(size, 2 * values.capacity()));
+}
+
+}  // namespace
+
+ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
+    : page(hot),
+      summary(make_page_layout(KvType::q8_0, hot.k_dim, 1, kGroupEntries)),
+      n_means(hot.entries / kOfCluster),
+      codec(type, hot) {}
+
+ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages)
+    : layout_(&layout),
+      storage_(&storage),
+      most_pages_(most_pages),
+      open_rows_(layout.page.bytes),
+      packed_(storage.page_bytes()),
+      keys_(index(layout.page.entries * layout.page.k_dim)),
+      means_(index(layout.n_means * layout.page.k_dim)),
+      clusters_(index(layout.page.entries)) {}
+
+void ColdHead::prepare(int n_new) {
+    const std::size_t n_pages = index(n_new / per_page() + 2);
+    make_room(pages_, pages_.size() + n_pages);
+    make_room(records_, pages_.capacity() * index(per_page()));
+    make_room(free_pages_, pages_.capacity());
+    while (summaries_.size() * kGroupEntries < pages_.capacity() * index(layout_->n_means))
+        summaries_.emplace_back(layout_->summary.bytes);
+    make_room(spare_, pages_.capacity());
+    const std::size_t room = most_pages_ == 0 ? n_pages : most_pages_ - n_stored_;
+    while (spare_.size() < std::min(n_pages, room)) spare_.push_back(storage_->take());
+}
+
+// ------------------------------------------------------------------------------------------------
+// entries
+
+int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record, float decay,
+                  const KernelTable& kernels) noexcept {
+    dropped_page_ = kNone;
+    n_dropped_ = 0;
+    if (open_ == kNone || n_open_ == per_page()) {
+        if (open_ != kNone) {
+            if (most_pages_ != 0 && n_stored_ >= most_pages_)
+                drop_page(least_page(decay, record.frozen_at));
+            close_open(kernels);
+        }
+        open_next();
+    }
+    copy_entry(layout_->page, page, slot, open_rows_.data(), n_open_);
+    const int number = open_ * per_page() + n_open_++;
+    records_[index(number)] = record;
+    records_[index(number)].frozen_at = kActive;
+    ++page_of(number).n_records;
+    freeze(number, record.importance, record.frozen_at, record.due, record.detections);
+    return number;
+}
+
+void ColdHead::open_next() noexcept {
+    if (free_pages_.empty()) {
+        free_pages_.push_back(n_pages());
+        pages_.emplace_back();
+        records_.resize(pages_.size() * index(per_page()));
+    }
+    open_ = free_pages_.back();
+    free_pages_.pop_back();
+    n_open_ = 0;
+}
+
+void ColdHead::close_open(const KernelTable& kernels) noexcept {
+    summarise(open_, open_rows_.data(), kernels);
+    layout_->codec.pack(open_rows_.data(), packed_.data());
+    store(open_, packed_.data());
+}
+
+void ColdHead::store(int number, const std::byte* packed) noexcept {
+    Page& page = pages_[index(number)];
+    page.place = spare_.back();
+    spare_.pop_back();
+    page.stored = true;
+    ++n_stored_;
+    storage_->write(page.place, packed);
+}
+
+void ColdHead::freeze(int number, float importance, std::int32_t now, std::int32_t due,
+                      const Detections& detections) noexcept {
+    ColdRecord& record = records_[index(number)];
+    record.importance = importance;
+    record.frozen_at = now;
+    record.due = due;
+    record.detections = detections;
+    Page& page = page_of(number);
+    page.next_due = std::min(page.next_due, due);
+    ++page.n_frozen;
+    ++n_frozen_;
+}
+
+void ColdHead::restore(int number) noexcept {
+    records_[index(number)].frozen_at = kActive;
+    records_[index(number)].due = kNever;
+    --page_of(number).n_frozen;
+    --n_frozen_;
+}
+
+const std::byte* ColdHead::read(int page, const KernelTable& kernels, std::byte* buffer) noexcept {
+    if (page == open_) return open_rows_.data();
+    std::byte* packed = buffer + layout_->page.bytes;
+    const std::byte* stored = storage_->read(pages_[index(page)].place, packed);
+    if (stored == nullptr || layout_->codec.as_stored()) return stored;
+    layout_->codec.unpack(stored, kernels, buffer);
+    return buffer;
+}
+
+int ColdHead::count_due(std::int32_t now) const {
+    int due = 0;
+    for (std::size_t page = 0; page < pages_.size(); ++page) {
+        if (pages_[page].n_frozen == 0 || pages_[page].next_due > now) continue;
+        const std::size_t first = page * index(per_page());
+        for (std::size_t i = first; i < first + index(per_page()); ++i)
+            if (records_[i].frozen() && records_[i].due <= now) ++due;
+    }
+    return due;
+}
+
+// ------------------------------------------------------------------------------------------------
+// summaries
+
+// Gives every key the cluster whose mean is nearest, and the clusters their means; returns how many
+// keys changed. clusters_ holds what was before.
+int ColdHead::assign_clusters() noexcept {
+    const int n_clusters = layout_->n_means;
+    const int dim = layout_->page.k_dim;
+    int n_changed = 0;
+    for (int slot = 0; slot < per_page(); ++slot) {
+        const float* key = keys_.data() + slot * dim;
+        int nearest = 0;
+        float least = 0.0f;
+        for (int c = 0; c < n_clusters; ++c) {
+            const float* mean = means_.data() + c * dim;
+            float distance = 0.0f;
+            for (int d = 0; d < dim; ++d) distance += (key[d] - mean[d]) * (key[d] - mean[d]);
+            if (c > 0 && distance >= least) continue;
+            nearest = c;
+            least = distance;
+        }
+        if (clusters_[index(slot)] != nearest) ++n_changed;
+        clusters_[index(slot)] = nearest;
+    }
+    for (int c = 0; c < n_clusters; ++c) {
+        const auto size = static_cast<float>(std::count(clusters_.begin(), clusters_.end(), c));
+        float* mean = means_.data() + c * dim;
+        if (size > 0.0f) std::fill(mean, mean + dim, 0.0f);
+        for (int slot = 0; slot < per_page(); ++slot)
+            for (int d = 0; clusters_[index(slot)] == c && d < dim; ++d)
+                mean[d] += keys_[index(slot * dim + d)] / size;
+    }
+    return n_changed;
+}
+
+void ColdHead::summarise(int page, const std::byte* rows, const KernelTable& kernels) noexcept {
+    const int dim = layout_->page.k_dim;
+    for (int slot = 0; slot < per_page(); ++slot)
+        load_k(layout_->page, rows, slot, keys_.data() + slot * dim);
+    for (int c = 0; c < layout_->n_means; ++c)
+        std::copy_n(keys_.begin() + c * kOfCluster * dim, dim, means_.begin() + c * dim);
+    std::fill(clusters_.begin(), clusters_.end(), kNone);
+    for (int round = 0; round < kRounds && assign_clusters() > 0;) ++round;
+    for (int c = 0; c < layout_->n_means; ++c) {
+        const int mean = page * layout_->n_means + c;
+        const int slot = mean % kGroupEntries;
+        const auto size = std::count(clusters_.begin(), clusters_.end(), c);
+        kernels.store_k(layout_->summary, summary_of(mean), slot, means_.data() + c * dim);
+        layout_->summary.importance(summary_of(mean))[slot] =
+            size > 0 ? std::log(static_cast<float>(size)) : kMaskedLogit;
+    }
+}
+
+void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
+                        float* out) const noexcept {
+    float logits[kGroupEntries];
+    std::fill_n(out, n_pages(), kMaskedLogit);
+    const int n = n_pages() * layout_->n_means;
+    for (int first = 0; first < n; first += kGroupEntries) {
+        const std::byte* summary = summaries_[index(first / kGroupEntries)].data();
+        const float* sizes = layout_->summary.importance(summary);
+        for (int r = 0; r < queries.n; ++r) {
+            kernels.expected_logits(layout_->summary, summary, queries.row(r), nullptr, logits);
+            for (int i = 0; i < std::min(kGroupEntries, n - first); ++i) {
+                float& of_page = out[(first + i) / layout_->n_means];
+                of_page = std::max(of_page,
+                                   soft_capped(logits[i], queries.softcap) + sizes[i] - masses[r]);
+            }
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// what goes
+
+int ColdHead::least_page(float decay, std::int32_t now) const noexcept {
+    int least = kNone;
+    float least_worth = 0.0f;
+    for (int page = 0; page < n_pages(); ++page) {
+        if (!pages_[index(page)].stored) continue;
+        float worth = 0.0f;
+        for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
+            const ColdRecord& r = record(i);
+            if (r.frozen()) worth += r.importance * decay_factor(decay, now - r.frozen_at);
+        }
+        if (least == kNone || worth < least_worth) {
+            least = page;
+            least_worth = worth;
+        }
+    }
+    return least;
+}
+
+void ColdHead::drop_page(int page) noexcept {
+    dropped_page_ = page;
+    n_dropped_ = pages_[index(page)].n_frozen;
+    for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
+        if (record(i).frozen()) restore(i);
+        records_[index(i)] = ColdRecord{};
+    }
+    spare_.push_back(pages_[index(page)].place);
+    pages_[index(page)] = Page{};
+    --n_stored_;
+    free_pages_.push_back(page);
+}
+
+void ColdHead::truncate(std::int32_t position) {
+    const std::int32_t now = position - 1;
+    for (int page = 0; page < n_pages(); ++page) {
+        Page& of = pages_[index(page)];
+        of.next_due = kNever;
+        for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
+            ColdRecord& r = records_[index(i)];
+            if (r.position >= position) {
+                if (r.frozen()) restore(i);
+                r = ColdRecord{};
+                --of.n_records;
+            } else if (r.frozen() && r.frozen_at > now) {
+                if (r.due != kNever) r.due = now + (r.due - r.frozen_at);
+                r.frozen_at = now;
+            }
+            if (r.frozen()) of.next_due = std::min(of.next_due, r.due);
+        }
+        if (of.n_records == 0) free_page(page);
+    }
+}
+
+// A page without records, if it is not free already.
+void ColdHead::free_page(int page) {
+    Page& of = pages_[index(page)];
+    if (page == open_) {
+        n_open_ = 0;
+    } else if (of.stored) {
+        storage_->release(of.place);
+        of = Page{};
+        --n_stored_;
+        free_pages_.push_back(page);
+    }
+}
+
+void ColdHead::clear_detections() {
+    for (ColdRecord& r : records_) r.detections = Detections{};
+}
+
+std::size_t ColdHead::index_bytes() const {
+    return records_.capacity() * sizeof(ColdRecord) + pages_.capacity() * sizeof(Page) +
+           summaries_.size() * layout_->summary.bytes + open_rows_.size() + packed_.size();
+}
+
+}  // namespace entropykv

@@ -1,0 +1,195 @@
+// The frozen entries of one KV head. An entry that is frozen gets a record, and its K and V are
+// written once: where it is restored, the record stays, so that freezing it again moves nothing.
+// Records lie in pages; the last one is open, and is written to storage when it is full. Every full
+// page has a summary: the means of clusters of its keys, one for four entries. (Bounds of q.k, as
+// in Quest, Tang et al. 2024, arXiv:2406.10774, find half as much of what queries look for.)
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "aligned_bytes.hpp"
+#include "cold_codec.hpp"
+#include "cold_storage.hpp"
+#include "freezing.hpp"
+#include "kernels.hpp"
+
+namespace entropykv {
+
+constexpr std::int32_t kActive = -1;  // frozen_at of an entry that is restored
+constexpr std::int32_t kDead = -1;    // position of a record that is free
+constexpr std::int32_t kNever = INT32_MAX;
+
+struct ColdRecord {
+    std::int32_t position = kDead;
+    float importance = 0.0f;           // when it was frozen
+    std::int32_t frozen_at = kActive;  // newest position then
+    std::int32_t due = kNever;         // newest position after which it is restored
+    Detections detections{};
+
+    bool frozen() const { return frozen_at != kActive; }
+};
+
+// What all heads of a layer share.
+struct ColdLayout {
+    ColdLayout(ColdType type, const PageLayout& page);
+    PageLayout page;
+    PageLayout summary;  // means of clusters, as keys; their importance: log of the size
+    int n_means;         // of a page
+    ColdCodec codec;
+};
+
+// Queries of a micro-batch, all of one KV head, scaled; rows are padded to the stride of its keys.
+struct QueryRows {
+    const float* data;
+    int n;
+    int stride;
+    float softcap;
+    const float* row(int r) const {
+        return data + static_cast<std::size_t>(r) * static_cast<std::size_t>(stride);
+    }
+};
+
+inline float soft_capped(float logit, float cap) {
+    return cap > 0.0f ? cap * std::tanh(logit / cap) : logit;
+}
+
+class ColdHead {
+public:
+    static constexpr int kNone = -1;
+
+    // most_pages: of storage; 0: no limit.
+    ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages);
+
+    // Before add() is called up to n_new times: nothing of it allocates. Throws what
+    // ColdStorage::take() throws, and nothing has changed.
+    void prepare(int n_new);
+
+    // Takes in an entry that has no record, frozen; returns the record. Where the limit is reached,
+    // the page that is worth least is dropped first: see dropped().
+    int add(const std::byte* page, int slot, const ColdRecord& record, float decay,
+            const KernelTable& kernels) noexcept;
+    void freeze(int record, float importance, std::int32_t now, std::int32_t due,
+                const Detections& detections) noexcept;
+    void restore(int record) noexcept;
+
+    // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and as many
+    // again); null where storage failed.
+    const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
+
+    // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
+    // query's mass, over its clusters and the queries. Of the open page: anything. masses, logits:
+    // of the queries, and room for kGroupEntries; out[n_pages()].
+    void estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
+                  float* out) const noexcept;
+
+    // Calls change(page, slot, position) for every entry that has a record, and writes it back.
+    // buffer: as read()'s, and layout.page.bytes more.
+    template <typename Change>
+    void rewrite(const KernelTable& kernels, std::byte* buffer, Change change);
+
+    // All of it as bytes, for session files: see cold_state.cpp.
+    std::size_t state_bytes() const;
+    bool save(std::byte* state) const;  // false where storage failed
+    // What is wrong with a state, or nothing; seen: by position, what the head holds, and then
+    // what is frozen, too.
+    std::string state_problem(const std::byte* state, std::size_t size,
+                              std::vector<bool>& seen) const;
+    // Whether a record of a state without problems is that of an active entry at the position.
+    static bool is_home(const std::byte* state, int record, int per_page, std::int32_t position);
+    // Room for load(), and for n_new calls of add() after it.
+    void begin_load(const std::byte* state, int n_new);
+    void load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
+
+    // Forgets records at positions >= position; timers end as if time had gone back to it.
+    void truncate(std::int32_t position);
+    void clear_detections();
+
+    int n_frozen() const { return n_frozen_; }
+    int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
+    int n_pages() const { return static_cast<int>(pages_.size()); }
+    int open_page() const { return open_; }
+    int n_records() const { return static_cast<int>(records_.size()); }
+    const ColdRecord& record(int i) const { return records_[index(i)]; }
+    int per_page() const { return layout_->page.entries; }
+    // Records of the page that is dropped by the last add(); none: empty.
+    int dropped_page() const { return dropped_page_; }
+    int n_dropped() const { return n_dropped_; }
+    // Frozen entries that are due at `now`.
+    int count_due(std::int32_t now) const;
+    std::size_t stored_pages() const { return n_stored_; }
+    std::size_t index_bytes() const;
+
+private:
+    struct Page {
+        std::uint32_t place = 0;  // in storage, once full
+        int n_records = 0;        // those that are alive
+        int n_frozen = 0;
+        std::int32_t next_due = kNever;
+        bool stored = false;
+    };
+
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    Page& page_of(int record) { return pages_[index(record / per_page())]; }
+    void open_next() noexcept;
+    void close_open(const KernelTable& kernels) noexcept;
+    void store(int page, const std::byte* packed) noexcept;
+    void count_records(int page);
+    void summarise(int page, const std::byte* rows, const KernelTable& kernels) noexcept;
+    int assign_clusters() noexcept;
+    std::byte* summary_of(int mean) {
+        return summaries_[index(mean / layout_->summary.entries)].data();
+    }
+    int least_page(float decay, std::int32_t now) const noexcept;
+    void drop_page(int page) noexcept;
+    void free_page(int page);
+
+    const ColdLayout* layout_;
+    ColdStorage* storage_;
+    std::size_t most_pages_;
+    std::vector<ColdRecord> records_;
+    std::vector<Page> pages_;
+    std::vector<int> free_pages_;       // page numbers to use again
+    std::vector<std::uint32_t> spare_;  // taken from storage, not in use
+    AlignedBytes open_rows_;            // of the open page
+    AlignedBytes packed_;               // it, as storage takes it
+    std::vector<AlignedBytes> summaries_;
+    std::vector<float> keys_;  // [entry][k_dim] of the page that is summarised
+    std::vector<float> means_;
+    std::vector<int> clusters_;  // of its entries
+    int open_ = kNone;
+    int n_open_ = 0;  // entries of the open page
+    int n_frozen_ = 0;
+    int dropped_page_ = kNone;
+    int n_dropped_ = 0;
+    std::size_t n_stored_ = 0;
+};
+
+template <typename Change>
+void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change change) {
+    for (int page = 0; page < n_pages(); ++page) {
+        const bool open = page == open_;
+        if (!open && !pages_[index(page)].stored) continue;
+        std::byte* rows = open_rows_.data();
+        if (!open) {
+            const std::byte* stored = read(page, kernels, buffer);
+            if (stored == nullptr) continue;
+            rows = buffer + layout_->page.bytes + storage_->page_bytes();
+            std::memcpy(rows, stored, layout_->page.bytes);
+        }
+        for (int slot = 0; slot < (open ? n_open_ : per_page()); ++slot) {
+            const ColdRecord& r = record(page * per_page() + slot);
+            if (r.position != kDead) change(rows, slot, r.position);
+        }
+        if (open) continue;
+        summarise(page, rows, kernels);
+        layout_->codec.pack(rows, packed_.data());
+        storage_->write(pages_[index(page)].place, packed_.data());
+    }
+}
+
+}  // namespace entropykv
