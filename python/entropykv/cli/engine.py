@@ -8,7 +8,7 @@ from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.options import add_store_options, integer
 from entropykv.cli.saved import say
 from entropykv.errors import SettingsError
-from entropykv.freezing import freezing_of
+from entropykv.freeze_options import freezing_of
 from entropykv.generate import Sampling
 from entropykv.session import Session
 

@@ -23,7 +23,7 @@ from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
 from entropykv.evaluation.request import Request
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
-from entropykv.freezing import freezing_of
+from entropykv.freeze_options import freezing_of
 from entropykv.policy import AUTO
 from entropykv.profile_search import load_profile, profile_beside
 from entropykv.text_file import read_text

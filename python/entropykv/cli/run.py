@@ -25,7 +25,7 @@ from entropykv.cli.saved import (
 )
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
-from entropykv.freezing import freezing_of
+from entropykv.freeze_options import freezing_of
 from entropykv.plots import check_plot, draw_trajectory
 from entropykv.session import Session
 from entropykv.session_file import SavedContents, check_target

@@ -14,7 +14,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError
-from entropykv.freezing import freezing_of
+from entropykv.freeze_options import freezing_of
 from entropykv.llama import EntropyLlama
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
