@@ -48,7 +48,7 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
             f"{stats.entries_recalled} of them by recall; {stats.cold_seconds:.3f} s",
         ),
     ]
-    climbs = ", ".join(f"{rung} {count} times" for rung, count in stats.climbs.items())
+    climbs = ", ".join(f"{rung} {count}x" for rung, count in stats.climbs.items())
     return [*rows, ("recovery", climbs)] if climbs else rows
 
 
