@@ -16,6 +16,7 @@ from entropykv.errors import (  # noqa: E402
     CalibrationError,
     ContextError,
     EntropyKVError,
+    FreezeError,
     ModelFileError,
     ProfileError,
     SessionFileError,
@@ -23,6 +24,7 @@ from entropykv.errors import (  # noqa: E402
     UnsupportedModelError,
     VersionError,
 )
+from entropykv.freezing import Freezing  # noqa: E402
 from entropykv.llama import EntropyLlama, attach, detach  # noqa: E402
 from entropykv.llama_arguments import EvictionEvent  # noqa: E402
 from entropykv.profile import EntropyProfile  # noqa: E402
@@ -40,6 +42,8 @@ __all__ = [
     "EntropyLlama",
     "EntropyProfile",
     "EvictionEvent",
+    "FreezeError",
+    "Freezing",
     "ModelFileError",
     "ProfileError",
     "Session",

@@ -27,6 +27,12 @@ _BYTES = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMG]?i?B)", re.IGNORECASE | re.AS
 _HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such as 64MiB"
 
 
+def parse_bytes(text: str) -> int | None:
+    """Read a size with its unit, such as `64MiB`, in bytes; None for anything else."""
+    match = _BYTES.fullmatch(text.strip())
+    return int(float(match[1]) * _UNITS[match[2].upper()]) if match else None
+
+
 @dataclass(frozen=True)
 class Budget:
     """How much the KV cache may hold: a fraction of n_ctx, tokens per KV head, or bytes."""
@@ -39,14 +45,12 @@ class Budget:
         """Read `0.2`, `512` or `"64MiB"`; BudgetError for anything impossible."""
         if isinstance(value, Budget):
             return value
-        if isinstance(value, str):
-            match = _BYTES.fullmatch(value.strip())
-            if match:
-                n_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
-                if n_bytes < 1:
-                    raise BudgetError(f"a KV budget of {value} holds nothing; {_HOW}")
-                return cls("bytes", n_bytes)
-        return cls._from_number(value)
+        n_bytes = parse_bytes(value) if isinstance(value, str) else None
+        if n_bytes is None:
+            return cls._from_number(value)
+        if n_bytes < 1:
+            raise BudgetError(f"a KV budget of {value} holds nothing; {_HOW}")
+        return cls("bytes", n_bytes)
 
     @classmethod
     def _from_number(cls, value: str | float) -> Budget:
@@ -83,8 +87,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _one_of("kv_type", self.kv_type, KV_CHOICES)
-        _one_of("store", self.store, STORES)
+        one_of("kv_type", self.kv_type, KV_CHOICES)
+        one_of("store", self.store, STORES)
         at_least("n_ctx", self.n_ctx, 0)
         at_least("n_ubatch", self.n_ubatch, 1)
         at_least("n_threads", self.n_threads, 0)
@@ -110,7 +114,8 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise SettingsError unless `value` is one of those allowed."""
     if value not in allowed:
         raise SettingsError(f"{name} cannot be {value!r}; use one of {', '.join(allowed)}")
 

@@ -31,6 +31,10 @@ class SessionFileError(EntropyKVError, ValueError):
     """A saved session that is missing, damaged, or of another model or other settings."""
 
 
+class FreezeError(EntropyKVError):
+    """Cold storage that cannot be made, or whose file is not any more as it was written."""
+
+
 class ContextError(EntropyKVError, ValueError):
     """An empty prompt, a prompt longer than the context, or a position out of range."""
 

@@ -15,6 +15,7 @@ from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.config import Budget, Settings
 from entropykv.errors import EntropyKVError, SettingsError, UnsupportedModelError
 from entropykv.fingerprint import check_model
+from entropykv.freezing import Freezing
 from entropykv.model import Model
 from entropykv.online import LEAST_TOKENS, online_budgets
 from entropykv.policy import Policy
@@ -49,6 +50,8 @@ class HeadwiseStore(Store):
         budget: Budget,
         policy: Policy,
         profile: EntropyProfile | None,
+        *,
+        freezing: Freezing | None = None,
     ) -> None:
         """Probe the model's graph and take over its attention.
 
@@ -58,6 +61,7 @@ class HeadwiseStore(Store):
         self._settings = settings
         self._policy = policy
         self._profile = profile
+        self._freezing = freezing
         self._n_ctx = n_ctx
         if settings.n_gpu_layers:
             raise UnsupportedModelError(

@@ -15,6 +15,7 @@ from llama_cpp.llama import LlamaState
 
 from entropykv.config import Budget
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
+from entropykv.freezing import Freezing
 from entropykv.llama_arguments import (
     BudgetArguments,
     EvictionEvent,
@@ -37,10 +38,10 @@ class EntropyLlama(ReadingLlama):
 
     Takes every argument of llama_cpp.Llama; n_ctx is how long a sequence may get (0: what the model
     was trained for), the memory is the budget's. `kv_budget`, `policy`, `entropy_config`,
-    `kv_type`, `store`, `n_sinks` and `recent_window` are those of entropykv.Session. `on_evict` is
-    called with an EvictionEvent after a decode call that evicted something; what it raises comes
-    out of that call, and the model goes on from where it is. flash_attn counts only for the flat
-    store with kv_type f16: elsewhere attention is ours, or must be flash attention.
+    `kv_type`, `store`, `n_sinks`, `recent_window` and `freeze` are those of entropykv.Session.
+    `on_evict` is called with an EvictionEvent after a decode call that evicted something; what it
+    raises comes out of that call, and the model goes on from where it is. flash_attn counts only
+    for the flat store with kv_type f16: elsewhere attention is ours, or must be flash attention.
 
     A prompt that begins with the text of what was read is not read again, whatever the tokens that
     it is spelled with. One that departs from it is read again from the start where entries were
@@ -48,7 +49,8 @@ class EntropyLlama(ReadingLlama):
 
     As llama_cpp.Llama, not thread-safe: one call at a time.
 
-    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
+    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
+    FreezeError.
     """
 
     def __init__(
@@ -62,13 +64,22 @@ class EntropyLlama(ReadingLlama):
         store: str = "auto",
         n_sinks: int = 4,
         recent_window: int | None = None,
+        freeze: Freezing | str | None = None,
         on_evict: Callable[[EvictionEvent], object] | None = None,
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the budget's replaces."""
         self._stack = contextlib.ExitStack()  # close() works even where what follows raises
         budget = BudgetArguments(
-            kv_budget, policy, entropy_config, kv_type, store, n_sinks, recent_window, on_evict
+            kv_budget,
+            policy,
+            entropy_config,
+            kv_type,
+            store,
+            n_sinks,
+            recent_window,
+            freeze,
+            on_evict,
         ).with_types(llama)
         arguments = llama_arguments(llama, budget)
         geometry = read_geometry(model_path)
@@ -196,6 +207,7 @@ def attach(
     store: str = "auto",
     n_sinks: int = 4,
     recent_window: int | None = None,
+    freeze: Freezing | str | None = None,
     on_evict: Callable[[EvictionEvent], object] | None = None,
 ) -> EntropyLlama:
     """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
@@ -205,7 +217,7 @@ def attach(
     error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
     """
     budget = BudgetArguments(
-        kv_budget, policy, entropy_config, kv_type, store, n_sinks, recent_window, on_evict
+        kv_budget, policy, entropy_config, kv_type, store, n_sinks, recent_window, freeze, on_evict
     )
     _check_stock(llm)
     check_kind(

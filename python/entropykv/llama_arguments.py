@@ -13,6 +13,7 @@ from llama_cpp import llama_chat_format
 
 from entropykv.config import Budget, Settings, at_least
 from entropykv.errors import SettingsError
+from entropykv.freezing import Freezing, check_freezing
 from entropykv.policy import AUTO
 from entropykv.profile import EntropyProfile
 from entropykv.store import GGML_TYPES
@@ -48,6 +49,7 @@ class BudgetArguments:
     store: str = "auto"
     n_sinks: int = 4
     recent_window: int | None = None
+    freeze: Freezing | str | None = None
     on_evict: Callable[[EvictionEvent], object] | None = None
 
     def with_types(self, arguments: Mapping[str, Any]) -> BudgetArguments:
@@ -82,6 +84,7 @@ def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[s
         n_sinks=budget.n_sinks,
         recent_window=budget.recent_window,
     )
+    check_freezing(Freezing.parse(budget.freeze), budget.store, budget.kv_type)
     check_kind(
         embedding=arguments["embedding"],
         vocab_only=arguments["vocab_only"],

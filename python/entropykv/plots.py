@@ -1,4 +1,4 @@
-"""Pictures: of an entropy profile, and of what bench and eval measured."""
+"""Pictures: of an entropy profile, of what bench and eval measured, and of a run that freezes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from entropykv.evaluation.rows import EvalRow
 from entropykv.profile import EntropyProfile
 from entropykv.profile_file import HEAD_TYPE_LIMITS, HEAD_TYPES
 from entropykv.profile_table import budget_tables
+from entropykv.trajectory import Trajectory
 
 SUFFIXES = (".png", ".svg")
 _LETTERS = "sfmxd"
@@ -89,6 +90,31 @@ def draw_eval(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
     axes.set_ylim(bottom=0)
     if lines:
         axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
+    """Write a picture of what a KV head holds on average as the text grows, as the freeze document.
+
+    Climbs of the recovery ladder are marked. SettingsError as draw().
+    """
+    check_plot(path)
+    figure = _figure(9, 5)
+    axes = figure.add_subplot()
+    rows = np.array(list(trajectory.means()), np.float64).reshape(-1, 3)
+    positions, hot, frozen = rows.T
+    axes.plot(positions, positions, "--", color="tab:orange", label="full cache")
+    axes.plot(positions, hot, color="tab:blue", label="in attention")
+    axes.plot(positions, frozen, color="tab:cyan", linewidth=0.8, label="frozen")
+    for i, rung in enumerate(dict.fromkeys(rung for _, rung in trajectory.climbs)):
+        at = [position for position, climbed in trajectory.climbs if climbed == rung]
+        height = np.interp(at, positions, hot) if len(positions) else np.zeros(len(at))
+        axes.plot(at, height, "v^sDxo"[i % 6], color="tab:red", label=f"recovery: {rung}")
+    axes.set_title("entries of a KV head on average")
+    axes.set_xlabel("tokens read and generated")
+    axes.set_ylabel("entries")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
     _save(figure, path)
 
 

@@ -64,6 +64,8 @@ class Policy:
     flat: bool = False
     """The flat store can follow it: it needs no choice of its own per head."""
     rule: BudgetRule = BudgetRule.EQUAL
+    schedule: bool = False
+    """Entries below a threshold are frozen for a while, whatever the budget: see freezing.py."""
 
 
 _BY_AGE = Importance("streaming", ())
@@ -118,6 +120,13 @@ POLICIES = {
             _BY_ATTENTION,
             rule=BudgetRule.LAYER_RANGE,
         ),
+        Policy(
+            "freeze",
+            "the freeze document: what gets less |q.k| than a threshold is frozen, each time for "
+            "longer, and comes back by itself",
+            Importance("products", ("window",)),
+            schedule=True,
+        ),
     )
 }
 
@@ -160,6 +169,12 @@ def takes_profile(name: str) -> bool:
     return base == AUTO or (base in POLICIES and POLICIES[base].rule.by_profile)
 
 
+def schedules(name: str) -> bool:
+    """Whether a policy of that name freezes and restores by the schedule of the freeze document."""
+    base = name.partition(":")[0]
+    return base in POLICIES and POLICIES[base].schedule
+
+
 def _chosen(profile: EntropyProfile | None, store: str) -> str:
     if store == "flat":
         return "recency"
@@ -188,4 +203,9 @@ def _parsed(text: str) -> Policy:
         )
     if importance == policy.importance:
         return policy
+    if policy.schedule:
+        raise SettingsError(
+            f"policy {name} compares |q.k| of the last micro-batch with a threshold and takes no "
+            f"other measure; use --policy {name}"
+        )
     return replace(policy, name=f"{name}:{importance}", importance=importance)

@@ -24,6 +24,7 @@ from entropykv.errors import (
 )
 from entropykv.fingerprint import other_file
 from entropykv.flat import FlatStore
+from entropykv.freezing import Freezing, check_freezing
 from entropykv.generate import Sampling, generate
 from entropykv.headwise import HeadwiseStore
 from entropykv.model import Model
@@ -42,11 +43,7 @@ from entropykv.session_file import (
 from entropykv.session_state import ReadSoFar, load_state, saved_settings, write_state
 from entropykv.stats import SessionStats, peak_rss_bytes
 from entropykv.store import Store, decode_inside
-
-_STORES: dict[str, type[HeadwiseStore] | type[FlatStore]] = {
-    "headwise": HeadwiseStore,
-    "flat": FlatStore,
-}
+from entropykv.trajectory import Trajectory
 
 
 class Session:
@@ -60,9 +57,12 @@ class Session:
     `entropy_config`: an EntropyProfile or the path of one; None: that beside the model file or in
     this package (see profile_search.py), where the policy takes one. `store`: headwise, flat, or
     auto: headwise where it can serve the model (`fallback` says why it cannot). `recent_window`:
-    newest entries that every KV head keeps; None: half of the mean budget.
+    newest entries that every KV head keeps; None: half of the mean budget. `freeze`: keep what is
+    evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings of its own; None: no,
+    unless policy is freeze.
 
-    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError.
+    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
+    FreezeError.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Session:
         n_gpu_layers: int = 0,
         n_sinks: int = 4,
         recent_window: int | None = None,
+        freeze: Freezing | str | None = None,
         verbose: bool = False,
     ) -> None:
         """Load the model and make its store; everything is checked before the weights are read."""
@@ -98,7 +99,9 @@ class Session:
         )
         self._budget = Budget.parse(kv_budget)
         profile = load_profile(entropy_config)
-        policy_named(policy, profile, store)
+        schedule = policy_named(policy, profile, store).schedule
+        self.freezing = Freezing.parse(freeze) or (Freezing() if schedule else None)
+        check_freezing(self.freezing, store, kv_type)
         self._model = (
             model
             if isinstance(model, Model)
@@ -113,11 +116,15 @@ class Session:
             self.settings = replace(
                 self.settings, kv_type=kv_type_for(kv_type, self._budget, geometry, self.n_ctx)
             )
+            if self.freezing:
+                cold = self.freezing.type_for(self.settings.kv_type)
+                self.freezing = replace(self.freezing, kv_type=cold)
             check_sinks(n_sinks, self.n_ctx, trained)
             self._store, self.policy = self._make_store(policy)
         except BaseException:
             self._model.close()
             raise
+        self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
         self._batch = MicroBatch(self._n_ubatch, self._model.n_vocab)
         self._closed = False
         self._broken = False
@@ -136,12 +143,17 @@ class Session:
         try:
             return self._store_named("headwise", policy)
         except UnsupportedModelError as error:
+            if self.freezing:
+                raise UnsupportedModelError(
+                    f"{error}; the flat store cannot freeze: use it without --freeze (freeze=) and "
+                    "without policy freeze"
+                ) from error
             self.fallback = str(error)
             return self._store_named("flat", policy)
 
     def _store_named(self, store: str, name: str) -> tuple[Store, Policy]:
         policy = policy_named(name, self.profile, store)
-        made = _STORES[store](
+        arguments = (
             self._model,
             self.settings,
             self.n_ctx,
@@ -150,7 +162,9 @@ class Session:
             policy,
             self.profile,
         )
-        return made, policy
+        if store == "flat":
+            return FlatStore(*arguments), policy
+        return HeadwiseStore(*arguments, freezing=self.freezing), policy
 
     def __enter__(self) -> Session:
         """Use the session as a context manager: it closes at the end."""
@@ -285,6 +299,10 @@ class Session:
         self._tokens.extend(tokens)
         self._logits = None if logits is None else logits[-1].copy()
         self._note_evictions(evicted)
+        if self.trajectory:
+            counters = self._store.counters()
+            frozen = counters.get("frozen_entries", 0)
+            self.trajectory.record(self._position, counters["entries_kept"], frozen)
         self._broken = False
         return logits
 
@@ -383,6 +401,8 @@ class Session:
             self._store.truncate(position)
             del self._tokens[position - self._position :]
             self._position, self._logits = position, None
+            if self.trajectory:
+                self.trajectory.truncate(position)
             self._reusable_from = min(self._reusable_from, position)
 
     def reset(self) -> None:
@@ -422,7 +442,13 @@ class Session:
 
     def _saved_settings(self) -> SavedSettings:
         return saved_settings(
-            self._model, self.settings, self._store, self.policy, self.n_ctx, self._budget
+            self._model,
+            self.settings,
+            self._store,
+            self.policy,
+            self.n_ctx,
+            self._budget,
+            self.freezing,
         )
 
     def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
@@ -449,6 +475,15 @@ class Session:
         self._prompt_seconds = 0.0
         self._generated_tokens = 0
         self._decode_seconds = 0.0
+        self._climbs: dict[str, int] = {}
+        if self.trajectory:
+            self.trajectory.clear()
+
+    def count_climb(self, rung: str) -> None:
+        """Add that a rung of the recovery ladder was climbed here."""
+        self._climbs[rung] = self._climbs.get(rung, 0) + 1
+        if self.trajectory:
+            self.trajectory.mark(self._position, rung)
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as generated."""
@@ -476,5 +511,7 @@ class Session:
             kv_bytes_full=self._position * store.bytes_full_per_token,
             entries_full=self._position * store.n_kv_heads,
             peak_rss_bytes=peak_rss_bytes(),
+            freeze=self.freezing.where if self.freezing else None,
+            climbs=dict(self._climbs),
             **store.counters(),
         )

@@ -33,7 +33,7 @@ from entropykv.errors import SessionFileError
 from entropykv.new_file import new_file
 
 MAGIC = b"EKVSESS\0"
-VERSION = 1
+VERSION = 2
 """Another one wherever anything in the file changes: sections, header, or the layout of a page."""
 
 _PREFIX = struct.Struct("<8sII")
@@ -60,6 +60,8 @@ class SavedSettings:
     kv_budget: str
     n_sinks: int
     recent_window: int | None
+    freeze: str | None
+    """The type of frozen entries; None: nothing is frozen."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,26 @@ def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> No
                 f"{where}: was saved with {field} {value}, but this session has {own}; use "
                 f"{option} {value} ({field}={value!r})"
             )
+    if theirs.freeze != ours.freeze:
+        raise SessionFileError(f"{where}: {_other_freezing(theirs.freeze, ours.freeze)}")
     if theirs.store == "flat" and theirs.llama_cpp_python != ours.llama_cpp_python:
         raise SessionFileError(
             f"{where}: was saved with llama-cpp-python {theirs.llama_cpp_python}, whose flat "
             f"sessions {ours.llama_cpp_python} may not understand; {AGAIN}"
         )
+
+
+def _other_freezing(theirs: str | None, ours: str | None) -> str:
+    if theirs is None:
+        return (
+            "was saved without frozen entries, but this session freezes; leave --freeze (freeze=) "
+            "out"
+        )
+    own = "does not freeze" if ours is None else f"freezes as {ours}"
+    return (
+        f"was saved with frozen entries of type {theirs}, but this session {own}; use --freeze ram "
+        f"--freeze-type {theirs} (freeze=Freezing(kv_type={theirs!r})), or disk:DIR"
+    )
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -300,17 +317,18 @@ class SessionReader:
 
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
+_MAY_BE_NONE = {"chat", "freeze", "recent_window"}
 _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 
 def _is_possible(name: str, value: object) -> bool:
     """Whether a value of the header is of the kind that its field has."""
-    if name in _TEXTS:
+    if value is None:
+        return name in _MAY_BE_NONE
+    if name in _TEXTS or name == "freeze":
         return isinstance(value, str)
     if name == "fingerprint":
         return isinstance(value, dict)
-    if value is None:
-        return name in {"chat", "recent_window"}
     if name == "chat":
         return isinstance(value, bool)
     rows = value if name == "entries" else [value if name == "sections" else [value]]

@@ -14,6 +14,7 @@ from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv._version import VERSION
 from entropykv.config import Budget, Settings
 from entropykv.errors import SessionFileError
+from entropykv.freezing import Freezing
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.session_file import (
@@ -40,7 +41,13 @@ class ReadSoFar:
 
 
 def saved_settings(
-    model: Model, settings: Settings, store: Store, policy: Policy, n_ctx: int, budget: Budget
+    model: Model,
+    settings: Settings,
+    store: Store,
+    policy: Policy,
+    n_ctx: int,
+    budget: Budget,
+    freezing: Freezing | None,
 ) -> SavedSettings:
     """Gather what a session was made with."""
     return SavedSettings(
@@ -55,6 +62,7 @@ def saved_settings(
         kv_budget=str(budget),
         n_sinks=settings.n_sinks,
         recent_window=settings.recent_window,
+        freeze=None if freezing is None else freezing.kv_type,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -42,6 +42,24 @@ class SessionStats:
     rebases: int
     """How often stored keys were rotated to positions that the model was trained for."""
     peak_rss_bytes: int
+    freeze: str | None = None
+    """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
+    frozen_entries: int = 0
+    """Entries of all KV heads in cold storage now."""
+    frozen_bytes: int = 0
+    """Bytes of theirs, in memory or on disk; those of kv_bytes_* are hot entries only."""
+    frozen_bytes_peak: int = 0
+    """Most bytes that were in cold storage."""
+    entries_frozen: int = 0
+    """How often an entry went into cold storage, of all KV heads."""
+    entries_restored: int = 0
+    """How often one came back."""
+    entries_recalled: int = 0
+    """How often of these because queries looked for it."""
+    cold_seconds: float = 0.0
+    """Time spent freezing, restoring, and looking through cold storage."""
+    climbs: dict[str, int] = field(default_factory=dict)
+    """How often each rung of the recovery ladder was climbed, by its name."""
 
     @property
     def prompt_speed(self) -> float:

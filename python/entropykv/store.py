@@ -85,7 +85,7 @@ class Store(Protocol):
         """Entries evicted so far, of all KV heads."""
 
     def counters(self) -> dict[str, Any]:
-        """The store's part of SessionStats."""
+        """The store's part of SessionStats; of frozen entries only where it has any."""
 
     def state(self) -> StoreState:
         """Everything that decoding depends on; valid until the next change."""

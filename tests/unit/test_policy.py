@@ -15,7 +15,7 @@ from entropykv import _core
 from entropykv.curves import LossCurves
 from entropykv.errors import SettingsError
 from entropykv.importance import MEASURES, MODIFIERS, Importance
-from entropykv.policy import POLICIES, Policy, policy_help, policy_named, takes_profile
+from entropykv.policy import POLICIES, Policy, policy_help, policy_named, schedules, takes_profile
 from entropykv.profile import EntropyProfile
 from tests import reference
 
@@ -33,6 +33,7 @@ def named(text: str) -> Policy:
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
     """Modifiers in any order are the same policy, which its own name gives again."""
     assume(not POLICIES[name].rule.by_layer or not {"values", "distinct"} & set(order[:n]))
+    assume(not POLICIES[name].schedule or (measure, order[:n]) == ("products", ["window"]))
     policy = named(f"{name}:{'+'.join([measure, *order[:n]])}")
     assert named(policy.name) == policy
     assert policy.importance.measure == measure
@@ -65,6 +66,16 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
 def test_what_is_not_a_policy_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         named(text)
+
+
+def test_policy_freeze_is_the_document_s() -> None:
+    policy = named("freeze")
+    assert str(policy.importance) == "products+window"
+    assert named("freeze:products+window") == policy
+    assert schedules("freeze")
+    assert [name for name in ("auto", "uniform:products+window", "x") if schedules(name)] == []
+    with pytest.raises(SettingsError, match="takes no other measure; use --policy freeze"):
+        named("freeze:mass")
 
 
 def test_the_flat_store_takes_no_measure_of_attention() -> None:

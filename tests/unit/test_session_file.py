@@ -43,6 +43,7 @@ SETTINGS = SavedSettings(
     kv_budget="0.5",
     n_sinks=4,
     recent_window=None,
+    freeze=None,
 )
 CONTENTS = SavedContents(
     position=3,
@@ -138,6 +139,8 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
         {"n_ctx": -1},
         {"n_sinks": True},
         {"recent_window": "8"},
+        {"freeze": True},
+        {"store": None},
         {"position": 1.0},
         {"n_tokens": None},
         {"n_tokens": 2**31},
@@ -186,6 +189,23 @@ def test_another_version_is_named() -> None:
 def test_settings_that_must_be_the_same(change: dict[str, Any], words: str) -> None:
     with pytest.raises(SessionFileError, match=words):
         check_settings(SETTINGS, replace(SETTINGS, **change), "x.ekv")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (None, "q8_0", "without frozen entries, but this session freezes; leave --freeze"),
+        ("q8_0", None, "but this session does not freeze; use --freeze ram --freeze-type q8_0"),
+        ("q4_0", "f16", r"type q4_0, but this session freezes as f16; .*--freeze-type q4_0 \("),
+    ],
+)
+def test_frozen_entries_must_be_of_the_same_type(
+    theirs: str | None, ours: str | None, words: str
+) -> None:
+    saved = replace(SETTINGS, freeze=theirs)
+    check_settings(saved, replace(saved, n_ctx=9), "x.ekv")
+    with pytest.raises(SessionFileError, match=rf"^x\.ekv: .*{words}"):
+        check_settings(saved, replace(saved, freeze=ours), "x.ekv")
 
 
 def test_settings_that_may_differ() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from entropykv._version import VERSION
+from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.options import (
     add_entropy_config,
     add_protection_options,
@@ -21,6 +23,7 @@ from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
 from entropykv.evaluation.request import Request
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
+from entropykv.freeze_options import freezing_of
 from entropykv.policy import AUTO
 from entropykv.profile_search import load_profile, profile_beside
 from entropykv.text_file import read_text
@@ -69,6 +72,7 @@ def _add_combination_options(parser: argparse.ArgumentParser) -> None:
     add_entropy_config(group)
     add_protection_options(group)
     add_store_options(parser.add_argument_group("engine"))
+    add_freeze_options(parser)
 
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +192,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
         recent_window=options.recent_window,
     )
     profile = load_profile(options.entropy_config)
-    return Engine(str(options.model), settings, profile, options.equal_bytes)
+    return Engine(str(options.model), settings, profile, options.equal_bytes, freezing_of(options))
 
 
 def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, object]:
@@ -202,6 +206,7 @@ def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, objec
         "n_sinks": engine.settings.n_sinks,
         "recent_window": engine.settings.recent_window,
         "equal_bytes": engine.equal_bytes,
+        "freezing": None if engine.freezing is None else dataclasses.asdict(engine.freezing),
         "entropy_config": None if path is None else digest_of(read_text(path, ProfileError)),
         "entropykv": VERSION,
     }

@@ -24,10 +24,11 @@ from entropykv.cli.saved import (
     say,
 )
 from entropykv.cli.table import format_rows, stats_rows
-from entropykv.errors import ContextError
+from entropykv.errors import ContextError, SettingsError
+from entropykv.freeze_options import freezing_of
+from entropykv.plots import check_plot, draw_trajectory
 from entropykv.session import Session
 from entropykv.session_file import SavedContents, check_target
-from entropykv.stats import SessionStats
 from entropykv.text_file import read_text
 
 EXIT_INTERRUPTED = 130
@@ -46,6 +47,11 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_sampling_options(parser, n_predict=-1)
     engine = add_engine_options(parser)
     engine.add_argument("--stats-json", metavar="FILE", help="write the final figures as JSON")
+    engine.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw how many entries are in attention and frozen (.png or .svg)",
+    )
     add_session_options(parser)
     parser.set_defaults(command=run)
 
@@ -69,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
     asked = _use_demo(options)
     text = _prompt_text(options)
     check_writable(options.stats_json)
+    if options.plot is not None:
+        _check_plot(options)
     if options.save_session is not None:
         check_target(options.save_session)
     with open_engine(options) as session:
@@ -78,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
         tokens, chat = _prompt_tokens(session, text, options, loaded)
         answer = Answer()
         write_answer(session, tokens, options.n_predict, sampling, answer)
-        _report(session.stats(), options.stats_json)
+        _report(session, options.stats_json)
+        if options.plot is not None and session.trajectory:
+            draw_trajectory(session.trajectory, options.plot)
         if options.save_session is not None:
             _save(session, options.save_session, answer, chat=chat)
         elif loaded and not tokens and not answer.tokens:
@@ -93,11 +103,21 @@ def _save(session: Session, path: str, answer: Answer, *, chat: bool | None) -> 
         save_session(session, path, answer.unread, chat=chat)
 
 
-def _report(stats: SessionStats, path: str | None) -> None:
+def _check_plot(options: argparse.Namespace) -> None:
+    check_plot(options.plot)
+    if freezing_of(options) is None:
+        raise SettingsError("--plot draws what is frozen; give --freeze ram, or leave --plot out")
+
+
+def _report(session: Session, path: str | None) -> None:
+    stats = session.stats()
     print(format_rows(stats_rows(stats)), file=sys.stderr)
-    if path is not None:
-        text = json.dumps(dataclasses.asdict(stats), indent=2) + "\n"
-        Path(path).write_text(text, encoding="utf-8")
+    if path is None:
+        return
+    figures = dataclasses.asdict(stats)
+    if session.trajectory:
+        figures["trajectory"] = session.trajectory.to_json()
+    Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.options import integer
 from entropykv.config import KV_CHOICES, STORES
 from entropykv.errors import SettingsError
@@ -50,7 +51,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--recent-window", type=integer(1), metavar="N", help="as in `entropykv run`"
     )
-    ours = {action.dest for action in budget._group_actions}  # noqa: SLF001
+    add_freeze_options(parser)
+    ours = {action.dest for action in parser._actions}  # noqa: SLF001
     group = parser.add_argument_group("server")
     _add_fields(group, ServerOptions, {"max_body"})
     group.add_argument(

@@ -26,9 +26,30 @@ def stats_rows(stats: SessionStats) -> list[Row]:
             f"{stats.entries_kept} of {stats.entries_full} kept ({kept:.1%}); "
             f"{stats.evictions} evicted in {stats.eviction_seconds:.3f} s",
         ),
+        *_frozen_rows(stats),
         *([("positions", f"re-based {stats.rebases} times")] if stats.rebases else []),
         ("peak RSS", _mib(stats.peak_rss_bytes)),
     ]
+
+
+def _frozen_rows(stats: SessionStats) -> list[Row]:
+    """What is in cold storage, where there is one."""
+    if stats.freeze is None:
+        return []
+    rows = [
+        (
+            "frozen",
+            f"{stats.frozen_entries} entries, {_mib(stats.frozen_bytes)} "
+            f"({_mib(stats.frozen_bytes_peak)} at most, {stats.freeze})",
+        ),
+        (
+            "restored",
+            f"{stats.entries_restored} of {stats.entries_frozen} times that an entry was frozen, "
+            f"{stats.entries_recalled} of them by recall; {stats.cold_seconds:.3f} s",
+        ),
+    ]
+    climbs = ", ".join(f"{rung} {count}x" for rung, count in stats.climbs.items())
+    return [*rows, ("recovery", climbs)] if climbs else rows
 
 
 def format_rows(rows: list[Row], width: int | None = None) -> str:

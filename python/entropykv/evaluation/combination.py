@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from entropykv.config import Budget, Settings
 from entropykv.errors import SettingsError
+from entropykv.freezing import Freezing
 from entropykv.model_file import read_geometry
 from entropykv.profile import EntropyProfile
 from entropykv.session import Session
@@ -28,6 +29,7 @@ class Engine:
     profile: EntropyProfile | None = None
     equal_bytes: bool = False
     """A fraction is that of the bytes of the full f16 cache, not of the entries."""
+    freezing: Freezing | None = None
 
     @functools.cached_property
     def full_bytes_per_token(self) -> int:
@@ -82,6 +84,7 @@ class Combination:
             n_threads=settings.n_threads,
             n_sinks=settings.n_sinks,
             recent_window=settings.recent_window,
+            freeze=engine.freezing,
         ) as session:
             yield session
 

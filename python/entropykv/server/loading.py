@@ -14,6 +14,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError
+from entropykv.freeze_options import freezing_of
 from entropykv.llama import EntropyLlama
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
@@ -103,6 +104,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         store=options.store,
         n_sinks=options.sinks,
         recent_window=options.recent_window,
+        freeze=freezing_of(options),
         kv_overrides=_overrides(options.kv_overrides),
         chat_handler=_chat_handler(options),
     )

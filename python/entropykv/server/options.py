@@ -32,6 +32,14 @@ class ModelOptions(ModelSettings):
     entropy_config: str | None = None
     sinks: int = 4
     recent_window: int | None = None
+    freeze: str | None = None
+    freeze_limit: str | None = None
+    freeze_type: str | None = None
+    recall_interval: int | None = None
+    freeze_window: int | None = None
+    freeze_threshold: float | None = None
+    freeze_rate: float | None = None
+    freeze_history: int | None = None
 
 
 class ServerOptions(ServerSettings):

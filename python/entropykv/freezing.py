@@ -1,0 +1,132 @@
+"""Cold storage of a session: what freezes, where it is kept, and when it comes back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from entropykv.config import at_least, one_of, parse_bytes
+from entropykv.errors import SettingsError
+
+RAM = "ram"
+DISK = "disk:"
+COLD_TYPES = ("f16", "q8_0", "q4_0")
+"""Of frozen entries; the widest first."""
+COLD_CHOICES = ("auto", *COLD_TYPES)
+WHERE = "ram|disk:DIR"
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """Evicted entries are kept in cold storage, out of attention. SettingsError where impossible.
+
+    `where`: `ram`, or `disk:DIR`: a file of this process in a directory. `limit`: bytes of cold
+    storage, such as `1GiB`; None: as much as the context needs. `kv_type`: of frozen entries; auto:
+    that of the store. `recall_interval`: frozen entries are looked through after so many generated
+    tokens; 0: never.
+
+    The rest is the schedule of policy freeze (the freeze document, section 3): entries older than
+    the `window` newest tokens whose |q.k| is below `threshold` are detected, and frozen for
+    sqrt(detections) / `rate` steps, rounded down. `history`: steps within which detections are
+    counted; 0: over the whole text (the document gives no value).
+    """
+
+    where: str = RAM
+    limit: str | int | None = None
+    kv_type: str = "auto"
+    recall_interval: int = 4
+    window: int = 32
+    threshold: float = 0.5
+    rate: float = 2.0
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if self.where != RAM and not self.directory:
+            raise SettingsError(f"freeze cannot be {self.where!r}; use ram or disk:DIRECTORY")
+        if self.limit is not None and not _positive(_bytes(self.limit)):
+            raise SettingsError(
+                f"the limit of frozen entries cannot be {self.limit!r}; give bytes such as 1GiB"
+            )
+        one_of("the type of frozen entries", self.kv_type, COLD_CHOICES)
+        _check_count("recall_interval", self.recall_interval, 0)
+        _check_count("the window of freezing", self.window, 1)
+        _check_count("the history of freezing", self.history, 0)
+        if not _is_number(self.threshold) or self.threshold < 0:
+            raise SettingsError(
+                f"the threshold of freezing cannot be {self.threshold!r}; use a number of 0 or more"
+            )
+        if not _is_number(self.rate) or self.rate <= 0:
+            raise SettingsError(
+                f"the rate of freezing cannot be {self.rate!r}; use a number above 0"
+            )
+
+    @staticmethod
+    def parse(value: Freezing | str | None) -> Freezing | None:
+        """Read `ram` or `disk:DIR`, with defaults for all else; None: nothing is frozen."""
+        return Freezing(value) if isinstance(value, str) else _checked(value)
+
+    @property
+    def directory(self) -> str | None:
+        """Where the file of cold storage is made; None: it is kept in memory."""
+        where: object = self.where
+        if not isinstance(where, str) or not where.startswith(DISK):
+            return None
+        return where[len(DISK) :]
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """`limit` in bytes."""
+        return None if self.limit is None else _bytes(self.limit)
+
+    def type_for(self, kv_type: str) -> str:
+        """The type of frozen entries in a store whose entries are of `kv_type`.
+
+        SettingsError for a wider one: what is not there cannot be kept.
+        """
+        if self.kv_type == "auto":
+            return kv_type
+        if kv_type in COLD_TYPES and COLD_TYPES.index(self.kv_type) < COLD_TYPES.index(kv_type):
+            raise SettingsError(
+                f"frozen entries cannot be {self.kv_type}, wider than the store's {kv_type}; use "
+                f"--freeze-type auto, or --kv-type {self.kv_type}"
+            )
+        return self.kv_type
+
+
+def check_freezing(freezing: Freezing | None, store: str, kv_type: str) -> None:
+    """Raise SettingsError where the store has no cold storage, or another type than it needs."""
+    if freezing is None:
+        return
+    freezing.type_for(kv_type)
+    if store == "flat":
+        raise SettingsError(
+            "the flat store has no cold storage; use --store headwise, or leave --freeze (freeze=) "
+            "out"
+        )
+
+
+def _checked(value: object) -> Freezing | None:
+    if value is None or isinstance(value, Freezing):
+        return value
+    raise SettingsError(f"freeze cannot be {value!r}; use ram, disk:DIRECTORY, or a Freezing")
+
+
+def _bytes(limit: str | int) -> int | None:
+    return parse_bytes(limit) if isinstance(limit, str) else limit
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    at_least(name, value, least)
+    if value > _MOST:
+        raise SettingsError(f"{name} cannot be {value}; use {_MOST} or less")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
