@@ -375,8 +375,7 @@ def run(options: dict[str, Any], sampling: Sampling, recovery: Recovery | None) 
     prompt = list(range(n_prompt))
     with closing(generate(session, prompt, options["max_tokens"], sampling)) as stream:
         try:
-            for token in itertools.islice(stream, options["stop"]):
-                yielded.append(token)
+            yielded.extend(itertools.islice(stream, options["stop"]))
         except ContextError as raised:
             error = str(raised)
     return session, yielded, error
