@@ -68,3 +68,10 @@ def test_a_rewalk_that_restored_nothing_writes_the_same_again(
             return found
 
     assert generated(REWALKS) == generated(None)
+
+
+def test_a_generator_may_outlive_its_session(tiny_llama: Path) -> None:
+    with Recovering(tiny_llama, READS_AHEAD) as session:
+        stream = session.generate(tokens_for(20), N_TOKENS)
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]

@@ -486,6 +486,46 @@ def test_as_many_tokens_are_held_back_as_a_rewalk_takes(rewalk: int, ahead: int)
             assert session.position == 3 + n + ahead
 
 
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_stopping_after_a_decode_that_broke_the_session_raises_nothing() -> None:
+    session = FakeSession(planned(set()), Recovery(), fails_at=12, breaks=True)
+    yielded = stopped_after(session, 5, [1, 2, 3], 60, GREEDY)
+    assert session.broken
+    assert len(yielded) == 5
+
+
+@dataclass
+class Failing(FakeSession):
+    """A session that cannot restore anything, or not read what a rewalk reads again."""
+
+    thaws_nothing: bool = False
+
+    def thaw(self, rung: Rung, window: int) -> int:
+        if self.thaws_nothing and rung is Rung.FULL:
+            raise EntropyKVError("failed")
+        return super().thaw(rung, window)
+
+    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[None]:
+        if len(self.decoded) == 35:
+            raise EntropyKVError("failed")
+        yield from super().decode_micro_batches(tokens, all_logits)
+
+
+@pytest.mark.parametrize(("thaws_nothing", "n_yielded"), [(True, 30 - 3), (False, 35 - 8 - 3)])
+def test_the_last_yielded_token_is_not_read_where_recovery_fails(
+    thaws_nothing: bool, n_yielded: int
+) -> None:
+    spikes = {20, 25, 30, 35}
+    session = Failing(planned(spikes), Recovery(warm_up=WARM_UP), thaws_nothing=thaws_nothing)
+    yielded: list[int] = []
+    with pytest.raises(EntropyKVError, match="failed"):
+        yielded.extend(generate(session, [1, 2, 3], 60, GREEDY))
+    assert len(yielded) == n_yielded
+    assert session.tokens == [1, 2, 3, *yielded[:-1]]
+
+
 # --- samplers after a rewalk ----------------------------------------------------------------------
 
 
