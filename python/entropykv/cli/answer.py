@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -40,10 +41,11 @@ def write_answer(
 
         stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
-            for piece in _text_pieces(session, stream, answer.tokens):
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-                interrupts.check()
+            with contextlib.closing(stream):  # or tokens are read that nobody has seen
+                for piece in _text_pieces(session, stream, answer.tokens):
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+                    interrupts.check()
         except InterruptionError:
             answer.interrupted = True
         finally:
