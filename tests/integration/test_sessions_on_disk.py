@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, Session, SessionFileError
-from entropykv.session_file import MAGIC
+from entropykv.session_file import MAGIC, VERSION
 from tests.integration.test_cli import assert_refused, entropykv
 from tests.integration.test_headwise import relative_error, tokens_for
 from tests.tiny_models import write_llama
@@ -349,7 +349,7 @@ def with_contents(data: bytes, change: Callable[[dict[str, Any]], None]) -> byte
     header = json.loads(data[16 : start - 16])
     change(header["contents"])
     text = json.dumps(header).encode()
-    return signed(struct.pack("<8sII", MAGIC, 1, len(text)) + text + bytes(16) + data[start:])
+    return signed(struct.pack("<8sII", MAGIC, VERSION, len(text)) + text + bytes(16) + data[start:])
 
 
 def test_lies_under_a_right_digest(tiny_llama: Path) -> None:

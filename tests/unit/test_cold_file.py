@@ -57,6 +57,7 @@ def test_a_new_file_is_as_the_module_describes_it(cold: ColdFile, tmp_path: Path
     fields = fields.ljust(HEADER_BYTES - 8, b"\0")
     assert header == fields + hashlib.blake2b(fields, digest_size=8).digest()
     assert len(cold.nonce) == 16
+    assert not os.get_inheritable(cold.descriptor)
     cold.check()
 
 
