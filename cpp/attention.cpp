@@ -1,7 +1,6 @@
 #include "attention.hpp"
 
 #include <algorithm>
-#include <thread>
 
 namespace entropykv {
 namespace {
@@ -12,6 +11,15 @@ constexpr int kRecallTokens = 32;  // the last ones of a micro-batch look for fr
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
+}
+
+// As ggml's threads wait for each other: to yield would give the core away for milliseconds.
+void relax() {
+#if defined(ENTROPYKV_X86)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
 }
 
 }  // namespace
@@ -231,7 +239,7 @@ void Attention::recall(const Call& call) noexcept {
         recall_head(call, head);
         recalled_heads_.fetch_add(1, std::memory_order_release);
     }
-    while (recalled_heads_.load(std::memory_order_acquire) < n_heads) std::this_thread::yield();
+    while (recalled_heads_.load(std::memory_order_acquire) < n_heads) relax();
 }
 
 void Attention::recall_head(const Call& call, int head) noexcept {

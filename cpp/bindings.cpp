@@ -371,6 +371,16 @@ ColdType cold_type_named(const std::string& name) {
 }
 
 void bind_freeze_settings(py::module_& m) {
+    m.def(
+        "cold_page_bytes",
+        [](const std::vector<LayerShape>& layers, const std::string& kv_type,
+           const std::string& cold_type) {
+            std::size_t bytes = 0;
+            for (const PageLayout& layout : page_layouts(layers, kv_type_named(kv_type)))
+                bytes = std::max(bytes, ColdCodec(cold_type_named(cold_type), layout).bytes());
+            return bytes;
+        },
+        py::arg("layers"), py::arg("kv_type"), py::arg("cold_type"));
     py::register_exception<ColdStorageError>(m, "ColdStorageError", PyExc_OSError);
     py::class_<FreezeSchedule>(m, "FreezeSchedule")
         .def(py::init([](int window, float threshold, float rate, int history) {
@@ -425,9 +435,8 @@ void bind_freezing(py::class_<Headwise>& store) {
         .def_property_readonly("cold_bytes", [](const Headwise& s) { return s.store.cold_bytes(); })
         .def_property_readonly("cold_index_bytes",
                                [](const Headwise& s) { return s.store.cold_index_bytes(); })
-        .def_property_readonly("cold_page_bytes",
-                               [](const Headwise& s) { return s.store.cold_page_bytes(); })
-        .def_property_readonly("cold_pages", [](const Headwise& s) { return s.store.cold_pages(); })
+        .def_property_readonly("cold_file_bytes",
+                               [](const Headwise& s) { return s.store.cold_file_bytes(); })
         .def_property_readonly("cold_failure", [](const Headwise& s) -> std::optional<std::string> {
             const char* why = s.store.cold_failure();
             if (why == nullptr) return std::nullopt;

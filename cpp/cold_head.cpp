@@ -192,19 +192,20 @@ void ColdHead::summarise(int page, const std::byte* rows, const KernelTable& ker
 }
 
 void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
-                        float* out) const noexcept {
-    float logits[kGroupEntries];
+                        float* logits, float* out) const noexcept {
     std::fill_n(out, n_pages(), kMaskedLogit);
     const int n = n_pages() * layout_->n_means;
     for (int first = 0; first < n; first += kGroupEntries) {
         const std::byte* summary = summaries_[index(first / kGroupEntries)].data();
         const float* sizes = layout_->summary.importance(summary);
+        kernels.products(layout_->summary, summary, queries.data, queries.n, logits,
+                         kGroupEntries);
+        const int n_means = std::min(kGroupEntries, n - first);
         for (int r = 0; r < queries.n; ++r) {
-            kernels.expected_logits(layout_->summary, summary, queries.row(r), nullptr, logits);
-            for (int i = 0; i < std::min(kGroupEntries, n - first); ++i) {
+            for (int i = 0; i < n_means; ++i) {
+                const float logit = soft_capped(logits[r * kGroupEntries + i], queries.softcap);
                 float& of_page = out[(first + i) / layout_->n_means];
-                of_page = std::max(of_page,
-                                   soft_capped(logits[i], queries.softcap) + sizes[i] - masses[r]);
+                of_page = std::max(of_page, logit + sizes[i] - masses[r]);
             }
         }
     }

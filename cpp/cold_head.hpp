@@ -82,10 +82,10 @@ public:
     const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
 
     // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
-    // query's mass, over its clusters and the queries. Of the open page: anything. masses, logits:
-    // of the queries, and room for kGroupEntries; out[n_pages()].
+    // query's mass, over its clusters and the queries. Of the open page: anything. masses: of
+    // the queries; logits: [queries][kGroupEntries], room; out[n_pages()].
     void estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
-                  float* out) const noexcept;
+                  float* logits, float* out) const noexcept;
 
     // Calls change(page, slot, position) for every entry that has a record, and writes it back.
     // buffer: as read()'s, and layout.page.bytes more.

@@ -37,8 +37,8 @@ public:
     virtual const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept = 0;
 
     std::size_t page_bytes() const { return page_bytes_; }
-    // Pages that were taken and not released.
-    std::size_t pages_in_use() const { return n_pages_ - free_.size(); }
+    // What a file has at least by now; 0 in memory.
+    virtual std::size_t file_bytes() const { return 0; }
     // What could not be read or written, or null; stays.
     const char* failed() const { return failed_.load(std::memory_order_relaxed); }
 
@@ -77,6 +77,7 @@ public:
         : ColdStorage(page_bytes), descriptor_(descriptor), nonce_(nonce) {}
     bool write(std::uint32_t page, const std::byte* data) noexcept override;
     const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept override;
+    std::size_t file_bytes() const override { return allocated_; }
 
 protected:
     void grow(std::size_t n_pages) override;

@@ -11,6 +11,7 @@
 namespace entropykv {
 namespace {
 
+constexpr int kRowsAtOnce = 4;
 constexpr int kCandidates = 32;            // stored pages that are looked into for one recall
 const float kLeastGain = std::log(0.01f);  // of a query's attention: what makes an entry worth it
 
@@ -50,6 +51,10 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     std::size_t entries = 0;
     for (const Layer& layer : layers_) entries = std::max(entries, index(layer.layout.entries));
     const std::size_t n = index(kCandidates + 1);
+    // Whole groups of every page, also of the last one.
+    workspace.logits.resize(std::max(index(kRowsAtOnce) * workspace.scores.size(),
+                                     kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)) +
+                            entries);
     workspace.masses.resize(kMostQueryRows);
     workspace.active_gains.resize(workspace.scores.size());
     workspace.pages.resize(n);
@@ -214,19 +219,23 @@ void HeadStore::restore_due(const Layer& layer, Head& head, std::int32_t newest,
 // What every query attends to now: its mass, and the gains of the entries that the head holds.
 void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                              Workspace& workspace) const noexcept {
-    float* logits = workspace.scratch.data();
     float* gains = workspace.active_gains.data();
     std::fill_n(gains, head.count, kMaskedLogit);
-    for (int r = 0; r < queries.n; ++r) {
-        over_pages(layer, head, 0, 0, [&](std::byte* page, int n, int first) {
-            float* of_page = workspace.of_page.data();
-            kernels_->expected_logits(layer.layout, page, queries.row(r), nullptr, of_page);
-            for (int i = 0; i < n; ++i)
-                logits[first + i] = soft_capped(of_page[i], queries.softcap);
+    for (int first_row = 0; first_row < queries.n; first_row += kRowsAtOnce) {
+        const int rows = std::min(kRowsAtOnce, queries.n - first_row);
+        float* logits = workspace.logits.data();
+        const int stride = static_cast<int>(workspace.scores.size());
+        over_pages(layer, head, 0, 0, [&](std::byte* page, int, int first) {
+            kernels_->products(layer.layout, page, queries.row(first_row), rows, logits + first,
+                               stride);
         });
-        const float mass = kernels_->log_sum(logits, head.count);
-        workspace.masses[index(r)] = mass;
-        for (int i = 0; i < head.count; ++i) gains[i] = std::max(gains[i], logits[i] - mass);
+        for (int r = 0; r < rows; ++r, logits += stride) {
+            for (int i = 0; queries.softcap > 0.0f && i < head.count; ++i)
+                logits[i] = soft_capped(logits[i], queries.softcap);
+            const float mass = kernels_->log_sum(logits, head.count);
+            workspace.masses[index(first_row + r)] = mass;
+            for (int i = 0; i < head.count; ++i) gains[i] = std::max(gains[i], logits[i] - mass);
+        }
     }
 }
 
@@ -235,7 +244,8 @@ int HeadStore::find_candidates(const Head& head, const QueryRows& queries,
                                Workspace& workspace) const noexcept {
     const ColdHead& cold = *head.cold;
     const float* worth = workspace.worth.data();
-    cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.worth.data());
+    cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
+                  workspace.worth.data());
     int* found = workspace.pages.data();
     int n = 0;
     if (cold.open_page() != ColdHead::kNone && cold.n_frozen(cold.open_page()) > 0)
@@ -256,7 +266,7 @@ int HeadStore::find_candidates(const Head& head, const QueryRows& queries,
 void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
                                  int n_candidates, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
-    float* logits = workspace.of_page.data();
+    float* logits = workspace.logits.data();
     for (int c = 0; c < n_candidates; ++c) {
         const int page = workspace.pages[index(c)];
         std::byte* buffer = workspace.candidates.data() + index(c) * candidate_bytes();
@@ -264,12 +274,13 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         workspace.rows[index(c)] = rows;
         float* gains = workspace.gains.data() + c * per_page;
         std::fill_n(gains, per_page, kMaskedLogit);
-        for (int r = 0; rows != nullptr && r < queries.n; ++r) {
-            kernels_->expected_logits(layer.layout, rows, queries.row(r), nullptr, logits);
+        if (rows == nullptr) continue;
+        kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
+        for (int r = 0; r < queries.n; ++r)
             for (int slot = 0; slot < per_page; ++slot)
-                gains[slot] = std::max(gains[slot], soft_capped(logits[slot], queries.softcap) -
-                                                        workspace.masses[index(r)]);
-        }
+                gains[slot] = std::max(
+                    gains[slot], soft_capped(logits[r * per_page + slot], queries.softcap) -
+                                     workspace.masses[index(r)]);
         for (int slot = 0; slot < per_page; ++slot)
             if (!head.cold->record(page * per_page + slot).frozen()) gains[slot] = kMaskedLogit;
     }

@@ -146,8 +146,7 @@ public:
     }
     std::size_t cold_bytes() const;        // of pages in storage and open ones
     std::size_t cold_index_bytes() const;  // besides: records, summaries
-    std::size_t cold_page_bytes() const { return cold_ ? cold_->page_bytes() : 0; }
-    std::size_t cold_pages() const { return cold_ ? cold_->pages_in_use() : 0; }
+    std::size_t cold_file_bytes() const { return cold_ ? cold_->file_bytes() : 0; }
     const char* cold_failure() const { return cold_ ? cold_->failed() : nullptr; }
 
     std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
@@ -225,6 +224,7 @@ private:
         std::vector<float> keys;  // [k_dim][kContest]
         std::vector<std::uint8_t> kept;
         // of recall; gains: logs of the largest share of a query's attention
+        std::vector<float> logits;
         std::vector<float> masses;        // of queries: log of the sum of e^(q.k)
         std::vector<float> active_gains;  // of the head's entries
         std::vector<float> worth;         // of pages of cold storage

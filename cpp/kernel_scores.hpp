@@ -51,64 +51,86 @@ void value_norms(const PageLayout& layout, const std::byte* page, float* norms) 
     }
 }
 
-template <bool Varies>
-inline Vec add_expected(Vec key, const float* mean, const float* half_variance, int d, Vec sum) {
-    if constexpr (!Varies) return multiply_add(key, broadcast(mean[d]), sum);
-    return multiply_add(key, multiply_add(broadcast(half_variance[d]), key, broadcast(mean[d])),
-                        sum);
+inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
+    return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
 }
 
-template <bool Varies>
-inline void half_expected(const std::byte* keys, int stride, const float* mean,
-                          const float* half_variance, float* logits) {
+// Calls visit(d, keys) for a vector of the entries of a group, and every value of their keys.
+template <typename Visit>
+inline void over_half_keys(const std::byte* keys, int stride, int e, Visit visit) {
     const auto* k = reinterpret_cast<const std::uint16_t*>(keys);
-    for (int e = 0; e < kGroupEntries; e += kLanes) {
-        Vec total = zero();
-        for (int d = 0; d < stride; ++d)
-            total = add_expected<Varies>(load_half(k + d * kGroupEntries + e), mean, half_variance,
-                                         d, total);
-        store(logits + e, total);
+    for (int d = 0; d < stride; ++d) visit(d, load_half(k + d * kGroupEntries + e));
+}
+
+template <typename Visit>
+inline void over_int8_keys(const std::byte* keys, const std::uint16_t* scales, int stride, int e,
+                           Visit visit) {
+    for (int d = 0; d < stride; d += 4) {
+        const IntVec bytes = flip_high_bits(load_ints(keys + d * kGroupEntries + e * 4));
+        const Vec scale = load_half(scales + d / kQuantBlock * kGroupEntries + e);
+        for (int i = 0; i < 4; ++i) visit(d + i, to_float(byte_of(bytes, quad_place(i))) * scale);
     }
 }
 
-template <bool Varies>
-inline void int8_expected(const std::byte* keys, const std::uint16_t* scales, int stride,
-                          const float* mean, const float* half_variance, float* logits) {
-    for (int e = 0; e < kGroupEntries; e += kLanes) {
-        Vec total = zero();
-        for (int d = 0; d < stride; d += 4) {
-            const IntVec bytes = flip_high_bits(load_ints(keys + d * kGroupEntries + e * 4));
-            const Vec scale = load_half(scales + d / kQuantBlock * kGroupEntries + e);
-            for (int i = 0; i < 4; ++i)
-                total = add_expected<Varies>(to_float(byte_of(bytes, quad_place(i))) * scale, mean,
-                                             half_variance, d + i, total);
-        }
-        store(logits + e, total);
-    }
-}
-
-template <bool Varies>
-void page_expected(const PageLayout& layout, const std::byte* page, const float* mean,
-                   const float* half_variance, float* logits) {
+// Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) as above.
+template <typename Visit>
+inline void over_page_vectors(const PageLayout& layout, const std::byte* page, Visit visit) {
     const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
-    for (int slot = 0; slot < layout.entries; slot += kGroupEntries) {
+    for (int slot = 0; slot < layout.entries; slot += kLanes) {
+        const int group = slot / kGroupEntries * kGroupEntries;
+        const int e = slot - group;
         const std::byte* keys =
-            page + layout.k_offset + layout.value_bytes() * layout.k_index(slot, 0);
-        if (layout.type == KvType::f16) {
-            half_expected<Varies>(keys, layout.k_stride, mean, half_variance, logits + slot);
-        } else {
-            int8_expected<Varies>(keys, scales + PageLayout::scale_index(layout.k_blocks, slot, 0),
-                                  layout.k_stride, mean, half_variance, logits + slot);
-        }
+            page + layout.k_offset + layout.value_bytes() * layout.k_index(group, 0);
+        visit(slot, [&](auto of_key) {
+            if (layout.type == KvType::f16) {
+                over_half_keys(keys, layout.k_stride, e, of_key);
+            } else {
+                over_int8_keys(keys, scales + PageLayout::scale_index(layout.k_blocks, group, 0),
+                               layout.k_stride, e, of_key);
+            }
+        });
     }
 }
 
 void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
                      const float* half_variance, float* logits) {
-    if (half_variance == nullptr) {
-        page_expected<false>(layout, page, mean, half_variance, logits);
-    } else {
-        page_expected<true>(layout, page, mean, half_variance, logits);
+    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+        Vec total = zero();
+        over_keys([&](int d, Vec key) {
+            total = add_expected(key, mean[d], half_variance[d], total);
+        });
+        store(logits + slot, total);
+    });
+}
+
+// Rows side by side: one alone waits for its own sums.
+template <int Rows>
+inline void row_products(const PageLayout& layout, const std::byte* page, const float* queries,
+                         float* out, int out_stride) {
+    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+        Vec totals[Rows];
+        for (int r = 0; r < Rows; ++r) totals[r] = zero();
+        over_keys([&](int d, Vec key) {
+            for (int r = 0; r < Rows; ++r)
+                totals[r] =
+                    multiply_add(key, broadcast(queries[r * layout.k_stride + d]), totals[r]);
+        });
+        for (int r = 0; r < Rows; ++r) store(out + r * out_stride + slot, totals[r]);
+    });
+}
+
+void products(const PageLayout& layout, const std::byte* page, const float* queries, int rows,
+              float* out, int out_stride) {
+    for (; rows > 0; rows -= 4, queries += 4 * layout.k_stride, out += 4 * out_stride) {
+        if (rows >= 4) {
+            row_products<4>(layout, page, queries, out, out_stride);
+        } else if (rows == 3) {
+            row_products<3>(layout, page, queries, out, out_stride);
+        } else if (rows == 2) {
+            row_products<2>(layout, page, queries, out, out_stride);
+        } else {
+            row_products<1>(layout, page, queries, out, out_stride);
+        }
     }
 }
 

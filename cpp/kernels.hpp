@@ -78,10 +78,12 @@ struct KernelTable {
                            float* sums);
     // Squared norms of V of all layout.entries slots of a page.
     void (*value_norms)(const PageLayout&, const std::byte* page, float* norms);
-    // k.mean + sum of k^2 * half_variance of all slots of a page; mean, half_variance [k_stride];
-    // half_variance null: k.mean.
+    // k.mean + sum of k^2 * half_variance of all slots of a page; mean, half_variance [k_stride].
     void (*expected_logits)(const PageLayout&, const std::byte* page, const float* mean,
                             const float* half_variance, float* logits);
+    // q.k of all slots of a page; queries [rows][k_stride], out [rows][out_stride].
+    void (*products)(const PageLayout&, const std::byte* page, const float* queries, int rows,
+                     float* out, int out_stride);
     // log of the sum of e^logit; n >= 1.
     float (*log_sum)(const float* logits, int n);
     // Of n keys of length 1, [dim][kContest], zeros behind them: the largest product of each with a

@@ -12,14 +12,20 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.budget import HeadwisePlan, plan_headwise
+from entropykv.cold import ColdSide
 from entropykv.config import Budget, Settings
-from entropykv.errors import EntropyKVError, SettingsError, UnsupportedModelError
+from entropykv.errors import (
+    EntropyKVError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from entropykv.fingerprint import check_model
 from entropykv.freezing import Freezing
 from entropykv.model import Model
 from entropykv.online import LEAST_TOKENS, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
+from entropykv.recovery import Rung
 from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
 from entropykv.store import (
@@ -61,7 +67,6 @@ class HeadwiseStore(Store):
         self._settings = settings
         self._policy = policy
         self._profile = profile
-        self._freezing = freezing
         self._n_ctx = n_ctx
         if settings.n_gpu_layers:
             raise UnsupportedModelError(
@@ -82,6 +87,7 @@ class HeadwiseStore(Store):
                 2 * s.n_head_kv * (s.k_dim + s.v_dim) for s in self.layers
             )
             plan = self._plan(budget)
+            self.cold = ColdSide(freezing, model, self.layers, settings.kv_type, policy)
             self._store = _core.HeadwiseStore(
                 layers=self.layers,
                 kv_type=settings.kv_type,
@@ -96,7 +102,9 @@ class HeadwiseStore(Store):
                 own_windows=policy.rule.by_layer,
                 shared_choice=policy.rule.by_layer,
                 ropes=[node.rope for node in self._hook.nodes],
+                freezing=self.cold.settings,
             )
+            self.cold.serve(self._store)
             self._online = online_budgets(policy, self._store, self.layers, n_ctx)
             self._follow(plan)
         except BaseException:
@@ -174,8 +182,10 @@ class HeadwiseStore(Store):
 
     def before(self, n_tokens: int, position: int) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
+        self.cold.check_file()
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
-        self._store.begin(n_tokens, position, self.rope_position(position))
+        with self.cold.growing():
+            self._store.begin(n_tokens, position, self.rope_position(position))
         self._hook.begin_step()
 
     def _rebase(self, shift: int) -> None:
@@ -192,11 +202,18 @@ class HeadwiseStore(Store):
         self._hook.check_step()
         if self._online and n_tokens >= LEAST_TOKENS:
             self._online.observe(n_tokens)
-            self._share()
+            with self.cold.growing_later():
+                self._share()
+
+    def check(self) -> None:
+        """Raise FreezeError where cold storage failed; what was frozen is given up."""
+        self.cold.check()
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads, evicting where they hold more."""
-        self._follow(self._plan(budget))
+        plan = self._plan(budget)
+        with self.cold.growing():
+            self._follow(plan)
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position."""
@@ -230,7 +247,7 @@ class HeadwiseStore(Store):
             entries=entries,
             evicted=self._store.evicted,
             section_bytes=[
-                *(self._store.state_bytes(i, n) for i, _, n in _per_head(entries)),
+                *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
                 *map(len, seen),
             ],
             sections=itertools.chain(
@@ -267,7 +284,7 @@ class HeadwiseStore(Store):
             *sections, seen = sections
             self._online.load(_floats(seen))
             self._share()
-        self._store.begin_load([count for _, _, count in heads], contents.evicted)
+        self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
         for (layer, head, count), section in zip(heads, sections, strict=True):
             self._store.load_head(layer, head, count, section)
         self.shift = contents.shift
@@ -289,7 +306,18 @@ class HeadwiseStore(Store):
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
+            **self.cold.counters(),
         }
+
+    def thaw(self, rung: Rung, window: int, position: int) -> int:
+        """See Session.thaw()."""
+        return self.cold.thaw(rung, window, position)
+
+    def close(self) -> None:
+        """Free the context, and remove the file of what is frozen."""
+        super().close()
+        if hasattr(self, "cold"):
+            self.cold.close()
 
 
 def _floats(section: bytearray) -> npt.NDArray[np.float64]:

@@ -6,7 +6,7 @@ import io
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ from entropykv.config import Budget, Settings
 from entropykv.errors import (
     ContextError,
     EntropyKVError,
+    FreezeError,
     SessionFileError,
     UnsupportedModelError,
 )
@@ -31,6 +32,7 @@ from entropykv.model import Model
 from entropykv.policy import AUTO, Policy, policy_named
 from entropykv.profile import EntropyProfile
 from entropykv.profile_search import find_profile, load_profile
+from entropykv.recovery import Climb, Recovery, Rung
 from entropykv.rope import check_sinks, largest_micro_batch
 from entropykv.session_file import (
     SavedContents,
@@ -59,7 +61,8 @@ class Session:
     auto: headwise where it can serve the model (`fallback` says why it cannot). `recent_window`:
     newest entries that every KV head keeps; None: half of the mean budget. `freeze`: keep what is
     evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings of its own; None: no,
-    unless policy is freeze.
+    unless policy is freeze. `recovery`: the ladder that restores what is frozen where the output
+    grows uncertain (see recovery.py); `on_climb` is called with each Climb. None: off.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
@@ -82,10 +85,14 @@ class Session:
         n_sinks: int = 4,
         recent_window: int | None = None,
         freeze: Freezing | str | None = None,
+        recovery: Recovery | None = None,
+        on_climb: Callable[[Climb], object] | None = None,
         verbose: bool = False,
     ) -> None:
         """Load the model and make its store; everything is checked before the weights are read."""
         self._closed = True
+        self.recovery = recovery
+        self.on_climb = on_climb
         self.settings = Settings(
             kv_type=kv_type,
             store=store,
@@ -287,14 +294,18 @@ class Session:
     def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
         self._broken = True
         evicted = self.evicted
-        logits = decode_inside(
-            self._store,
-            self._batch,
-            tokens,
-            self._position,
-            n_rows=n_rows,
-            model_name=self._model.name,
-        )
+        try:
+            logits = decode_inside(
+                self._store,
+                self._batch,
+                tokens,
+                self._position,
+                n_rows=n_rows,
+                model_name=self._model.name,
+            )
+        except FreezeError:
+            self._broken = False  # nothing was read
+            raise
         self._position += len(tokens)
         self._tokens.extend(tokens)
         self._logits = None if logits is None else logits[-1].copy()
@@ -304,6 +315,7 @@ class Session:
             frozen = counters.get("frozen_entries", 0)
             self.trajectory.record(self._position, counters["entries_kept"], frozen)
         self._broken = False
+        self._store.check()
         return logits
 
     def generate(
@@ -361,8 +373,27 @@ class Session:
 
     @property
     def evicted(self) -> int:
-        """Entries evicted so far, of all KV heads."""
+        """Entries evicted so far, of all KV heads: dropped for good."""
         return self._store.evicted
+
+    def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
+        """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.
+
+        SOFT: those that would stay frozen for more than one further step; WINDOW: those frozen in
+        the last `window` steps; FULL: all, and detections start again. With the next token, the
+        others are looked through for what it needs.
+        """
+        self._check_usable()
+        return self._store.thaw(rung, window, self._position)
+
+    def note_climb(self, climb: Climb) -> None:
+        """Take down a climb of the recovery ladder, and tell `on_climb`."""
+        name = climb.rung.name.lower()
+        self._climbs[name] = self._climbs.get(name, 0) + 1
+        if self.trajectory:
+            self.trajectory.mark(climb.position, name)
+        if self.on_climb:
+            self.on_climb(climb)
 
     def _note_evictions(self, before: int) -> None:
         if self.evicted != before:
@@ -478,12 +509,6 @@ class Session:
         self._climbs: dict[str, int] = {}
         if self.trajectory:
             self.trajectory.clear()
-
-    def count_climb(self, rung: str) -> None:
-        """Add that a rung of the recovery ladder was climbed here."""
-        self._climbs[rung] = self._climbs.get(rung, 0) + 1
-        if self.trajectory:
-            self.trajectory.mark(self._position, rung)
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as generated."""

@@ -15,6 +15,7 @@ from entropykv.batch import MicroBatch
 from entropykv.config import Budget, Settings
 from entropykv.errors import UnsupportedModelError
 from entropykv.model import Model
+from entropykv.recovery import Rung
 from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
 
@@ -67,6 +68,13 @@ class Store(Protocol):
 
     def after(self, n_tokens: int, position: int) -> None:
         """Bring the store in order after llama_decode; raises where the graph was not as served."""
+
+    def check(self) -> None:
+        """Raise what went wrong beside a micro-batch that was read well: FreezeError."""
+
+    def thaw(self, rung: Rung, window: int, position: int) -> int:  # noqa: ARG002
+        """Restore frozen entries: see Session.thaw(). None without cold storage."""
+        return 0
 
     def resize(self, budget: Budget) -> None:
         """Apply a new budget: grows at once, shrinks by evicting."""
