@@ -136,6 +136,14 @@ int Attention::chunks_of(const Split& split, int total) {
     return (total + chunk - 1) / chunk;
 }
 
+// Of so many entries or fewer: where units grow, there may be fewer of them.
+int Attention::most_chunks(const Split& split, int most) {
+    int chunks = chunks_of(split, most);
+    for (const int total : {1024, 8192, 65536})
+        if (total < most) chunks = std::max(chunks, chunks_of(split, total));
+    return chunks;
+}
+
 int Attention::first_observed_row(const Split& split) const {
     return std::max(0, n_tokens_ - store_.settings().importance.observation_window) * split.group;
 }
@@ -146,26 +154,29 @@ Attention::Tile Attention::tile_at(const Split& split, int head, int number) {
 }
 
 void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position) {
-    store_.reserve(n_tokens, base_position + n_tokens - 1);
-    store_.prepare_queries(rope_position, n_tokens);
-    n_tokens_ = n_tokens;
-    base_position_ = base_position;
-    longest_ = 0;
-    for (int l = 0; l < store_.n_layers(); ++l)
-        for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
-            longest_ = std::max(longest_, index(total_entries(l, h)));
-    observing_ = store_.settings().importance.observes() &&
-                 (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
     const int interval = store_.recall_interval();
     recalling_ = interval > 0 && store_.frozen() > 0 &&
                  (n_tokens > 1 || recall_now_ || base_position % interval == 0);
+    store_.reserve(n_tokens, base_position + n_tokens - 1, recalling_);
     recall_now_ = false;
+    store_.prepare_queries(rope_position, n_tokens);
+    n_tokens_ = n_tokens;
+    base_position_ = base_position;
+    observing_ = store_.settings().importance.observes() &&
+                 (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
+    const auto most_entries = [&](int layer, int head) {
+        return total_entries(layer, head) + (recalling_ ? store_.most_recalled(layer, head) : 0);
+    };
+    longest_ = 0;
+    for (int l = 0; l < store_.n_layers(); ++l)
+        for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
+            longest_ = std::max(longest_, index(most_entries(l, h)));
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = split_of(l);
         const std::size_t n_heads = index(store_.shape(l).n_head_kv);
         std::size_t slots = 0;
         for (int h = 0; split.by_entries && h < store_.shape(l).n_head_kv; ++h)
-            slots += index(split.tiles * chunks_of(split, total_entries(l, h)));
+            slots += index(split.tiles * most_chunks(split, most_entries(l, h)));
         grow(partials_, slots * index(split.tile_rows) * index(store_.layout(l).v_stride + 3));
         if (track_entropy_) grow(entropy_[index(l)].last, n_heads * index(split.rows));
         if (capture_queries_) {
@@ -181,6 +192,14 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
 }
 
 void Attention::prepare(int layer) noexcept {
+    next_recall_.store(0, std::memory_order_relaxed);
+    recalled_heads_.store(0, std::memory_order_relaxed);
+    ready_.store(false, std::memory_order_relaxed);
+    unfinished_heads_.store(store_.shape(layer).n_head_kv, std::memory_order_relaxed);
+    if (!recalling_) make_units(layer);
+}
+
+void Attention::make_units(int layer) noexcept {
     const Split split = split_of(layer);
     int units = 0;
     for (int h = 0; h < store_.shape(layer).n_head_kv; ++h) {
@@ -191,9 +210,6 @@ void Attention::prepare(int layer) noexcept {
     }
     first_unit_[index(store_.shape(layer).n_head_kv)] = units;
     next_unit_.store(0, std::memory_order_relaxed);
-    unfinished_heads_.store(store_.shape(layer).n_head_kv, std::memory_order_relaxed);
-    next_recall_.store(0, std::memory_order_relaxed);
-    recalled_heads_.store(0, std::memory_order_relaxed);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -232,14 +248,17 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
     });
 }
 
-// Every head by one thread; no unit begins before the last one is done.
+// Every head by one thread. What the heads hold is known when the last one is done: then the units
+// are made, and no unit begins before that.
 void Attention::recall(const Call& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
     for (int head = next_recall_.fetch_add(1); head < n_heads; head = next_recall_.fetch_add(1)) {
         recall_head(call, head);
-        recalled_heads_.fetch_add(1, std::memory_order_release);
+        if (recalled_heads_.fetch_add(1, std::memory_order_acq_rel) + 1 < n_heads) continue;
+        make_units(call.layer);
+        ready_.store(true, std::memory_order_release);
     }
-    while (recalled_heads_.load(std::memory_order_acquire) < n_heads) relax();
+    while (!ready_.load(std::memory_order_acquire)) relax();
 }
 
 void Attention::recall_head(const Call& call, int head) noexcept {
@@ -256,7 +275,7 @@ void Attention::recall_head(const Call& call, int head) noexcept {
             std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
         }
     }
-    store_.recall(call.layer, head, {rows, n, layout.k_stride, call.params->softcap},
+    store_.recall(call.layer, head, n_tokens_, {rows, n, layout.k_stride, call.params->softcap},
                   base_position_ + n_tokens_ - 1, call.thread);
 }
 

@@ -132,7 +132,9 @@ private:
     int first_observed_row(const Split& split) const;
     static Tile tile_at(const Split& split, int head, int number);
     Unit unit_at(const Call& call, int unit) const noexcept;
+    static int most_chunks(const Split& split, int most);
     void prepare(int layer) noexcept;
+    void make_units(int layer) noexcept;
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
 
@@ -189,7 +191,8 @@ private:
     std::atomic<int> unfinished_heads_{0};
     std::atomic<int> next_recall_{0};  // heads
     std::atomic<int> recalled_heads_{0};
-    std::size_t longest_ = 0;  // entries of the longest head, staged ones included
+    std::atomic<bool> ready_{false};  // units are made
+    std::size_t longest_ = 0;         // entries of the longest head, staged ones included
     std::vector<float> partials_;
     std::vector<float> logits_;    // decode: [head][row][longest_]
     std::vector<float> observed_;  // [head][observed tile][longest_]

@@ -198,8 +198,7 @@ void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, co
     for (int first = 0; first < n; first += kGroupEntries) {
         const std::byte* summary = summaries_[index(first / kGroupEntries)].data();
         const float* sizes = layout_->summary.importance(summary);
-        kernels.products(layout_->summary, summary, queries.data, queries.n, logits,
-                         kGroupEntries);
+        kernels.products(layout_->summary, summary, queries.data, queries.n, logits, kGroupEntries);
         const int n_means = std::min(kGroupEntries, n - first);
         for (int r = 0; r < queries.n; ++r) {
             for (int i = 0; i < n_means; ++i) {

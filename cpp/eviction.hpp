@@ -22,8 +22,8 @@ struct Protection {
 constexpr int kDecodeRoom = 16;
 
 // How many entries an eviction leaves when n_new of them came last. While tokens come one by one,
-// room is made for several at once (kDecodeRoom), so that one selection serves many tokens: never more room than
-// a quarter of what the budget holds beyond the protected entries.
+// room is made for several at once (kDecodeRoom), so that one selection serves many tokens: never
+// more room than a quarter of what the budget holds beyond the protected entries.
 int entries_to_keep(int budget, int n_new, const Protection& protection);
 
 // Marks in kept[0..n) the survivors of n entries: every protected one, then those with the highest

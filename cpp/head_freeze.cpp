@@ -11,9 +11,12 @@
 namespace entropykv {
 namespace {
 
-constexpr int kRowsAtOnce = 4;
-constexpr int kCandidates = 32;            // stored pages that are looked into for one recall
-const float kLeastGain = std::log(0.01f);  // of a query's attention: what makes an entry worth it
+constexpr int kRowsAtOnce = 4;   // queries whose logits are held
+constexpr int kCandidates = 64;  // stored pages that are looked into for one recall, at most
+// Logs of shares of a query's attention: what makes an entry worth it, and how much less than it a
+// page's clusters may promise.
+const float kLeastGain = std::log(0.005f);
+constexpr float kSlack = 1.5f;
 
 }  // namespace
 
@@ -52,9 +55,10 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     for (const Layer& layer : layers_) entries = std::max(entries, index(layer.layout.entries));
     const std::size_t n = index(kCandidates + 1);
     // Whole groups of every page, also of the last one.
-    workspace.logits.resize(std::max(index(kRowsAtOnce) * workspace.scores.size(),
-                                     kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)) +
-                            entries);
+    workspace.logits.resize(
+        std::max(index(kRowsAtOnce) * workspace.scores.size(),
+                 kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)) +
+        entries);
     workspace.masses.resize(kMostQueryRows);
     workspace.active_gains.resize(workspace.scores.size());
     workspace.pages.resize(n);
@@ -64,6 +68,20 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     workspace.candidates = AlignedBytes(n * candidate_bytes());
     workspace.aside = AlignedBytes(n * pool_.page_bytes());
     workspace.incoming.resize(n * entries);
+}
+
+// Entries that recall may add to what a head holds, so that the micro-batch still fits.
+int HeadStore::room_to_recall(const Layer& layer, const Head& head, int n_staged) const {
+    const int per_page = layer.layout.entries;
+    const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
+    return std::clamp(room - head.count - n_staged, 0, (kCandidates + 1) * per_page);
+}
+
+int HeadStore::most_recalled(int layer, int head) const {
+    const Head& of = head_at(layer, head);
+    if (!of.cold) return 0;
+    const int beyond = (kCandidates + 1) * layers_[index(layer)].layout.entries;
+    return std::min(of.cold->n_frozen(), beyond);
 }
 
 // Cold room for all that a micro-batch can freeze, and how many entries may come back by timers.
@@ -165,29 +183,24 @@ int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
 // ------------------------------------------------------------------------------------------------
 // the schedule
 
-// What an entry's relevance must be below to be detected: |q.k| as it is, and shares of attention
-// in relation to their mean over the entries that can be frozen.
-float HeadStore::detection_limit(const Layer& layer, const Head& head, int n_queries,
-                                 const float* observed, std::int32_t newest) const noexcept {
-    const auto group = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv);
-    if (settings_.importance.kind == ScoreKind::products)
-        return schedule_->threshold * group * static_cast<float>(n_queries);
-    float sum = 0.0f;
-    int n = 0;
-    for (int i = 0; i < head.count; ++i) {
-        const Slot slot = stored_slot(layer, head, i);
-        if (!can_freeze(layer.layout.positions(slot.page)[slot.index], newest)) continue;
-        sum += observed[i];
-        ++n;
+// What an entry's relevance must be below to be detected: |q.k| as it is; attention in relation to
+// an even share among what the head holds.
+float HeadStore::detection_limit(const Layer& layer, const Head& head,
+                                 int n_queries) const noexcept {
+    const auto rows = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv * n_queries);
+    const float share = schedule_->threshold / static_cast<float>(head.count);
+    switch (settings_.importance.kind) {
+        case ScoreKind::attention: return rows * share;
+        case ScoreKind::mass: return rows * share * share;
+        default: return rows * schedule_->threshold;
     }
-    return n == 0 ? 0.0f : schedule_->threshold * sum / static_cast<float>(n);
 }
 
 // Counts the stored entries that the queries found little in, and freezes them for a while.
 void HeadStore::freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
                                 const float* observed, std::int32_t newest,
                                 Workspace& workspace) noexcept {
-    const float limit = detection_limit(layer, head, n_queries, observed, newest);
+    const float limit = detection_limit(layer, head, n_queries);
     std::uint8_t* kept = workspace.kept.data();
     bool frozen = false;
     for (int i = 0; i < head.count; ++i) {
@@ -253,6 +266,7 @@ int HeadStore::find_candidates(const Head& head, const QueryRows& queries,
     const int first = n;
     for (int page = 0; page < cold.n_pages(); ++page) {
         if (page == cold.open_page() || cold.n_frozen(page) == 0) continue;
+        if (worth[page] < kLeastGain - kSlack) continue;
         if (n == first + kCandidates && worth[page] <= worth[found[n - 1]]) continue;
         int place = n < first + kCandidates ? n++ : n - 1;
         for (; place > first && worth[found[place - 1]] < worth[page]; --place)
@@ -278,20 +292,21 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
         for (int r = 0; r < queries.n; ++r)
             for (int slot = 0; slot < per_page; ++slot)
-                gains[slot] = std::max(
-                    gains[slot], soft_capped(logits[r * per_page + slot], queries.softcap) -
-                                     workspace.masses[index(r)]);
+                gains[slot] = std::max(gains[slot],
+                                       soft_capped(logits[r * per_page + slot], queries.softcap) -
+                                           workspace.masses[index(r)]);
         for (int slot = 0; slot < per_page; ++slot)
             if (!head.cold->record(page * per_page + slot).frozen()) gains[slot] = kMaskedLogit;
     }
 }
 
-void HeadStore::recall(int layer_index, int head_index, const QueryRows& queries, std::int32_t now,
-                       int workspace_index) noexcept {
+void HeadStore::recall(int layer_index, int head_index, int n_staged, const QueryRows& queries,
+                       std::int32_t now, int workspace_index) noexcept {
     const Layer& layer = layers_[index(layer_index)];
     Head& head = layers_[index(layer_index)].heads[index(head_index)];
     Workspace& workspace = workspaces_[index(workspace_index)];
     if (!head.cold || head.cold->n_frozen() == 0 || head.count == 0) return;
+    workspace.room = room_to_recall(layer, head, n_staged);
     const auto start = std::chrono::steady_clock::now();
     weigh_active(layer, head, queries, workspace);
     const int n_candidates = find_candidates(head, queries, workspace);
@@ -304,23 +319,25 @@ void HeadStore::recall(int layer_index, int head_index, const QueryRows& queries
         std::memory_order_relaxed);
 }
 
-// Copies the entries with the largest gains aside, as many as the head may give away.
+// Copies the entries with the largest gains aside: as many as the head has room for, or may give
+// away.
 int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
                          Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     const Protection& protection = settings_.protection;
-    const int most = head.count - protection.n_sinks - protection.recent_window;
+    const int beyond = head.count - protection.n_sinks - protection.recent_window;
+    const int most = std::max(beyond, 0) + workspace.room;
     std::int32_t* best = workspace.best.data();
     int n = 0;
     for (int i = 0; i < n_candidates * per_page; ++i)
         if (workspace.gains[index(i)] >= kLeastGain) best[n++] = i;
     if (n > most) {
-        std::nth_element(best, best + std::max(most, 0), best + n, [&](int a, int b) {
+        std::nth_element(best, best + most, best + n, [&](int a, int b) {
             const float of_a = workspace.gains[index(a)];
             const float of_b = workspace.gains[index(b)];
             return of_a > of_b || (of_a == of_b && a < b);
         });
-        n = std::max(most, 0);
+        n = most;
         std::sort(best, best + n);
     }
     for (int i = 0; i < n; ++i) {
@@ -333,10 +350,29 @@ int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
     return n;
 }
 
-// The entries that were copied aside, for as many of the least important ones.
+// The entries that were copied aside: into the room that there is, then for as many of the least
+// important ones.
 void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_incoming,
                          std::int32_t now, Workspace& workspace) noexcept {
-    const int keep = head.count - n_incoming;
+    for (int n = 0; n < n_incoming; ++n) {
+        Incoming& entry = workspace.incoming[index(n)];
+        entry.record = head.cold->record(entry.home);
+        head.cold->restore(entry.home);
+    }
+    recalled_.fetch_add(index(n_incoming), std::memory_order_relaxed);
+    int n = 0;
+    const auto put_next = [&](int i) {
+        const Incoming& entry = workspace.incoming[index(n)];
+        put_restored(layer, head, i, aside(layer, n, workspace), n % layer.layout.entries,
+                     entry.record, entry.home, now);
+        ++n;
+    };
+    const int n_held = head.count;
+    while (n < std::min(n_incoming, workspace.room)) put_next(head.count++);
+    if (n == n_incoming) return;
+    const int keep = n_held - (n_incoming - n);
+    const int n_all = head.count;
+    head.count = n_held;  // the others have just come
     const std::int32_t newest = score(layer, head, head_index, 0, keep, workspace);
     // What these queries need stays before what others needed.
     for (int i = 0; i < head.count; ++i)
@@ -344,24 +380,15 @@ void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_i
             workspace.scores[index(i)] = std::numeric_limits<float>::max();
     select_survivors(workspace.scores.data(), workspace.positions.data(), head.count, keep,
                      protection_of(head), newest, workspace.kept.data(), workspace.scratch.data());
-    for (int n = 0; n < n_incoming; ++n) {
-        Incoming& entry = workspace.incoming[index(n)];
-        entry.record = head.cold->record(entry.home);
-        head.cold->restore(entry.home);
-    }
-    int n = 0;
-    for (int i = 0; i < head.count && n < n_incoming; ++i) {
+    head.count = n_all;
+    for (int i = 0; i < n_held && n < n_incoming; ++i) {
         if (workspace.kept[index(i)] != 0) continue;
         const int dropped = freeze_entry(layer, head, i, stored_slot(layer, head, i), now, kNever);
         for (int later = n; dropped != ColdHead::kNone && later < n_incoming; ++later)
             if (in_page(workspace.incoming[index(later)].home, dropped, layer))
                 workspace.incoming[index(later)].home = ColdHead::kNone;
-        const Incoming& entry = workspace.incoming[index(n)];
-        put_restored(layer, head, i, aside(layer, n, workspace), n % layer.layout.entries,
-                     entry.record, entry.home, now);
-        ++n;
+        put_next(i);
     }
-    recalled_.fetch_add(index(n), std::memory_order_relaxed);
 }
 
 // ------------------------------------------------------------------------------------------------

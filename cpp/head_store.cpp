@@ -150,13 +150,16 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     if (shrinks) compact_pool();
 }
 
-void HeadStore::reserve(int n_tokens, std::int32_t newest) {
+void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls) {
     if (n_tokens < 1 || n_tokens > settings_.max_tokens)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
-    for (Layer& layer : layers_) {
-        for (Head& head : layer.heads) {
+    for (int l = 0; l < n_layers(); ++l) {
+        Layer& layer = layers_[index(l)];
+        for (int h = 0; h < layer.shape.n_head_kv; ++h) {
+            Head& head = layer.heads[index(h)];
             const int due = prepare_cold(layer, head, n_tokens, newest);
-            const int most = std::min(head.budget, head.count + n_tokens + due);
+            const int restored = due + (recalls ? most_recalled(l, h) : 0);
+            const int most = std::min(head.budget, head.count + n_tokens + restored);
             if (schedule_) drop_pages(layer, head, most);
             grow_pages(layer, head, most);
             size_homes(layer, head);

@@ -86,7 +86,8 @@ public:
 
     // Before every micro-batch, which ends at position `newest`: pages for all that it can leave
     // behind. Nothing after it allocates.
-    void reserve(int n_tokens, std::int32_t newest);
+    // recalls: recall() will be called for every head.
+    void reserve(int n_tokens, std::int32_t newest, bool recalls);
 
     // The micro-batch's entries of one head, staged in the layout of the pool's pages.
     std::byte* const* staging(int head) const {
@@ -127,8 +128,10 @@ public:
     const std::optional<FreezeSchedule>& schedule() const { return schedule_; }
     // Before a head is attended to: exchanges frozen entries that the queries need for the least
     // important ones that it holds. now: the newest position of the micro-batch.
-    void recall(int layer, int head, const QueryRows& queries, std::int32_t now,
+    void recall(int layer, int head, int n_staged, const QueryRows& queries, std::int32_t now,
                 int workspace) noexcept;
+    // How many entries a head may hold more then.
+    int most_recalled(int layer, int head) const;
     // Between micro-batches: everything that is held, in the order of its places.
     void freeze_all(std::int32_t now);
     // Restores what is asked for, the latest frozen first, as far as the budgets have room; returns
@@ -234,6 +237,7 @@ private:
         std::vector<std::int32_t> best;
         AlignedBytes candidates;
         AlignedBytes aside;
+        int room = 0;  // entries that the head may take besides
         std::vector<Incoming> incoming;
     };
     struct Slot {
@@ -295,6 +299,7 @@ private:
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void start_freezing();
     void size_for_recall(Workspace& workspace) const;
+    int room_to_recall(const Layer& layer, const Head& head, int n_staged) const;
     int prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest);
     void size_homes(const Layer& layer, Head& head);
     bool in_page(int home, int page, const Layer& layer) const {
@@ -317,8 +322,7 @@ private:
     bool can_freeze(std::int32_t position, std::int32_t newest) const {
         return position >= settings_.protection.n_sinks && position <= newest - schedule_->window;
     }
-    float detection_limit(const Layer& layer, const Head& head, int n_queries,
-                          const float* observed, std::int32_t newest) const noexcept;
+    float detection_limit(const Layer& layer, const Head& head, int n_queries) const noexcept;
     void freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
                          const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
     void restore_due(const Layer& layer, Head& head, std::int32_t newest,

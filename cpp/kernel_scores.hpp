@@ -96,9 +96,8 @@ void expected_logits(const PageLayout& layout, const std::byte* page, const floa
                      const float* half_variance, float* logits) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
         Vec total = zero();
-        over_keys([&](int d, Vec key) {
-            total = add_expected(key, mean[d], half_variance[d], total);
-        });
+        over_keys(
+            [&](int d, Vec key) { total = add_expected(key, mean[d], half_variance[d], total); });
         store(logits + slot, total);
     });
 }

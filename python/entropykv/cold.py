@@ -18,6 +18,11 @@ from entropykv.recovery import Rung
 LEAST_PAGES = 2
 """Of every KV head: one that is filled, and one that is stored."""
 
+EVEN_SHARE = 1.0
+"""Of the attention: what an entry is detected below."""
+THRESHOLD_OF_PRODUCTS = 0.5
+"""As the freeze document has it."""
+
 
 class ColdSide:
     """What a headwise store freezes into; without `freezing`, nothing is frozen.
@@ -63,7 +68,7 @@ class ColdSide:
             kv_type=cold_type,
             limit_bytes=freezing.limit_bytes or 0,
             recall_interval=freezing.recall_interval,
-            schedule=_schedule(freezing) if policy.schedule else None,
+            schedule=_schedule(freezing, policy) if policy.schedule else None,
             descriptor=self._file.descriptor if self._file else -1,
             nonce=self._file.nonce if self._file else b"",
         )
@@ -176,10 +181,11 @@ class ColdSide:
         return self._file.path if self._file else "memory"
 
 
-def _schedule(freezing: Freezing) -> _core.FreezeSchedule:
+def _schedule(freezing: Freezing, policy: Policy) -> _core.FreezeSchedule:
+    default = THRESHOLD_OF_PRODUCTS if policy.importance.measure == "products" else EVEN_SHARE
     return _core.FreezeSchedule(
         window=freezing.window,
-        threshold=freezing.threshold,
+        threshold=default if freezing.threshold is None else freezing.threshold,
         rate=freezing.rate,
         history=freezing.history,
     )

@@ -28,17 +28,19 @@ class Freezing:
     tokens; 0: never.
 
     The rest is the schedule of policy freeze (the freeze document, section 3): entries older than
-    the `window` newest tokens whose |q.k| is below `threshold` are detected, and frozen for
-    sqrt(detections) / `rate` steps, rounded down. `history`: steps within which detections are
-    counted; 0: over the whole text (the document gives no value).
+    the `window` newest tokens are detected where the attention that they get in a step is below
+    `threshold` even shares of it, and frozen for sqrt(detections) / `rate` steps, rounded down.
+    `history`: steps within which detections are counted; 0: over the whole text (the document gives
+    no value). With policy freeze:products, |q.k| below `threshold` detects, as in the document:
+    what is low depends on the model. `threshold` None: 1, and 0.5 for |q.k|, as in the document.
     """
 
     where: str = RAM
     limit: str | int | None = None
     kv_type: str = "auto"
-    recall_interval: int = 4
+    recall_interval: int = 1
     window: int = 32
-    threshold: float = 0.5
+    threshold: float | None = None
     rate: float = 2.0
     history: int = 0
 
@@ -54,7 +56,7 @@ class Freezing:
         _check_count("recall_interval", self.recall_interval, 0)
         _check_count("the window of freezing", self.window, 1)
         _check_count("the history of freezing", self.history, 0)
-        if not _is_number(self.threshold) or self.threshold < 0:
+        if self.threshold is not None and (not _is_number(self.threshold) or self.threshold < 0):
             raise SettingsError(
                 f"the threshold of freezing cannot be {self.threshold!r}; use a number of 0 or more"
             )

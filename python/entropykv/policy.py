@@ -122,9 +122,10 @@ POLICIES = {
         ),
         Policy(
             "freeze",
-            "the freeze document: what gets less |q.k| than a threshold is frozen, each time for "
-            "longer, and comes back by itself",
-            Importance("products", ("window",)),
+            "the freeze document's schedule: what gets less attention than a share of the mean is "
+            "frozen, each time for longer, and comes back by itself (freeze:products: less |q.k| "
+            "than a threshold, as in the document)",
+            Importance("attention", ()),
             schedule=True,
         ),
     )
@@ -201,11 +202,11 @@ def _parsed(text: str) -> Policy:
             f"them by what each head has stored; use --policy {name}, or measure mass, attention "
             "or products with modifier window or exposure"
         )
+    if policy.schedule and not importance.of_observed:
+        raise SettingsError(
+            f"policy {name} goes by what each step's queries find, and {importance} does not; use "
+            f"--policy {name}, or measure mass, attention or products"
+        )
     if importance == policy.importance:
         return policy
-    if policy.schedule:
-        raise SettingsError(
-            f"policy {name} compares |q.k| of the last micro-batch with a threshold and takes no "
-            f"other measure; use --policy {name}"
-        )
     return replace(policy, name=f"{name}:{importance}", importance=importance)
