@@ -45,10 +45,11 @@ class Recovery:
     """When the ladder is climbed, and how far. Raises SettingsError for impossible values.
 
     A token is a spike where the entropy of the distribution after it, or -log2 of its top
-    probability, is more than `deviations` deviations above the running mean of those before it.
-    Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by 1 / `memory`
-    (exponential decay; a plain mean until there are as many), and a value beyond the limit is taken
-    in as the limit: a spike hardly moves them, a new level is what they have grown used to soon.
+    probability, smoothed over about `smooth` tokens, is more than `deviations` deviations above its
+    running mean. Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by
+    1 / `memory` (exponential decay; a plain mean until there are as many), and a value beyond the
+    limit is taken in as the limit: a spike hardly moves them, a new level is what they have grown
+    used to soon.
 
     Each spike climbs one rung, up to `highest`, but none within `refractory` tokens of a climb,
     so that its effect can be seen; every `calm` tokens without a spike bring the ladder down by
@@ -57,8 +58,9 @@ class Recovery:
     """
 
     deviations: float = 3.0
+    smooth: int = 4
     warm_up: int = 16
-    memory: int = 64
+    memory: int = 128
     refractory: int = 4
     calm: int = 32
     window: int = 64
@@ -72,6 +74,7 @@ class Recovery:
                 f"deviations cannot be {self.deviations}; use a number above 0, such as 3"
             )
         for name, least in (
+            ("smooth", 1),
             ("warm_up", 2),
             ("memory", 2),
             ("refractory", 0),
@@ -107,24 +110,6 @@ class Climb:
     top_probability: float
     restored: int = 0
     """Entries, of all KV heads."""
-
-
-@dataclass
-class ClimbCounts:
-    """How often every rung was climbed."""
-
-    soft: int = 0
-    window: int = 0
-    full: int = 0
-    rewalk: int = 0
-    restored: int = 0
-    """Entries that came back by it."""
-
-    def note(self, climb: Climb) -> None:
-        """Count a climb."""
-        name = climb.rung.name.lower()
-        setattr(self, name, getattr(self, name) + 1)
-        self.restored += climb.restored
 
 
 @runtime_checkable
@@ -237,11 +222,14 @@ class _Running:
     def __init__(self, recovery: Recovery) -> None:
         self._recovery = recovery
         self._n = 0
+        self._smoothed = 0.0
         self._variance = 0.0
         self.mean = 0.0
 
     def take(self, value: float) -> bool:
-        """Take a value in; returns whether it is a spike."""
+        """Take a value in; returns whether there is a spike."""
+        self._smoothed += (value - self._smoothed) / min(self._n + 1, self._recovery.smooth)
+        value = self._smoothed
         spike = False
         if self._n >= self._recovery.warm_up:
             reach = self._recovery.deviations * max(math.sqrt(self._variance), LEAST_DEVIATION)

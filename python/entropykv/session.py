@@ -6,7 +6,7 @@ import io
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -21,6 +21,7 @@ from entropykv.errors import (
     EntropyKVError,
     FreezeError,
     SessionFileError,
+    SettingsError,
     UnsupportedModelError,
 )
 from entropykv.fingerprint import other_file
@@ -109,6 +110,11 @@ class Session:
         schedule = policy_named(policy, profile, store).schedule
         self.freezing = Freezing.parse(freeze) or (Freezing() if schedule else None)
         check_freezing(self.freezing, store, kv_type)
+        if recovery and not self.freezing:
+            raise SettingsError(
+                "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
+                "freeze (freeze=), or leave recovery out"
+            )
         self._model = (
             model
             if isinstance(model, Model)
@@ -320,11 +326,13 @@ class Session:
 
     def generate(
         self, tokens: Sequence[int], max_tokens: int = -1, **sampling: float | None
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Read `tokens`, then yield generated ones as they come.
 
         Without tokens, it goes on after the last one read, where `logits` is not None. A token is
-        read when the next one is asked for: the last one that was yielded is not read yet.
+        read when the next one is asked for: the last one that was yielded is not read yet. With
+        recovery, tokens are read ahead of those yielded: close() the generator where you stop early
+        (contextlib.closing), before you look at the session.
 
         Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
         the context is full. `sampling`: the fields of entropykv.generate.Sampling; temperature 0 is
@@ -410,7 +418,8 @@ class Session:
     def can_return_to(self, position: int) -> bool:
         """Whether truncate(position) leaves the entries of a session that never read on.
 
-        Always so for 0. Where it is False, the tokens must be read again.
+        Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
+        them are frozen may be others.
         """
         if position == 0:
             return True

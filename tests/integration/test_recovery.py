@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from entropykv import Session
-from entropykv.recovery import Climb, ClimbCounts, Recovery, Rung
+from entropykv.recovery import Climb, Recovery, Rung
 from tests.integration.test_headwise import tokens_for
+from tests.unit.test_recovery import ClimbCounts
 
 N_TOKENS = 40
 READS_AHEAD = Recovery(warm_up=10**6)
-REWALKS = Recovery(deviations=0.01, warm_up=2, memory=8, refractory=0, calm=100)
+REWALKS = Recovery(smooth=1, deviations=0.01, warm_up=2, memory=8, refractory=0, calm=100)
 
 
 class Recovering(Session):

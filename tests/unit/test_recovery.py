@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.generate import Sampling, generate
-from entropykv.recovery import Climb, ClimbCounts, Ladder, Recovery, Rung, _Distribution, _Running
+from entropykv.recovery import Climb, Ladder, Recovery, Rung, _Distribution, _Running
 
 N_VOCAB = 64
 WARM_UP = 8
@@ -26,6 +26,24 @@ GREEDY = Sampling()
 LADDER = [Rung.SOFT, Rung.WINDOW, Rung.FULL, Rung.REWALK]
 SILENT = 10**6
 """A warm-up in which nothing counts."""
+
+
+@dataclass
+class ClimbCounts:
+    """How often every rung was climbed."""
+
+    soft: int = 0
+    window: int = 0
+    full: int = 0
+    rewalk: int = 0
+    restored: int = 0
+    """Entries that came back by it."""
+
+    def note(self, climb: Climb) -> None:
+        """Count a climb."""
+        name = climb.rung.name.lower()
+        setattr(self, name, getattr(self, name) + 1)
+        self.restored += climb.restored
 
 
 def peaked(token: int, logit: float = 12.0) -> np.ndarray:
@@ -76,7 +94,7 @@ def test_entropy_and_top_probability_are_those_of_the_softmax(
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_logits_without_a_distribution_change_nothing(bad: float) -> None:
-    ladder = Ladder(Recovery(warm_up=WARM_UP), N_VOCAB)
+    ladder = Ladder(Recovery(smooth=1, warm_up=WARM_UP), N_VOCAB)
     climbs(ladder, set(), 20)
     assert ladder.observe(np.full(N_VOCAB, bad, np.float32), 21) is None
     assert climbs(ladder, {1}, 1) == {1: Rung.SOFT}
@@ -85,7 +103,7 @@ def test_logits_without_a_distribution_change_nothing(bad: float) -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 8), min_size=1, max_size=40))
 def test_before_anything_counts_mean_and_deviation_are_plain_ones(values: list[float]) -> None:
-    running = _Running(Recovery(warm_up=SILENT, memory=max(2, len(values))))
+    running = _Running(Recovery(smooth=1, warm_up=SILENT, memory=max(2, len(values))))
     assert not any(running.take(value) for value in values)
     assert running.mean == pytest.approx(np.mean(values), abs=1e-9)
     assert running._variance == pytest.approx(np.var(values), abs=1e-9)
@@ -101,7 +119,7 @@ def test_before_anything_counts_mean_and_deviation_are_plain_ones(values: list[f
 def test_one_spike_does_not_drag_the_mean(
     values: list[float], value: float, deviations: float, memory: int
 ) -> None:
-    running = _Running(Recovery(warm_up=WARM_UP, memory=memory, deviations=deviations))
+    running = _Running(Recovery(smooth=1, warm_up=WARM_UP, memory=memory, deviations=deviations))
     for before in values:
         running.take(before)
     mean, deviation = running.mean, max(np.sqrt(running._variance), 0.25)
@@ -112,7 +130,7 @@ def test_one_spike_does_not_drag_the_mean(
 
 
 def test_a_lasting_change_is_the_new_level_after_a_while() -> None:
-    running = _Running(Recovery(memory=32))
+    running = _Running(Recovery(smooth=1, memory=32))
     for _ in range(100):
         assert not running.take(1.0)
     spikes = [running.take(6.0) for _ in range(100)]
@@ -134,7 +152,7 @@ def test_each_of_the_two_signs_is_enough(calm: list[float], spike: list[float]) 
     entropies = [distribution.measure(logits)[0] for logits in (before, after)]
     tops = [distribution.measure(logits)[1] for logits in (before, after)]
     assert (entropies[1] > entropies[0]) != (tops[1] < tops[0] * 0.99)
-    ladder = Ladder(Recovery(), N_VOCAB)
+    ladder = Ladder(Recovery(smooth=1), N_VOCAB)
     assert climbs(ladder, set(), 20, before) == {}
     climb = ladder.observe(after, 21)
     assert climb is not None
@@ -147,13 +165,13 @@ def test_each_of_the_two_signs_is_enough(calm: list[float], spike: list[float]) 
 @pytest.mark.parametrize("warm_up", [2, 8, 30])
 def test_nothing_counts_in_the_warm_up(warm_up: int) -> None:
     for position in range(1, warm_up + 3):
-        ladder = Ladder(Recovery(warm_up=warm_up), N_VOCAB)
+        ladder = Ladder(Recovery(smooth=1, warm_up=warm_up), N_VOCAB)
         expected = {position: Rung.SOFT} if position > warm_up else {}
         assert climbs(ladder, {position}, position) == expected
 
 
 def test_tiny_differences_of_certain_tokens_are_no_spikes() -> None:
-    ladder = Ladder(Recovery(warm_up=WARM_UP), N_VOCAB)
+    ladder = Ladder(Recovery(smooth=1, warm_up=WARM_UP), N_VOCAB)
     assert climbs(ladder, set(), 50, peaked(0, 15)) == {}
     assert ladder.observe(peaked(0, 8), 51) is None
 
@@ -162,7 +180,7 @@ def test_tiny_differences_of_certain_tokens_are_no_spikes() -> None:
 
 
 def test_every_spike_climbs_one_rung_and_a_rewalk_starts_over() -> None:
-    ladder = Ladder(Recovery(warm_up=WARM_UP), N_VOCAB)
+    ladder = Ladder(Recovery(smooth=1, warm_up=WARM_UP), N_VOCAB)
     positions = list(range(20, 61, 8))
     seen = climbs(ladder, set(positions), 61)
     assert list(seen) == positions
@@ -171,7 +189,7 @@ def test_every_spike_climbs_one_rung_and_a_rewalk_starts_over() -> None:
 
 @pytest.mark.parametrize("refractory", [0, 1, 4, 9])
 def test_no_climb_within_a_few_tokens_of_one(refractory: int) -> None:
-    recovery = Recovery(warm_up=WARM_UP, refractory=refractory, deviations=1.0)
+    recovery = Recovery(smooth=1, warm_up=WARM_UP, refractory=refractory, deviations=1.0)
     seen = climbs(Ladder(recovery, N_VOCAB), set(range(20, 24 + 2 * refractory)), 60)
     assert list(seen) == list(range(20, 24 + 2 * refractory, refractory + 1))
 
@@ -181,24 +199,24 @@ def test_no_climb_within_a_few_tokens_of_one(refractory: int) -> None:
     [(9, Rung.REWALK), (10, Rung.FULL), (20, Rung.WINDOW), (30, Rung.SOFT), (50, Rung.SOFT)],
 )
 def test_calm_tokens_bring_it_down_by_one(calm_tokens: int, then: Rung) -> None:
-    ladder = Ladder(Recovery(warm_up=WARM_UP, calm=10), N_VOCAB)
+    ladder = Ladder(Recovery(smooth=1, warm_up=WARM_UP, calm=10), N_VOCAB)
     position = 40 + calm_tokens + 1
     seen = climbs(ladder, {30, 35, 40, position}, position)
     assert list(seen.values()) == [Rung.SOFT, Rung.WINDOW, Rung.FULL, then]
 
 
 def test_a_spike_too_soon_to_climb_is_not_calm() -> None:
-    ladder = Ladder(Recovery(warm_up=WARM_UP, calm=10, refractory=4), N_VOCAB)
+    ladder = Ladder(Recovery(smooth=1, warm_up=WARM_UP, calm=10, refractory=4), N_VOCAB)
     assert list(climbs(ladder, {30, 33, 43}, 43).values()) == [Rung.SOFT, Rung.WINDOW]
 
 
 @pytest.mark.parametrize(
     ("recovery", "expected"),
     [
-        (Recovery(highest=Rung.SOFT), [Rung.SOFT] * 5),
-        (Recovery(highest=Rung.WINDOW), [Rung.SOFT] + [Rung.WINDOW] * 4),
-        (Recovery(rewalk=0), [Rung.SOFT, Rung.WINDOW] + [Rung.FULL] * 3),
-        (Recovery(highest=Rung.SOFT, rewalk=0), [Rung.SOFT] * 5),
+        (Recovery(smooth=1, highest=Rung.SOFT), [Rung.SOFT] * 5),
+        (Recovery(smooth=1, highest=Rung.WINDOW), [Rung.SOFT] + [Rung.WINDOW] * 4),
+        (Recovery(smooth=1, rewalk=0), [Rung.SOFT, Rung.WINDOW] + [Rung.FULL] * 3),
+        (Recovery(smooth=1, highest=Rung.SOFT, rewalk=0), [Rung.SOFT] * 5),
     ],
 )
 def test_the_highest_rung_is_climbed_again(recovery: Recovery, expected: list[Rung]) -> None:
@@ -208,7 +226,7 @@ def test_the_highest_rung_is_climbed_again(recovery: Recovery, expected: list[Ru
 
 
 def test_no_token_is_rewalked_twice() -> None:
-    recovery = Recovery(warm_up=WARM_UP, refractory=0, rewalk=6)
+    recovery = Recovery(smooth=1, warm_up=WARM_UP, refractory=0, rewalk=6)
     seen = climbs(Ladder(recovery, N_VOCAB), set(range(30, 42)), 42)
     assert [position for position, rung in seen.items() if rung is Rung.REWALK] == [33, 39]
     assert list(seen.values())[4:9] == [Rung.SOFT, Rung.WINDOW, *[Rung.FULL] * 3]
@@ -387,7 +405,9 @@ def test_held_back_tokens_are_the_same_ones(
     options: dict[str, Any], sampling: Sampling, rewalk: int
 ) -> None:
     plain, expected, error = run(options, sampling, None)
-    session, yielded, failure = run(options, sampling, Recovery(warm_up=SILENT, rewalk=rewalk))
+    session, yielded, failure = run(
+        options, sampling, Recovery(smooth=1, warm_up=SILENT, rewalk=rewalk)
+    )
     assert (yielded, failure) == (expected, error)
     assert session.generated == plain.generated == len(expected)
     if not session.broken:
@@ -417,7 +437,7 @@ def test_rewalks_take_back_nothing_that_was_yielded(
         flat = len(session.decoded) in spikes
         return random_logits(session) * (0.01 if flat else 1.0)
 
-    recovery = Recovery(warm_up=2, rewalk=rewalk, refractory=refractory)
+    recovery = Recovery(smooth=1, warm_up=2, rewalk=rewalk, refractory=refractory)
     session = FakeSession(function, recovery)
     prompt = [5, 6]
     yielded = stopped_after(session, stop, prompt, max_tokens, sampling)
@@ -430,7 +450,7 @@ def test_rewalks_take_back_nothing_that_was_yielded(
 
 def test_a_rewalk_writes_the_last_tokens_again() -> None:
     spikes = {20, 25, 30, 35}
-    session = FakeSession(planned(spikes), Recovery(warm_up=WARM_UP, rewalk=6, window=17))
+    session = FakeSession(planned(spikes), Recovery(smooth=1, warm_up=WARM_UP, rewalk=6, window=17))
     plain = FakeSession(planned(spikes))
     yielded = stopped_after(session, None, [1, 2, 3], 50, GREEDY)
     before = stopped_after(plain, None, [1, 2, 3], 50, GREEDY)
@@ -448,7 +468,7 @@ def test_a_rewalk_writes_the_last_tokens_again() -> None:
 
 def test_a_rewalk_at_the_beginning_returns_to_the_end_of_the_prompt() -> None:
     spikes = {5, 6, 7, 8}
-    recovery = Recovery(warm_up=2, refractory=0, rewalk=20)
+    recovery = Recovery(smooth=1, warm_up=2, refractory=0, rewalk=20)
     session = FakeSession(planned(spikes), recovery)
     yielded = stopped_after(session, None, [9], 30, GREEDY)
     assert session.counts.rewalk == 1
@@ -457,7 +477,7 @@ def test_a_rewalk_at_the_beginning_returns_to_the_end_of_the_prompt() -> None:
 
 
 def test_climbs_are_reported_and_counted() -> None:
-    session = FakeSession(planned({20, 25, 30, 35, 54}), Recovery(warm_up=WARM_UP))
+    session = FakeSession(planned({20, 25, 30, 35, 54}), Recovery(smooth=1, warm_up=WARM_UP))
     stopped_after(session, None, [1, 2, 3], 60, GREEDY)
     assert [climb.rung for climb in session.climbs] == [*LADDER, Rung.SOFT]
     assert [climb.position for climb in session.climbs] == [20, 25, 30, 35, 45]
@@ -518,7 +538,9 @@ def test_the_last_yielded_token_is_not_read_where_recovery_fails(
     thaws_nothing: bool, n_yielded: int
 ) -> None:
     spikes = {20, 25, 30, 35}
-    session = Failing(planned(spikes), Recovery(warm_up=WARM_UP), thaws_nothing=thaws_nothing)
+    session = Failing(
+        planned(spikes), Recovery(smooth=1, warm_up=WARM_UP), thaws_nothing=thaws_nothing
+    )
     yielded: list[int] = []
     with pytest.raises(EntropyKVError, match="failed"):
         yielded.extend(generate(session, [1, 2, 3], 60, GREEDY))
@@ -542,7 +564,7 @@ def test_penalties_after_a_rewalk_are_those_of_the_tokens_that_stayed() -> None:
         assert bool(session.counts.rewalk) == (recovery is not None)
         return found
 
-    assert whole(Recovery(warm_up=WARM_UP)) == whole(None)
+    assert whole(Recovery(smooth=1, warm_up=WARM_UP)) == whole(None)
 
 
 def test_random_numbers_go_on_after_a_rewalk() -> None:
@@ -554,7 +576,7 @@ def test_random_numbers_go_on_after_a_rewalk() -> None:
         return logits
 
     sampling = Sampling(temperature=1.0, top_p=1.0, seed=4)
-    session = FakeSession(even, Recovery(warm_up=WARM_UP))
+    session = FakeSession(even, Recovery(smooth=1, warm_up=WARM_UP))
     yielded = stopped_after(session, None, [1, 2, 3], 60, sampling)
     assert session.counts.rewalk == 1
     dropped = [token for _, token in session.decoded[27:35]]

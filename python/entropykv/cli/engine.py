@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from entropykv.cli.freeze_options import add_freeze_options
+from entropykv.cli.freeze_options import (
+    add_freeze_options,
+    add_recovery_options,
+    recovery_of,
+)
 from entropykv.cli.options import add_store_options, integer
 from entropykv.cli.saved import say
 from entropykv.errors import SettingsError
@@ -40,6 +44,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """How the model is run, and what is frozen: see open_engine."""
     add_freeze_options(parser)
+    add_recovery_options(parser)
     group = parser.add_argument_group("engine")
     add_store_options(group)
     group.add_argument(
@@ -86,6 +91,7 @@ def open_engine(options: argparse.Namespace) -> Session:
         n_sinks=options.sinks,
         recent_window=options.recent_window,
         freeze=freezing_of(options),
+        recovery=recovery_of(options),
         verbose=options.verbose,
     )
     if session.fallback:

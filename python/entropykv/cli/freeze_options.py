@@ -1,11 +1,16 @@
-"""Options of cold storage; entropykv.freeze_options makes settings of them."""
+"""Options of cold storage and of the recovery ladder.
+
+entropykv.freeze_options makes settings of the first, recovery_of() of the second.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from entropykv.cli.options import integer
+from entropykv.errors import SettingsError
 from entropykv.freezing import COLD_CHOICES, WHERE, Freezing
+from entropykv.recovery import Recovery, Rung
 
 _DEFAULTS = Freezing
 
@@ -50,8 +55,8 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
         "--freeze-threshold",
         type=float,
         metavar="T",
-        help="older ones are detected where |q.k| is less, on average over the query heads "
-        f"(default: {_DEFAULTS.threshold})",
+        help="older ones are detected where they get less than so many even shares of the "
+        "attention, or, with freeze:products, less |q.k| (default: 1; 0.5 for |q.k|)",
     )
     group.add_argument(
         "--freeze-rate",
@@ -65,3 +70,56 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
         metavar="W",
         help=f"detections of the last W steps count (0: all; default: {_DEFAULTS.history})",
     )
+
+
+RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
+_RECOVERY = {
+    "recovery_deviations": "deviations",
+    "recovery_window": "window",
+    "rewalk": "rewalk",
+}
+
+
+def add_recovery_options(parser: argparse.ArgumentParser) -> None:
+    """What is done where the output grows uncertain."""
+    group = parser.add_argument_group("recovery (where entries are frozen)")
+    group.add_argument(
+        "--recovery",
+        choices=RUNGS,
+        help="restore frozen entries where the entropy of the output rises or its top probability "
+        "falls, one rung further each time, up to this one: soft (what would stay frozen for more "
+        "than a step), window (what the last steps froze), full (all), rewalk (and write the last "
+        "tokens again; as many are held back) (default: nothing is watched)",
+    )
+    group.add_argument(
+        "--recovery-deviations",
+        type=float,
+        metavar="D",
+        help=f"above the running mean: what counts (default: {Recovery.deviations})",
+    )
+    group.add_argument(
+        "--recovery-window",
+        type=integer(1),
+        metavar="N",
+        help=f"steps that a window reset looks back (default: {Recovery.window})",
+    )
+    group.add_argument(
+        "--rewalk",
+        type=integer(1),
+        metavar="K",
+        help=f"tokens that a rewalk writes again (default: {Recovery.rewalk})",
+    )
+
+
+def recovery_of(options: argparse.Namespace) -> Recovery | None:
+    """Return the ladder, if one was asked for. SettingsError for its options without it."""
+    given = {
+        field: getattr(options, name)
+        for name, field in _RECOVERY.items()
+        if getattr(options, name) is not None
+    }
+    if options.recovery is None:
+        if given:
+            raise SettingsError("nothing is watched; give --recovery soft, window, full or rewalk")
+        return None
+    return Recovery(highest=RUNGS[options.recovery], **given)
