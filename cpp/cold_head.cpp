@@ -9,7 +9,7 @@
 namespace entropykv {
 namespace {
 
-constexpr int kOfCluster = 4;  // entries of a page for every mean
+constexpr int kOfCluster = 2;  // entries of a page for every mean
 constexpr int kRounds = 4;     // of clustering
 
 // At least, or twice what there was: so that many small steps cost no more than few large ones.

@@ -14,6 +14,9 @@ COLD_TYPES = ("f16", "q8_0", "q4_0")
 """Of frozen entries; the widest first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
+RECALL_MICRO_BATCH = 128
+"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: all of them share
+what is found."""
 
 _MOST = 2**31 - 1
 
@@ -24,8 +27,9 @@ class Freezing:
 
     `where`: `ram`, or `disk:DIR`: a file of this process in a directory. `limit`: bytes of cold
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: of frozen entries; auto:
-    that of the store. `recall_interval`: frozen entries are looked through after so many generated
-    tokens; 0: never.
+    that of the store. `recall_interval`: frozen entries are looked through with every so many
+    generated tokens, and with every micro-batch of a prompt (of RECALL_MICRO_BATCH tokens at most);
+    0: never.
 
     The rest is the schedule of policy freeze (the freeze document, section 3): entries older than
     the `window` newest tokens are detected where the attention that they get in a step is below

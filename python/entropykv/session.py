@@ -26,7 +26,7 @@ from entropykv.errors import (
 )
 from entropykv.fingerprint import other_file
 from entropykv.flat import FlatStore
-from entropykv.freezing import Freezing, check_freezing
+from entropykv.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
 from entropykv.generate import Sampling, generate
 from entropykv.headwise import HeadwiseStore
 from entropykv.model import Model
@@ -122,6 +122,8 @@ class Session:
         )
         self.n_ctx = n_ctx or self._model.geometry.n_ctx_train
         trained = self._model.geometry.n_ctx_train
+        if self.freezing and self.freezing.recall_interval:
+            n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
         self._n_ubatch = largest_micro_batch(n_ubatch, self.n_ctx, trained)
         try:
             geometry = self._model.geometry

@@ -38,7 +38,7 @@ def add_freeze_options(parser: argparse.ArgumentParser) -> None:
         "--recall-interval",
         type=integer(0),
         metavar="N",
-        help="look for frozen entries that matter again after so many generated tokens (0: never; "
+        help="look for frozen entries that matter again with every N-th generated token (0: never; "
         f"default: {_DEFAULTS.recall_interval})",
     )
     _add_schedule_options(parser.add_argument_group("schedule of policy freeze"))
