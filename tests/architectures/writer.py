@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 
 from tests.architectures.description import Architecture, Value
 from tests.architectures.tensors import tensors_of
@@ -78,7 +78,6 @@ def _shapes(description: Architecture) -> dict[str, tuple[int, ...]]:
 
 def _header(path: str | os.PathLike[str], description: Architecture) -> GGUFWriter:
     writer = GGUFWriter(path, description.architecture)
-    writer.add_name(f"tiny {description.name}")
     for key, value in description.metadata.items():
         _add_value(writer, _full_key(description.architecture, key), value)
     add_tokenizer(writer, description.n_vocab)
@@ -98,6 +97,8 @@ def _add_value(writer: GGUFWriter, key: str, value: Value) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif ".ple." in key and len(value) > 1:
+        writer.add_key_value(key, list(value), GGUFValueType.ARRAY, GGUFValueType.UINT64)
     else:
         writer.add_array(key, list(value))
 
