@@ -21,6 +21,8 @@ class Architecture:
     without: tuple[str, ...] = ()
     """Patterns of names of tensors that llama.cpp would take and the file leaves out."""
     n_vocab: int = 320
+    rounding: float = 2e-3
+    """How far rounding alone moves the logits, relative to their spread."""
 
 
 def model(
@@ -33,6 +35,7 @@ def model(
     width: int = 64,
     without: tuple[str, ...] = (),
     n_vocab: int = 320,
+    rounding: float = 2e-3,
 ) -> Architecture:
     """Describe a model.
 
@@ -60,4 +63,5 @@ def model(
         # Factors of quantised weights, which these files do not have.
         without=("*.scale", "*.input_scale", *without),
         n_vocab=n_vocab,
+        rounding=rounding,
     )

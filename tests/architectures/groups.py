@@ -61,7 +61,7 @@ def latent(rank: int, rope: int) -> Group:
 LATENT = latent(64, 16)
 INDEXER: Group = {
     "attention.indexer.head_count": 4,
-    "attention.indexer.key_length": 32,
+    "attention.indexer.key_length": 128,
     "attention.indexer.top_k": 131072,
 }
 HYPER_CONNECTIONS: Group = {
@@ -70,4 +70,3 @@ HYPER_CONNECTIONS: Group = {
     "hyper_connection.epsilon": 1e-6,
     "hyper_connection.low_rank": 8,
 }
-

@@ -31,20 +31,57 @@ HYBRID: tuple[Architecture, ...] = (
     model("granitehybrid", (EVERY_SECOND, (2, 0, 2, 0), 32), MAMBA_2 | GRANITE),
     model("jamba", (EVERY_SECOND, (2, 0, 2, 0)), MAMBA),
     model("lfm2", (EVERY_SECOND, (2, 0, 2, 0)), {"shortconv.l_cache": 3}),
-    model("lfm2", (EVERY_SECOND, (2, 0, 2, 0)), {
-        "shortconv.l_cache": 3, "attention.sliding_window": 32,
-    }, name="lfm2-window"),
-    model("lfm2moe", (EVERY_SECOND, (2, 0, 2, 0)), MOE | SIGMOID_ROUTER | {
-        "shortconv.l_cache": 3, "leading_dense_block_count": 1,
-    }),
-    model("minimax-01", (4, 2, 32), MOE | {"full_attention_interval": 2}),
-    model("nemotron_h", (4, (0, 2, 0, 2, 0, 0), 32), MAMBA_2 | {
-        "feed_forward_length": (0, 0, 64, 0, 0, 64),
-    }, layers=6),
-    model("nemotron_h_moe", (4, (0, 2, 0, 2, 0, 0), 32), MOE | SHARED_LENGTH | MAMBA_2 | {
-        "feed_forward_length": (0, 0, 64, 0, 0, 64),
-    }, layers=6),
-    model("plamo2", (EVERY_SECOND, (2, 0, 2, 0), 32), MAMBA | {"ssm.group_count": 0}),
+    model(
+        "lfm2",
+        (EVERY_SECOND, (2, 0, 2, 0)),
+        {
+            "shortconv.l_cache": 3,
+            "attention.sliding_window": 32,
+        },
+        name="lfm2-window",
+    ),
+    model(
+        "lfm2moe",
+        (EVERY_SECOND, (2, 0, 2, 0)),
+        MOE
+        | SIGMOID_ROUTER
+        | {
+            "shortconv.l_cache": 3,
+            "leading_dense_block_count": 1,
+        },
+    ),
+    model(
+        "minimax-01",
+        (4, 2, 32),
+        MOE
+        | {
+            "full_attention_interval": 2,
+            "residual_scale": 0.7,
+        },
+    ),
+    model(
+        "nemotron_h",
+        (4, (0, 2, 0, 2, 0, 0), 32),
+        MAMBA_2
+        | {
+            "feed_forward_length": (0, 0, 64, 0, 0, 64),
+        },
+        layers=6,
+    ),
+    model(
+        "nemotron_h_moe",
+        (4, (0, 2, 0, 2, 0, 0), 32),
+        MOE
+        | SHARED_LENGTH
+        | MAMBA_2
+        | {
+            "feed_forward_length": (0, 0, 64, 0, 0, 64),
+        },
+        layers=6,
+    ),
+    model(
+        "plamo2", (EVERY_SECOND, (2, 0, 2, 0), 32), MAMBA | {"ssm.group_count": 0}, rounding=1e-2
+    ),
     model("qwen35", (4, 2, 32), DELTA_NET | MULTIMODAL_ROPE),
     model("qwen35moe", (4, 2, 32), MOE | SHARED_LENGTH | DELTA_NET | MULTIMODAL_ROPE),
     model("qwen3next", (4, 2, 32), MOE | SHARED_LENGTH | DELTA_NET),
@@ -62,26 +99,51 @@ RECURRENT: tuple[Architecture, ...] = (
 # V is a view of K, which all query heads share.
 LATENT_ATTENTION: tuple[Architecture, ...] = (
     model("deepseek2", (4, 1), MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT),
-    model("deepseek2", (2, 1), MOE | SHARED_EXPERT | SIGMOID_ROUTER | latent(512, 64),
-          name="deepseek2-576", layers=2),
+    model(
+        "deepseek2",
+        (2, 1),
+        MOE | SHARED_EXPERT | SIGMOID_ROUTER | latent(512, 64),
+        name="deepseek2-576",
+        layers=2,
+    ),
     model("mistral4", (4, 1), MOE | SHARED_EXPERT | LATENT),
 )
 
 # The same, and recurrent layers.
 LATENT_HYBRID: tuple[Architecture, ...] = (
-    model("bailingmoe3", ((2, 0, 2, 0), (1, 0, 1, 0)),
-          MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | KIMI_DELTA | {
-              "rope.dimension_sections": (2, 3, 3, 0),
-          }),
-    model("kimi-k3", ((2, 0, 2, 0), (1, 0, 1, 0)),
-          MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | KIMI_DELTA | {
-              "expert_latent_length": 64,
-              "attn_res.block_size": 12,
-              "activation.situ_beta": 4.0,
-              "activation.situ_linear_beta": 25.0,
-          }),
-    model("kimi-linear", ((2, 0, 2, 0), (1, 0, 1, 0)),
-          MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | KIMI_DELTA),
+    model(
+        "bailingmoe3",
+        ((2, 0, 2, 0), (1, 0, 1, 0)),
+        MOE
+        | SHARED_EXPERT
+        | SIGMOID_ROUTER
+        | LATENT
+        | KIMI_DELTA
+        | {
+            "rope.dimension_sections": (2, 3, 3, 0),
+        },
+    ),
+    model(
+        "kimi-k3",
+        ((2, 0, 2, 0), (1, 0, 1, 0)),
+        MOE
+        | SHARED_EXPERT
+        | SIGMOID_ROUTER
+        | LATENT
+        | KIMI_DELTA
+        | {
+            "expert_latent_length": 64,
+            "attn_res.block_size": 12,
+            "activation.situ_beta": 4.0,
+            "activation.situ_linear_beta": 25.0,
+        },
+        rounding=1e-2,
+    ),
+    model(
+        "kimi-linear",
+        ((2, 0, 2, 0), (1, 0, 1, 0)),
+        MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | KIMI_DELTA,
+    ),
 )
 
 # Attention logits fall linearly with the distance.
@@ -95,58 +157,119 @@ ALIBI: tuple[Architecture, ...] = (
 # Which positions are attended to, or what they were compressed to, is computed in the graph.
 SPARSE: tuple[Architecture, ...] = (
     model("deepseek32", (4, 1), MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | INDEXER),
-    model("deepseek4", (8, 1, 64), MOE | SHARED_EXPERT | INDEXER | HYPER_CONNECTIONS | {
-        "attention.q_lora_rank": 32,
-        "attention.sliding_window": 32,
-        "attention.output_group_count": 8,
-        "attention.output_lora_rank": 8,
-        "attention.compress_ratios": (0, 0, 4, 128),
-        "attention.compress_rope_freq_base": 160000.0,
-        "rope.dimension_count": 32,
-        "hash_layer_count": 0,
-        "swiglu_clamp_exp": 10.0,
-        "expert_weights_scale": 1.0,
-        "expert_weights_norm": True,
-        "expert_gating_func": 4,
-    }),
-    model("dots3note", (4, 1),
-          MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | INDEXER | WINDOW_LAYERS | {
-              "attention.kv_lora_rank_swa": 64,
-              "attention.key_length_swa": 80,
-              "attention.value_length_swa": 64,
-              "attention.key_length_mla_swa": 32,
-              "attention.value_length_mla_swa": 16,
-              "attention.indexer.types": (1, 0, 1, 0),
-              "rope.freq_base_swa": 10000.0,
-          }),
+    model(
+        "deepseek4",
+        (8, 1, 64),
+        MOE
+        | SHARED_EXPERT
+        | INDEXER
+        | HYPER_CONNECTIONS
+        | {
+            "attention.q_lora_rank": 64,
+            "attention.sliding_window": 32,
+            "attention.output_group_count": 8,
+            "attention.output_lora_rank": 32,
+            "attention.compress_ratios": (0, 0, 4, 128),
+            "attention.compress_rope_freq_base": 160000.0,
+            "rope.dimension_count": 32,
+            "hash_layer_count": 0,
+            "swiglu_clamp_exp": 10.0,
+            "expert_weights_scale": 1.0,
+            "expert_weights_norm": True,
+            "expert_gating_func": 4,
+        },
+        width=128,
+    ),
+    model(
+        "dots3note",
+        (4, 1),
+        MOE
+        | SHARED_EXPERT
+        | SIGMOID_ROUTER
+        | LATENT
+        | INDEXER
+        | WINDOW_LAYERS
+        | {
+            "attention.kv_lora_rank_swa": 64,
+            "attention.key_length_swa": 80,
+            "attention.value_length_swa": 64,
+            "attention.key_length_mla_swa": 32,
+            "attention.value_length_mla_swa": 16,
+            "attention.indexer.types": (1, 0, 1, 0),
+            "rope.freq_base_swa": 10000.0,
+        },
+    ),
     model("glm-dsa", (4, 1), MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | INDEXER),
-    model("hy_v4", (4, 1),
-          MOE | SHARED_EXPERT | SIGMOID_ROUTER | LATENT | INDEXER | HYPER_CONNECTIONS | {
-              "hyper_connection.magnitude": 2.0,
-              "swiglu_clamp_exp": 10.0,
-              "expert_weights_scale": 1.0,
-              "expert_weights_norm": True,
-              "attention.indexer.types": (1, 0, 1, 0),
-          }),
-    model("minimax-m3", (4, 2, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER | INDEXER | {
-        "attention.indexer.head_count": 2,
-        "attention.indexer.block_size": 4,
-        "attention.indexer.local_blocks": 1,
-        "rope.dimension_count": 32,
-    }),
-    model("qwen4exp", (4, 2, 32),
-          MOE | SHARED_LENGTH | DELTA_NET | MULTIMODAL_ROPE | INDEXER | HYPER_CONNECTIONS | {
-              "attention.compress_ratios": (4, 4, 4, 4),
-              "ple.layers": (0,),
-              "ple.ngram_size": 3,
-              "ple.heads_per_ngram": 2,
-              "ple.conv_kernel": 4,
-              "ple.eos_token_id": 0,
-              "ple.layer_multipliers": (1, 3, 5),
-              "ple.head_offsets": (0, 320, 640, 960),
-              "ple.head_vocab_sizes": (320, 320, 320, 320),
-              "embedding_length_per_layer_input": 16,
-          }),
+    model(
+        "glm5-next",
+        (2, (1, 0, 1, 0)),
+        MOE
+        | SHARED_EXPERT
+        | LATENT
+        | KIMI_DELTA
+        | INDEXER
+        | HYPER_CONNECTIONS
+        | {
+            "attention.key_length": 64,
+            "attention.indexer.kpool": 4,
+            "attention.indexer.kpool_select_tail": True,
+            "rope.dimension_count": 0,
+        },
+    ),
+    model(
+        "hy_v4",
+        (4, 1),
+        MOE
+        | SHARED_EXPERT
+        | SIGMOID_ROUTER
+        | LATENT
+        | INDEXER
+        | HYPER_CONNECTIONS
+        | {
+            "hyper_connection.magnitude": 2.0,
+            "swiglu_clamp_exp": 10.0,
+            "expert_weights_scale": 1.0,
+            "expert_weights_norm": True,
+            "attention.indexer.types": (1, 0, 1, 0),
+        },
+    ),
+    model(
+        "minimax-m3",
+        (4, 2, 32),
+        MOE
+        | SHARED_EXPERT
+        | SIGMOID_ROUTER
+        | INDEXER
+        | {
+            "attention.indexer.head_count": 2,
+            "attention.indexer.block_size": 4,
+            "attention.indexer.local_blocks": 1,
+            "rope.dimension_count": 32,
+        },
+    ),
+    model(
+        "qwen4exp",
+        (4, 2, 32),
+        MOE
+        | SHARED_LENGTH
+        | DELTA_NET
+        | MULTIMODAL_ROPE
+        | INDEXER
+        | HYPER_CONNECTIONS
+        | {
+            "attention.compress_ratios": (4, 4, 4, 4),
+            "attention.indexer.key_length": 32,
+            "ple.layers": (0,),
+            "ple.ngram_size": 3,
+            "ple.heads_per_ngram": 2,
+            "ple.conv_kernel": 4,
+            "ple.eos_token_id": 0,
+            "ple.layer_multipliers": (1, 3, 5),
+            "ple.head_offsets": (0, 320, 640, 960),
+            "ple.head_vocab_sizes": (320, 320, 320, 320),
+            "embedding_length_per_layer_input": 16,
+        },
+    ),
 )
 
 # Its attention is a product, a soft maximum and a product, even with flash attention enabled.

@@ -21,9 +21,16 @@ PLAIN: tuple[Architecture, ...] = (
     model("llama", (3, 1, 96), name="llama-96"),
     model("llama", (4, 2, 20), name="llama-20"),
     model("llama", (4, 2, 32), MOE, name="llama-moe"),
-    model("apertus", (4, 2, 32), {
-        "xielu.alpha_n": 1.0, "xielu.alpha_p": 1.0, "xielu.beta": 1.0, "xielu.eps": 1e-7,
-    }),
+    model(
+        "apertus",
+        (4, 2, 32),
+        {
+            "xielu.alpha_n": 1.0,
+            "xielu.alpha_p": 1.0,
+            "xielu.beta": 1.0,
+            "xielu.eps": 1e-7,
+        },
+    ),
     model("arcee", (4, 2, 32)),
     model("arctic", (4, 2), MOE),
     model("baichuan", (4, 2)),
@@ -40,9 +47,16 @@ PLAIN: tuple[Architecture, ...] = (
     model("deepseek2-ocr", (4, 4), MOE | SHARED_EXPERT),
     model("dots1", (4, 4, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER),
     model("ernie4_5", (4, 2, 32)),
-    model("ernie4_5-moe", (4, 2, 32), MOE | SHARED_EXPERT | SHARED_LENGTH | {
-        "interleave_moe_layer_step": 2,
-    }),
+    model(
+        "ernie4_5-moe",
+        (4, 2, 32),
+        MOE
+        | SHARED_EXPERT
+        | SHARED_LENGTH
+        | {
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     model("exaone", (4, 2, 32)),
     model("exaone4", (4, 2)),
     model("falcon", (4, 1), width=128),
@@ -53,21 +67,29 @@ PLAIN: tuple[Architecture, ...] = (
     model("gptneox", (4, 4), {"use_parallel_residual": True, "rope.dimension_count": 8}),
     model("granite", (4, 2, 32), GRANITE),
     model("granitemoe", (4, 2, 32), MOE | SHARED_LENGTH | GRANITE),
-    model("graniteswitch", (4, 2, 32), GRANITE | {
-        "adapters.count": 1,
-        "adapters.lora_rank": 4,
-        "adapters.token_ids_activate": (5,),
-        "adapters.token_ids_substitute": (6,),
-    }),
-    model("grovemoe", (4, 2, 32), MOE | {
-        "expert_chunk_feed_forward_length": 32,
-        "expert_group_scale": 0.05,
-        "experts_per_group": 2,
-    }),
+    model(
+        "graniteswitch",
+        (4, 2, 32),
+        GRANITE
+        | {
+            "adapters.count": 1,
+            "adapters.lora_rank": 4,
+            "adapters.token_ids_activate": (5,),
+            "adapters.token_ids_substitute": (6,),
+        },
+    ),
+    model("grovemoe", (4, 2, 32), MOE | {"expert_group_scale": 1.0, "experts_per_group": 1}),
     # One layer of each of two stacks, walked through six times.
-    model("hrm_text", (4, 2, 32), {
-        "hrm.layers_per_stack": 1, "hrm.h_cycles": 2, "hrm.l_cycles": 2,
-    }, layers=6),
+    model(
+        "hrm_text",
+        (4, 2, 32),
+        {
+            "hrm.layers_per_stack": 1,
+            "hrm.h_cycles": 2,
+            "hrm.l_cycles": 2,
+        },
+        layers=6,
+    ),
     model("hunyuan-dense", (4, 2, 32)),  # norms its keys after RoPE
     model("hunyuan-moe", (4, 2, 32), MOE | SHARED_LENGTH),
     model("hunyuan_vl", (4, 2, 32), MULTIMODAL_ROPE),
@@ -75,13 +97,25 @@ PLAIN: tuple[Architecture, ...] = (
     model("internlm2", (4, 2)),
     model("jais2", (4, 4, 32)),
     model("maincoder", (4, 2, 32)),
-    model("minicpm", (4, 2, 32), {
-        "logit_scale": 1.0, "residual_scale": 0.7, "embedding_scale": 4.0,
-    }),
+    model(
+        "minicpm",
+        (4, 2, 32),
+        {
+            "logit_scale": 1.0,
+            "residual_scale": 0.7,
+            "embedding_scale": 4.0,
+        },
+    ),
     # K and V of every head from one compressed row, but cached on their own.
-    model("minicpm3", (4, 4, 32), {
-        "attention.q_lora_rank": 32, "attention.kv_lora_rank": 32, "rope.dimension_count": 16,
-    }),
+    model(
+        "minicpm3",
+        (4, 4, 32),
+        {
+            "attention.q_lora_rank": 32,
+            "attention.kv_lora_rank": 32,
+            "rope.dimension_count": 16,
+        },
+    ),
     model("minimax-m2", (4, 2, 32), MOE | SIGMOID_ROUTER),
     model("mistral3", (4, 1, 128)),
     model("nanbeige", (4, 2, 32)),
@@ -113,6 +147,6 @@ PLAIN: tuple[Architecture, ...] = (
     model("stablelm", (4, 4), {"rope.dimension_count": 4, "use_parallel_residual": True}),
     model("starcoder", (4, 1)),
     model("starcoder2", (4, 2)),
-    model("talkie", (4, 4, 32)),
+    model("talkie", (4, 4, 32), {"logit_scale": 1.0}),
     model("xverse", (4, 4)),
 )

@@ -24,15 +24,30 @@ WINDOWED: tuple[Architecture, ...] = (
     # Heads differ from layer to layer.
     model("laguna", ((8, 4, 8, 4), 2, 32), MOE | SHARED_EXPERT | SIGMOID_ROUTER | WINDOW),
     # Chunks of 8192 positions instead of a window that moves.
-    model("llama4", (4, 2, 32), MOE | {
-        "interleave_moe_layer_step": 2, "attention.sliding_window_pattern": 2,
-    }),
+    model(
+        "llama4",
+        (4, 2, 32),
+        MOE
+        | {
+            "interleave_moe_layer_step": 2,
+            "attention.sliding_window_pattern": 2,
+        },
+    ),
     model("maple", (4, 2, 32), MOE | WINDOW_LAYERS | {"swiglu_clamp_exp": 7.0}),
     model("mellum", (4, 2, 32), MOE | WINDOW),
     # KV heads and sinks differ between windowed and full layers, K is wider than V.
-    model("mimo2", (4, (1, 2, 1, 2), 48), MOE | SIGMOID_ROUTER | WINDOW_LAYERS | {
-        "attention.value_length": 32, "rope.dimension_count": 16, "rope.freq_base_swa": 5000.0,
-    }),
+    model(
+        "mimo2",
+        (4, (1, 2, 1, 2), 48),
+        MOE
+        | SIGMOID_ROUTER
+        | WINDOW_LAYERS
+        | {
+            "attention.value_length": 32,
+            "rope.dimension_count": 16,
+            "rope.freq_base_swa": 5000.0,
+        },
+    ),
     model("muse-glimmer", (4, 2, 32), WINDOW_LAYERS | {"logit_scale": 1.0}),
     model("olmo2", (4, 2), WINDOW, name="olmo3"),
     model("plamo3", (4, 2, 32), WINDOW),
@@ -44,16 +59,23 @@ WINDOWED: tuple[Architecture, ...] = (
 
 # Later layers attend to the K and V that an earlier one cached.
 SHARED_KEYS: tuple[Architecture, ...] = (
-    model("gemma3n", (2, 1, 16), WINDOW, layers=22, width=32),
+    # llama.cpp wants more than 20 layers, which add up their rounding.
+    model("gemma3n", (2, 1, 16), WINDOW, layers=22, width=32, rounding=5e-2),
     # Full layers have heads of 64, windowed ones of 32.
-    model("gemma4", (4, 2, 64), {
-        "attention.sliding_window": 32,
-        "attention.sliding_window_pattern": (True, True, False, True, True, False),
-        "attention.shared_kv_layers": 3,
-        "attention.key_length_swa": 32,
-        "attention.value_length_swa": 32,
-        "rope.freq_base_swa": 5000.0,
-        "embedding_length_per_layer_input": 32,
-        "final_logit_softcapping": 30.0,
-    }, layers=6),
+    model(
+        "gemma4",
+        (4, 2, 64),
+        {
+            "attention.sliding_window": 32,
+            "attention.sliding_window_pattern": (True, True, False, True, True, False),
+            "attention.shared_kv_layers": 3,
+            "attention.key_length_swa": 32,
+            "attention.value_length_swa": 32,
+            "rope.dimension_count_swa": 32,
+            "rope.freq_base_swa": 5000.0,
+            "embedding_length_per_layer_input": 32,
+            "final_logit_softcapping": 30.0,
+        },
+        layers=6,
+    ),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def _weights(name: str, shape: tuple[int, ...], tied: bool) -> FloatArray:
     if name.startswith(("rope_freqs", "rope_factors")) or ".rope_f" in name:
         return np.linspace(1.0, 4.0, values.size, dtype=np.float32).reshape(shape)
     if name.endswith(".ssm_a"):  # a decay
-        return (-0.1 - np.abs(values)).astype(np.float32)
+        return (-0.01 - 0.1 * np.abs(values)).astype(np.float32)
     mean, deviation = next((m, d) for p, m, d in _WEIGHTS if fnmatch(name, p))
     if name == "token_embd.weight" and tied:  # it is the head, too
         deviation = LOGIT_SCALE / np.sqrt(shape[-1])
