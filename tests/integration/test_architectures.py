@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entropykv import Session, UnsupportedModelError
+from entropykv import EntropyKVError, ModelFileError, Session, UnsupportedModelError
 from entropykv.stock import StockSession
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.integration.test_headwise import relative_error, tokens_for
@@ -79,6 +79,13 @@ def test_names_tell_the_models_apart() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_the_same_description_gives_the_same_bytes(tmp_path: Path) -> None:
+    files = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    for file in files:
+        write_architecture(file, ARCHITECTURES["hybrid"][0])
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 @every_model
 def test_stock_llama_cpp_decodes_it(kind: str, model: Architecture, path: Path) -> None:
     """The weights make sense: finite logits that hang on the text, however it is read."""
@@ -125,14 +132,17 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
             assert relative_error(read(ours, tokens, 1), expected) < model.rounding
 
 
-@pytest.mark.parametrize(
-    ("kind", "model"),
-    [(kind, model) for kind, model in ALL if kind in REFUSALS],
-    ids=lambda case: case.name if isinstance(case, Architecture) else "",
-)
-def test_headwise_refuses_by_name(kind: str, model: Architecture, path: Path) -> None:  # noqa: ARG001
-    with pytest.raises(UnsupportedModelError, match=REFUSALS[kind]):
-        Session(path, store="headwise", n_ctx=256, kv_type="f16", n_threads=1)
+@every_model
+def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, path: Path) -> None:  # noqa: ARG001
+    with Session(path, n_ctx=256, kv_type="f16", n_threads=1) as session:
+        store, fallback = session.stats().store, session.fallback
+    if kind not in REFUSALS:
+        assert (store, fallback) == ("headwise", None)
+        return
+    assert store == "flat"
+    with pytest.raises(UnsupportedModelError, match=REFUSALS[kind]) as refusal:
+        Session(path, n_ctx=256, store="headwise", kv_type="f16", n_threads=1)
+    assert str(refusal.value) == fallback
 
 
 @pytest.mark.parametrize("model", CACHED, ids=lambda model: model.name)
@@ -143,3 +153,35 @@ def test_flat_gives_the_logits_of_stock(model: Architecture, path: Path) -> None
     session.close()
     with Session(path, n_ctx=256, kv_type="f16", store="flat", n_ubatch=64, n_threads=1) as ours:
         assert relative_error(read(ours, tokens, 90), expected) < model.rounding
+
+
+def some(kinds: tuple[str, ...]) -> pytest.MarkDecorator:
+    models = [model for kind, model in ALL if kind in kinds]
+    return pytest.mark.parametrize("model", models, ids=lambda model: model.name)
+
+
+@pytest.mark.xfail(strict=True, reason="flat reads each micro-batch as a text of its own")
+@some(("diffusion",))
+def test_flat_refuses_models_without_a_cache(model: Architecture, path: Path) -> None:  # noqa: ARG001
+    with pytest.raises(UnsupportedModelError, match="diffusion model"):
+        Session(path, n_ctx=256, store="flat", kv_type="f16", n_threads=1)
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="not a typed error")
+@some(("hybrid", "latent hybrid", "recurrent"))
+def test_recurrent_layers_cannot_go_back(model: Architecture, path: Path) -> None:  # noqa: ARG001
+    with Session(path, n_ctx=256, store="flat", kv_type="f16", n_threads=1) as session:
+        session.decode(tokens_for(60))
+        with pytest.raises(EntropyKVError, match="reset"):
+            session.truncate(40)
+
+
+@pytest.mark.xfail(strict=True, raises=ModelFileError, reason="llama.cpp's q8_0 has blocks of 32")
+@pytest.mark.parametrize(
+    "model",
+    [model for _, model in ALL if model.name in ("llama-80", "mimo2", "jamba")],
+    ids=lambda model: model.name,
+)
+def test_flat_has_a_type_for_heads_of_any_size(model: Architecture, path: Path) -> None:  # noqa: ARG001
+    with Session(path, n_ctx=256, store="flat", n_threads=1) as session:
+        session.decode(tokens_for(60))
