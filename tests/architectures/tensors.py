@@ -51,7 +51,7 @@ def tensors_of(metadata: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
 
-    @llama_cpp.llama_model_set_tensor_data_t
+    @llama_cpp.llama_model_set_tensor_data_t  # type: ignore[untyped-decorator]
     def note(tensor: int, _user_data: int) -> None:
         sizes = list(_TensorHead.from_address(tensor).ne)
         while len(sizes) > 1 and sizes[-1] == 1:

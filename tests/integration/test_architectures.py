@@ -54,7 +54,8 @@ def read(session: StockSession | Session, tokens: list[int], step: int) -> Logit
 
 def next_logits(session: StockSession | Session, tokens: list[int]) -> Logits:
     """After all tokens: cogvlm's graph gives the first row where only the last is asked for."""
-    return session.decode(tokens, all_logits=True)[-1]
+    logits: Logits = session.decode(tokens, all_logits=True)[-1]
+    return logits
 
 
 def greedy(session: StockSession, prompt: list[int], n_tokens: int) -> tuple[list[int], Logits]:
