@@ -194,6 +194,28 @@ def write_gpt2(path: str | os.PathLike[str], *, n_ctx_train: int) -> None:
     _TinyGpt2Writer(path, shape, 0, None).write()
 
 
+def add_tokenizer(writer: GGUFWriter, n_vocab: int) -> None:
+    """Add a sentencepiece vocabulary: any text works, because every byte is a token."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    types += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(_PIECES)
+    n_unused = n_vocab - len(tokens)
+    tokens += [f"<unused{index}>" for index in range(n_unused)]
+    types += [TokenType.UNUSED] * n_unused
+    n_plain = MINIMUM_VOCABULARY - len(_PIECES)
+    scores = [0.0] * n_plain + [-float(len(_PIECES) - index) for index in range(len(_PIECES))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores + [0.0] * n_unused)
+    writer.add_token_types([int(kind) for kind in types])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+
+
 class _TinyWriter:
     def __init__(
         self,
@@ -213,7 +235,7 @@ class _TinyWriter:
 
     def write(self) -> None:
         self._add_metadata()
-        self._add_tokenizer()
+        add_tokenizer(self.writer, self.shape.n_vocab)
         self._add_tensors()
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
@@ -252,28 +274,6 @@ class _TinyWriter:
             writer.add_tensor("rope_factors_long.weight", factors * 2.0)
         elif rope.factors:
             writer.add_tensor("rope_freqs.weight", factors)
-
-    def _add_tokenizer(self) -> None:
-        """Add a sentencepiece vocabulary: any text works, because every byte is a token."""
-        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
-        types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
-        types += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(_PIECES)
-        n_unused = self.shape.n_vocab - len(tokens)
-        tokens += [f"<unused{index}>" for index in range(n_unused)]
-        types += [TokenType.UNUSED] * n_unused
-        n_plain = MINIMUM_VOCABULARY - len(_PIECES)
-        scores = [0.0] * n_plain + [-float(len(_PIECES) - index) for index in range(len(_PIECES))]
-        writer = self.writer
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores + [0.0] * n_unused)
-        writer.add_token_types([int(kind) for kind in types])
-        writer.add_unk_token_id(0)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_add_bos_token(True)
-        writer.add_add_eos_token(False)
-        writer.add_add_space_prefix(False)
 
     def _add_tensors(self) -> None:
         shape = self.shape

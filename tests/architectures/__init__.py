@@ -1,0 +1,35 @@
+"""Tiny models of all architectures that llama.cpp decodes with, by what their memory is like."""
+
+from __future__ import annotations
+
+from tests.architectures.description import Architecture
+from tests.architectures.other import (
+    ALIBI,
+    DIFFUSION,
+    HYBRID,
+    LATENT_ATTENTION,
+    LATENT_HYBRID,
+    RECURRENT,
+    SPARSE,
+    UNFUSED,
+)
+from tests.architectures.plain import PLAIN
+from tests.architectures.window import SHARED_KEYS, WINDOWED
+from tests.architectures.writer import write_architecture
+
+ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
+    "plain": PLAIN,
+    "windowed": WINDOWED,
+    "shared keys": SHARED_KEYS,
+    "hybrid": HYBRID,
+    "recurrent": RECURRENT,
+    "latent": LATENT_ATTENTION,
+    "latent hybrid": LATENT_HYBRID,
+    "ALiBi": ALIBI,
+    "sparse": SPARSE,
+    "unfused": UNFUSED,
+    "diffusion": DIFFUSION,
+}
+"""Descriptions by kind."""
+
+__all__ = ["ARCHITECTURES", "Architecture", "write_architecture"]
