@@ -1,7 +1,7 @@
 // The frozen entries of one KV head. An entry that is frozen gets a record, and its K and V are
 // written once: where it is restored, the record stays, so that freezing it again moves nothing.
 // Records lie in pages; the last one is open, and is written to storage when it is full. Every full
-// page has a summary: the means of clusters of its keys, one for four entries. (Bounds of q.k, as
+// page has a summary: the means of clusters of its keys, one for two entries. (Bounds of q.k, as
 // in Quest, Tang et al. 2024, arXiv:2406.10774, find half as much of what queries look for.)
 #pragma once
 

@@ -11,12 +11,12 @@
 namespace entropykv {
 namespace {
 
-constexpr int kRowsAtOnce = 4;   // queries whose logits are held
-constexpr int kCandidates = 64;  // stored pages that are looked into for one recall, at most
+constexpr int kRowsAtOnce = 4;    // queries whose logits are held
+constexpr int kCandidates = 128;  // stored pages that are looked into for one recall, at most
 // Logs of shares of a query's attention: what makes an entry worth it, and how much less than it a
 // page's clusters may promise.
-const float kLeastGain = std::log(0.005f);
-constexpr float kSlack = 1.5f;
+const float kLeastGain = std::log(0.003f);
+constexpr float kSlack = 2.5f;
 
 }  // namespace
 
