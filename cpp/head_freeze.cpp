@@ -154,30 +154,40 @@ void HeadStore::freeze_victims(const Layer& layer, Head& head, int head_index, i
     }
 }
 
-// Restores frozen records that `wants` names at the end of the head, while its budget and its pages
-// have room.
-template <typename Wants>
-int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
-                               Workspace& workspace, Wants wants) noexcept {
+// Calls place() for every frozen record that `wants` names, until it returns kNone: where the entry
+// goes. Returns how many were restored.
+template <typename Wants, typename Place>
+int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
+                              Workspace& workspace, Wants wants, Place place) noexcept {
     const int per_page = layer.layout.entries;
-    const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
     int n = 0;
-    for (int page = 0; page < head.cold->n_pages() && head.count < room; ++page) {
+    for (int page = 0; page < head.cold->n_pages(); ++page) {
         if (head.cold->n_frozen(page) == 0) continue;
         const std::byte* rows = nullptr;
-        for (int i = page * per_page; i < (page + 1) * per_page && head.count < room; ++i) {
+        for (int i = page * per_page; i < (page + 1) * per_page; ++i) {
             const ColdRecord record = head.cold->record(i);
             if (!record.frozen() || !wants(record)) continue;
             if (rows == nullptr)
                 rows = head.cold->read(page, *kernels_, workspace.candidates.data());
             if (rows == nullptr) break;
-            ++head.count;
-            put_restored(layer, head, head.count - 1, rows, i % per_page, record, i, now);
+            const int target = place();
+            if (target == ColdHead::kNone) return n;
+            put_restored(layer, head, target, rows, i % per_page, record, i, now);
             head.cold->restore(i);
             ++n;
         }
     }
     return n;
+}
+
+// At the end of the head, while its budget and its pages have room.
+template <typename Wants>
+int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
+                               Workspace& workspace, Wants wants) noexcept {
+    const int per_page = layer.layout.entries;
+    const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
+    return restore_wanted(layer, head, now, workspace, wants,
+                          [&] { return head.count < room ? head.count++ : ColdHead::kNone; });
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -196,13 +206,14 @@ float HeadStore::detection_limit(const Layer& layer, const Head& head,
     }
 }
 
-// Counts the stored entries that the queries found little in, and freezes them for a while.
-void HeadStore::freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
+// Counts the stored entries that the queries found little in, and freezes them for a while. Those
+// that are due take their places, as far as the staged entries leave room.
+void HeadStore::follow_schedule(const Layer& layer, Head& head, int head_index, int n_queries,
                                 const float* observed, std::int32_t newest,
                                 Workspace& workspace) noexcept {
     const float limit = detection_limit(layer, head, n_queries);
     std::uint8_t* kept = workspace.kept.data();
-    bool frozen = false;
+    int n_frozen = 0;
     for (int i = 0; i < head.count; ++i) {
         const Slot slot = stored_slot(layer, head, i);
         kept[i] = 1;
@@ -214,16 +225,18 @@ void HeadStore::freeze_detected(const Layer& layer, Head& head, int head_index, 
         if (steps == 0) continue;
         freeze_entry(layer, head, i, slot, newest, newest + steps);
         kept[i] = 0;
-        frozen = true;
+        ++n_frozen;
     }
-    if (frozen) apply(layer, head, head_index, 0, kept);
-}
-
-void HeadStore::restore_due(const Layer& layer, Head& head, std::int32_t newest,
-                            Workspace& workspace) noexcept {
-    append_restored(layer, head, newest, workspace, [&](const ColdRecord& record) {
-        return record.due <= newest && record.frozen_at < newest;
+    if (n_frozen == 0) return;
+    int room = std::min(n_frozen, head.budget - n_queries - (head.count - n_frozen));
+    int hole = 0;
+    restore_wanted(layer, head, newest, workspace, is_due(newest), [&] {
+        if (room-- <= 0) return ColdHead::kNone;
+        while (kept[hole] != 0) ++hole;
+        kept[hole] = 1;
+        return hole;
     });
+    apply(layer, head, head_index, 0, kept);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -319,7 +332,7 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
         std::memory_order_relaxed);
 }
 
-// Copies the entries with the largest gains aside: as many as the head has room for, or may give
+// The entries with the largest gains: as many as the head has room for, and, copied aside, may give
 // away.
 int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
                          Workspace& workspace) const noexcept {
@@ -342,10 +355,16 @@ int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
     }
     for (int i = 0; i < n; ++i) {
         const int c = best[i] / per_page;
-        copy_entry(layer.layout, workspace.rows[index(c)], best[i] % per_page,
-                   aside(layer, i, workspace), i % per_page);
-        workspace.incoming[index(i)].home =
-            workspace.pages[index(c)] * per_page + best[i] % per_page;
+        Incoming& entry = workspace.incoming[index(i)];
+        entry = {workspace.pages[index(c)] * per_page + best[i] % per_page,
+                 workspace.rows[index(c)],
+                 best[i] % per_page,
+                 {}};
+        if (i < workspace.room) continue;  // where nothing is frozen meanwhile, pages stay
+        std::byte* page = aside(layer, i, workspace);
+        copy_entry(layer.layout, entry.rows, entry.slot, page, i % per_page);
+        entry.rows = page;
+        entry.slot = i % per_page;
     }
     return n;
 }
@@ -363,8 +382,7 @@ void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_i
     int n = 0;
     const auto put_next = [&](int i) {
         const Incoming& entry = workspace.incoming[index(n)];
-        put_restored(layer, head, i, aside(layer, n, workspace), n % layer.layout.entries,
-                     entry.record, entry.home, now);
+        put_restored(layer, head, i, entry.rows, entry.slot, entry.record, entry.home, now);
         ++n;
     };
     const int n_held = head.count;

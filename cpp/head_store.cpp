@@ -251,7 +251,7 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     const std::int32_t newest = layer.layout.positions(last.page)[last.index];
     if (scheduled) freeze_detected(layer, head, head_index, n_staged, observed, newest, workspace);
     take_in(layer, head, head_index, n_staged, output_squares, workspace);
-    if (scheduled) restore_due(layer, head, newest, workspace);
+    if (scheduled) append_restored(layer, head, newest, workspace, is_due(newest));
 }
 
 // Staged entries, and what the budget holds of them and the stored ones.

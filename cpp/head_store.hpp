@@ -212,9 +212,11 @@ private:
         std::size_t turns = 0;  // of its rope
         std::unique_ptr<ColdLayout> cold{};
     };
-    struct Incoming {  // an entry that recall copied aside
-        int home;
-        ColdRecord record;
+    struct Incoming {  // an entry that recall brings back
+        int home = ColdHead::kNone;
+        const std::byte* rows = nullptr;
+        int slot = 0;
+        ColdRecord record{};
     };
     struct Workspace {  // of one thread, for one commit
         std::vector<std::int32_t> positions;
@@ -316,6 +318,14 @@ private:
                         const std::uint8_t* kept) noexcept;
     void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
                       const ColdRecord& record, int home, std::int32_t now) noexcept;
+    static auto is_due(std::int32_t now) {
+        return [now](const ColdRecord& record) {
+            return record.due <= now && record.frozen_at < now;
+        };
+    }
+    template <typename Wants, typename Place>
+    int restore_wanted(const Layer& layer, Head& head, std::int32_t now, Workspace& workspace,
+                       Wants wants, Place place) noexcept;
     template <typename Wants>
     int append_restored(const Layer& layer, Head& head, std::int32_t now, Workspace& workspace,
                         Wants wants) noexcept;
@@ -323,10 +333,9 @@ private:
         return position >= settings_.protection.n_sinks && position <= newest - schedule_->window;
     }
     float detection_limit(const Layer& layer, const Head& head, int n_queries) const noexcept;
-    void freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
-                         const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
-    void restore_due(const Layer& layer, Head& head, std::int32_t newest,
-                     Workspace& workspace) noexcept;
+    void follow_schedule(const Layer& layer, Head& head, int head_index, int n_queries,
+                         const float* observed, std::int32_t newest,
+                         Workspace& workspace) noexcept;
     void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                       Workspace& workspace) const noexcept;
     int find_candidates(const Head& head, const QueryRows& queries,
