@@ -63,7 +63,9 @@ class ColdSide:
                 f"--freeze-limit {least}B or more"
             )
         if freezing.directory is not None:
-            self._file = ColdFile.create(freezing.directory, page_bytes, identity_of(model.geometry))
+            self._file = ColdFile.create(
+                freezing.directory, page_bytes, identity_of(model.geometry)
+            )
         self.settings = _core.FreezeSettings(
             kv_type=cold_type,
             limit_bytes=freezing.limit_bytes or 0,
