@@ -41,14 +41,15 @@ struct Sequence {
     std::vector<State> save() const {
         std::vector<State> states;
         for (const int head : {0, 1}) {
-            states.emplace_back(store.state_bytes(0, store.count(0, head)), std::byte{0xAB});
+            states.emplace_back(store.state_bytes(0, head), std::byte{0xAB});
             store.save_head(0, head, states.back().data());
         }
         return states;
     }
 
     void load(const Sequence& saved, std::vector<State> states) {
-        store.begin_load({saved.store.count(0, 0), saved.store.count(0, 1)});
+        store.begin_load({saved.store.count(0, 0), saved.store.count(0, 1)},
+                         {states[0].data(), states[1].data()});
         for (const int head : {0, 1})
             store.load_head(0, head, saved.store.count(0, head), states[index(head)].data());
         end = saved.end;
