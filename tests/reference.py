@@ -237,8 +237,8 @@ def updated_importance(
 ) -> Floats:
     """After a micro-batch of n tokens that gave `observed` [n][T]: its last `window` queries count.
 
-    Of tokens that come one by one, every fourth (`interval`) counts, for four. What is divided by an
-    exposure decays within the micro-batch too.
+    Of tokens that come one by one, every fourth (`interval`) counts, for four. What is divided by
+    an exposure decays within the micro-batch too.
     """
     n_tokens = len(observed)
     weights = np.ones(n_tokens)

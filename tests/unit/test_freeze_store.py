@@ -312,6 +312,7 @@ def store_with_a_needle(
     store = store_of(Rules("streaming"), freezing, ONE)
     store.set_budgets([budget], pages_of([budget], "f16", ONE), N_SINKS, RECENT)
     q = np.zeros((MAX_TOKENS, 2, 32), np.float32)
+    q[..., 3] = -1.0  # anything but the needle
     for first in range(0, n_read, MAX_TOKENS):
         rows = slice(first, min(first + MAX_TOKENS, n_read))
         n = rows.stop - rows.start
@@ -351,21 +352,48 @@ def test_what_a_query_looks_for_is_there_in_the_same_step(
 
 @pytest.mark.parametrize("interval", [0, 4])
 def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> None:
-    store, _, _ = store_with_a_needle(240, 100, 60, freeze_settings(recall=interval))
+    store, _, _ = store_with_a_needle(240, 80, 60, freeze_settings(recall=interval))
+    store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
     q = np.zeros((1, 2, 32), np.float32)
     q[..., 3] = 4.0
     row = np.full((1, 1, 32), 0.1, np.float32)
     found = []
-    store.begin(1, 241, 241)
     for position in range(241, 249):
         store.attend(0, q, row, row, 1.0, position=position)
         found.append(60 in store.positions(0, 0))
     expected = [interval > 0 and position >= 244 for position in range(241, 249)]
     assert found == expected
-    store, _, _ = store_with_a_needle(240, 100, 60, freeze_settings(recall=4))
+    store, _, _ = store_with_a_needle(240, 80, 60, freeze_settings(recall=4))
+    store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
     store.recall_now()
     store.attend(0, q, row, row, 1.0, position=241)
     assert 60 in store.positions(0, 0)
+
+
+def test_queries_of_a_group_do_not_disturb_each_other() -> None:
+    """By hand: only the first query of two would look for what the second one has enough of.
+
+    The last page reaches beyond what a store of so few entries keeps room for.
+    """
+    shape = _core.LayerShape(2, 1, 32, 32)
+    importance = _core.ImportanceSettings(_core.ScoreKind.streaming)
+    store = _core.HeadwiseStore(
+        [shape], "f16", importance, N_SINKS, RECENT, 1, 34, 1, freezing=freeze_settings(recall=1)
+    )
+    store.set_budgets([34], 3, N_SINKS, RECENT)
+    row = np.zeros((1, 1, 32), np.float32)
+    keys = np.zeros((40, 1, 1, 32), np.float32)
+    keys[:, ..., 0] = 1.0  # of all, frozen ones too
+    keys[:N_SINKS, ..., 0] = 10.0
+    nothing = np.zeros((1, 2, 32), np.float32)
+    for position in range(40):
+        store.attend(0, nothing, keys[position], row, 1.0, position=position)
+    assert store.count(0, 0) > 32
+    before = store.recalled_total
+    looking = nothing.copy()
+    looking[0, :, 0] = 10.0  # both see the sinks alone
+    store.attend(0, looking, row, row, 1.0, position=40)
+    assert store.recalled_total == before
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
@@ -393,7 +421,10 @@ def test_recall_loses_nothing_and_keeps_to_the_budget(
 
     pages: of cold storage for each KV head; 0: no limit.
     """
-    limit = pages * len(HEADS) * _core.cold_page_bytes(LAYERS, kv_type, cold_type)
+    limit = pages and len(HEADS) * (
+        _core.page_geometry(LAYERS, kv_type)[0]
+        + (pages - 1) * _core.cold_page_bytes(LAYERS, kv_type, cold_type)
+    )
     with tempfile.TemporaryFile() as file:
         descriptor = file.fileno() if where == "disk" else -1
         freezing = freeze_settings(
@@ -457,6 +488,8 @@ class Reader:
         n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
         if n_tokens == 0:
             return
+        new = set(range(self.position, self.position + n_tokens))
+        before = {key: set(self.store.positions(*key).tolist()) | new for key in HEADS}
         for layer, (n_head, n_head_kv, k_dim, v_dim) in enumerate(SHAPES):
             normal = self.random.standard_normal
             k = normal((n_tokens, n_head_kv, k_dim), np.float32)
@@ -467,12 +500,9 @@ class Reader:
             output = self.store.attend(layer, q, k, v, 1.0, position=self.position)
             assert np.isfinite(output).all()
         self.position += n_tokens
-        self.check_newest()
-
-    def check_newest(self) -> None:
-        newest = set(range(max(self.position - RECENT, 0), self.position))
-        for key in HEADS:
-            assert newest <= set(self.store.positions(*key).tolist())
+        protected = {*range(N_SINKS), *range(self.position - RECENT, self.position)}
+        for key, held in before.items():
+            assert held & protected <= set(self.store.positions(*key).tolist())
 
     def check(self) -> None:
         lost = 0
@@ -536,11 +566,12 @@ def test_settings_that_cannot_be_are_refused() -> None:
         freeze_settings(kv_type="f32")
     with pytest.raises(ValueError, match="16 bytes"):
         freeze_settings(nonce=b"short")
-    page_bytes = _core.cold_page_bytes(LAYERS, "f16", "as stored")
-    least = 2 * len(HEADS) * page_bytes
-    with pytest.raises(ValueError, match=f"2 pages of every KV head, {least} bytes"):
-        store_of(Rules("mass"), freeze_settings(limit=least - 1))
-    store_of(Rules("mass"), freeze_settings(limit=least))
+    for cold_type in ("as stored", "q8_0", "q4_0"):
+        page_bytes = _core.cold_page_bytes(LAYERS, "f16", cold_type)
+        least = len(HEADS) * (page_bytes + _core.page_geometry(LAYERS, "f16")[0])
+        with pytest.raises(ValueError, match=f"2 pages of every KV head, {least} bytes"):
+            store_of(Rules("mass"), freeze_settings(limit=least - 1, kv_type=cold_type))
+        store_of(Rules("mass"), freeze_settings(limit=least, kv_type=cold_type))
 
 
 def test_narrower_pages_take_fewer_bytes() -> None:
