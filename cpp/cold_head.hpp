@@ -95,6 +95,8 @@ public:
     // All of it as bytes, for session files: see cold_state.cpp.
     std::size_t state_bytes() const;
     bool save(std::byte* state) const;  // false where storage failed
+    static std::size_t empty_state_bytes();
+    static void save_empty(std::byte* state);  // as without records
     // What is wrong with a state, or nothing; seen: by position, what the head holds, and then
     // what is frozen, too.
     std::string state_problem(const std::byte* state, std::size_t size,
@@ -103,7 +105,8 @@ public:
     static bool is_home(const std::byte* state, int record, int per_page, std::int32_t position);
     // Room for load(), and for n_new calls of add() after it.
     void begin_load(const std::byte* state, int n_new);
-    void load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
+    // Returns how many frozen entries the limit dropped: their records are dead.
+    int load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
 
     // Forgets records at positions >= position; timers end as if time had gone back to it.
     void truncate(std::int32_t position);

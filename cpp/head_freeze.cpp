@@ -37,13 +37,14 @@ void HeadStore::start_freezing() {
         cold_ = std::make_unique<MemoryStorage>(page_bytes);
     }
     schedule_ = freezing.schedule;
-    std::size_t most_pages = 0;  // besides the open one
+    std::size_t most_pages = 0;  // besides the open one, which is as wide as the store's
     if (freezing.limit_bytes > 0) {
-        const std::size_t of_head = freezing.limit_bytes / (n_heads * page_bytes);
-        if (of_head < 2)
+        const std::size_t of_head = freezing.limit_bytes / n_heads;
+        const std::size_t least = pool_.page_bytes() + page_bytes;
+        if (of_head < least)
             throw std::invalid_argument("cold storage must hold 2 pages of every KV head, " +
-                                        std::to_string(2 * n_heads * page_bytes) + " bytes");
-        most_pages = of_head - 1;
+                                        std::to_string(n_heads * least) + " bytes");
+        most_pages = (of_head - pool_.page_bytes()) / page_bytes;
     }
     for (Layer& layer : layers_)
         for (Head& head : layer.heads) head.cold.emplace(*layer.cold, *cold_, most_pages);
@@ -54,11 +55,10 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     std::size_t entries = 0;
     for (const Layer& layer : layers_) entries = std::max(entries, index(layer.layout.entries));
     const std::size_t n = index(kCandidates + 1);
-    // Whole groups of every page, also of the last one.
+    // All slots of every page, also of the last one.
     workspace.logits.resize(
-        std::max(index(kRowsAtOnce) * workspace.scores.size(),
-                 kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)) +
-        entries);
+        std::max(index(kRowsAtOnce) * (workspace.scores.size() + entries),
+                 kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)));
     workspace.masses.resize(kMostQueryRows);
     workspace.active_gains.resize(workspace.scores.size());
     workspace.pages.resize(n);
@@ -194,10 +194,11 @@ int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
 // the schedule
 
 // What an entry's relevance must be below to be detected: |q.k| as it is; attention in relation to
-// an even share among what the head holds.
+// an even share among what the head holds. Of many queries, the last ones count.
 float HeadStore::detection_limit(const Layer& layer, const Head& head,
                                  int n_queries) const noexcept {
-    const auto rows = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv * n_queries);
+    const int n_observed = std::min(n_queries, settings_.importance.observation_window);
+    const auto rows = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv * n_observed);
     const float share = schedule_->threshold / static_cast<float>(head.count);
     switch (settings_.importance.kind) {
         case ScoreKind::attention: return rows * share;
@@ -250,7 +251,7 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
     for (int first_row = 0; first_row < queries.n; first_row += kRowsAtOnce) {
         const int rows = std::min(kRowsAtOnce, queries.n - first_row);
         float* logits = workspace.logits.data();
-        const int stride = static_cast<int>(workspace.scores.size());
+        const int stride = static_cast<int>(workspace.logits.size()) / kRowsAtOnce;
         over_pages(layer, head, 0, 0, [&](std::byte* page, int, int first) {
             kernels_->products(layer.layout, page, queries.row(first_row), rows, logits + first,
                                stride);

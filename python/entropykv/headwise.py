@@ -251,14 +251,19 @@ class HeadwiseStore(Store):
                 *map(len, seen),
             ],
             sections=itertools.chain(
-                (self._store.save_head(i, head) for i, head, _ in _per_head(entries)), seen
+                (self._section(i, head) for i, head, _ in _per_head(entries)), seen
             ),
         )
+
+    def _section(self, layer: int, kv_head: int) -> bytes:
+        with self.cold.reading():
+            return self._store.save_head(layer, kv_head)
 
     def check_state(
         self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
     ) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
+        self.cold.check_loading(reader.where)
         heads = [len(layer) for layer in contents.entries]
         n_sections = self.n_kv_heads + (self._online is not None)
         if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
@@ -283,8 +288,10 @@ class HeadwiseStore(Store):
         if self._online:
             *sections, seen = sections
             self._online.load(_floats(seen))
-            self._share()
-        self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
+        with self.cold.growing():
+            if self._online:
+                self._share()
+            self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
         for (layer, head, count), section in zip(heads, sections, strict=True):
             self._store.load_head(layer, head, count, section)
         self.shift = contents.shift

@@ -54,7 +54,7 @@ inline StoreSettings settings_of(KvType type, ScoreKind score) {
     importance.by_values = importance.distinct = true;
     RopeParams rope;
     rope.n_dims = 8;
-    return {type, importance, kProtection, false, kMaxTokens, kMaxEntries, {rope}};
+    return {type, importance, kProtection, false, kMaxTokens, kMaxEntries, {rope}, {}};
 }
 
 inline RowsView view(const std::vector<float>& rows, int heads, int dim) {
