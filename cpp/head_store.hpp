@@ -125,13 +125,14 @@ public:
     // Under a schedule, every query counts.
     int scoring_interval() const { return schedule_ ? 1 : kScoringInterval; }
     int neighbourhood() const { return schedule_ ? 0 : kNeighbourhood; }
-    const std::optional<FreezeSchedule>& schedule() const { return schedule_; }
     // Before a head is attended to: exchanges frozen entries that the queries need for the least
     // important ones that it holds. now: the newest position of the micro-batch.
     void recall(int layer, int head, int n_staged, const QueryRows& queries, std::int32_t now,
                 int workspace) noexcept;
     // How many entries a head may hold more then.
-    int most_recalled(int layer, int head) const;
+    int most_recalled(int layer, int head) const {
+        return most_recalled(layers_[index(layer)], head_at(layer, head));
+    }
     // Between micro-batches: everything that is held, in the order of its places.
     void freeze_all(std::int32_t now);
     // Restores what is asked for, the latest frozen first, as far as the budgets have room; returns
@@ -301,6 +302,7 @@ private:
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void start_freezing();
     void size_for_recall(Workspace& workspace) const;
+    static int most_recalled(const Layer& layer, const Head& head);
     int room_to_recall(const Layer& layer, const Head& head, int n_staged) const;
     int prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest);
     void size_homes(const Layer& layer, Head& head);
@@ -319,10 +321,11 @@ private:
     void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
                       const ColdRecord& record, int home, std::int32_t now) noexcept;
     static auto is_due(std::int32_t now) {
-        return [now](const ColdRecord& record) {
-            return record.due <= now && record.frozen_at < now;
-        };
+        return
+            [now](const ColdRecord& record) { return record.due <= now && record.frozen_at < now; };
     }
+    void restore_due(const Layer& layer, Head& head, std::int32_t newest,
+                     Workspace& workspace) noexcept;
     template <typename Wants, typename Place>
     int restore_wanted(const Layer& layer, Head& head, std::int32_t now, Workspace& workspace,
                        Wants wants, Place place) noexcept;
@@ -334,8 +337,7 @@ private:
     }
     float detection_limit(const Layer& layer, const Head& head, int n_queries) const noexcept;
     void follow_schedule(const Layer& layer, Head& head, int head_index, int n_queries,
-                         const float* observed, std::int32_t newest,
-                         Workspace& workspace) noexcept;
+                         const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
     void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                       Workspace& workspace) const noexcept;
     int find_candidates(const Head& head, const QueryRows& queries,

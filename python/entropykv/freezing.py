@@ -15,8 +15,8 @@ COLD_TYPES = ("f16", "q8_0", "q4_0")
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
 RECALL_MICRO_BATCH = 64
-"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: all of them share
-what is found."""
+"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: they share what
+is found."""
 
 _MOST = 2**31 - 1
 
