@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from entropykv import Session, SettingsError
 from entropykv.cli.table import stats_rows
+from entropykv.recovery import Climb, Rung
 from entropykv.stats import SessionStats
 from entropykv.trajectory import Trajectory
 
@@ -20,6 +21,10 @@ Point = tuple[int, int, int]
 
 def points(trajectory: Trajectory) -> list[Point]:
     return list(zip(trajectory.positions, trajectory.hot, trajectory.frozen, strict=True))
+
+
+def climb(rung: Rung, position: int) -> Climb:
+    return Climb(position, rung, entropy=5.0, mean_entropy=2.0, top_probability=0.1)
 
 
 def recorded(given: list[Point], n_kv_heads: int = 1, **more: int) -> Trajectory:
@@ -137,9 +142,8 @@ def test_a_session_records_every_micro_batch(
         session.decode([5])
         assert points(trajectory) == [(n, n * n_heads, n) for n in (8, 12, 13)]
         assert session.stats().frozen_entries == 13
-        session.count_climb("soft")
-        session.count_climb("soft")
-        session.count_climb("rewalk")
+        for rung in (Rung.SOFT, Rung.SOFT, Rung.REWALK):
+            session.note_climb(climb(rung, session.position))
         session.truncate(12)
         assert list(trajectory.positions) == [8, 12]
         assert trajectory.climbs == [(12, "soft"), (12, "soft"), (12, "rewalk")]
@@ -157,7 +161,7 @@ def test_a_session_records_every_micro_batch(
 def test_without_freezing_there_is_nothing_to_record(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=64, n_threads=1) as session:
         session.decode([3])
-        session.count_climb("soft")
+        session.note_climb(climb(Rung.SOFT, 1))
         assert session.trajectory is None
         stats = session.stats()
         assert (stats.freeze, stats.frozen_entries, stats.climbs) == (None, 0, {"soft": 1})
