@@ -140,6 +140,7 @@ private:
     Page& page_of(int record) { return pages_[index(record / per_page())]; }
     void open_next() noexcept;
     void close_open(const KernelTable& kernels) noexcept;
+    void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;
     void store(int page, const std::byte* packed) noexcept;
     void count_records(int page);
     void summarise(int page, const std::byte* rows, const KernelTable& kernels) noexcept;
@@ -189,8 +190,7 @@ void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change cha
             if (r.position != kDead) change(rows, slot, r.position);
         }
         if (open) continue;
-        summarise(page, rows, kernels);
-        layout_->codec.pack(rows, packed_.data());
+        pack(page, rows, kernels);
         storage_->write(pages_[index(page)].place, packed_.data());
     }
 }

@@ -41,7 +41,7 @@ struct StoreSettings {
     std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
 };
 
-constexpr int kMostQueryRows = 192;  // that recall looks at
+constexpr int kMostQueryRows = 96;  // that recall looks at
 
 // Which frozen entries somebody asks for.
 struct Asked {

@@ -167,7 +167,7 @@ class Session:
             return self._store_named("flat", policy)
 
     def _store_named(self, store: str, name: str) -> tuple[Store, Policy]:
-        policy = policy_named(name, self.profile, store)
+        policy = policy_named(name, self.profile, store, freezes=self.freezing is not None)
         arguments = (
             self._model,
             self.settings,

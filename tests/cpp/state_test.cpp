@@ -101,14 +101,6 @@ Sequence& live(Sequence& sequence, unsigned seed) {
     return sequence;
 }
 
-std::vector<std::optional<FreezeSettings>> freezings() {
-    FreezeSettings by_recall, by_schedule;
-    by_recall.recall_interval = 2;
-    by_schedule.recall_interval = 3;
-    by_schedule.schedule = FreezeSchedule{16, 1.0f, 1.0f, 40};
-    return {std::nullopt, by_recall, by_schedule};
-}
-
 void test_goes_on_as_saved(KvType type, ScoreKind score,
                            const std::optional<FreezeSettings>& freezing, unsigned seed) {
     Sequence saved(type, score, {60, 130}, freezing), loaded(type, score, {60, 130}, freezing);

@@ -99,6 +99,8 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
     assert policy_named("auto", entropies, "headwise") == POLICIES["entropy"]
     assert policy_named("auto", with_curves(entropies), "headwise") == POLICIES["profile"]
     assert policy_named("auto", with_curves(entropies), "flat") == POLICIES["recency"]
+    frozen = policy_named("auto", with_curves(entropies), "headwise", freezes=True)
+    assert frozen == POLICIES["uniform"]
 
 
 @pytest.mark.parametrize(
