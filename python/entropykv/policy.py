@@ -138,8 +138,8 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 def policy_help() -> str:
     """Names, measures and modifiers in a few lines."""
     auto = (
-        f"{AUTO}: profile where the model has one, else adaptive; uniform with --freeze; recency on "
-        "the flat store"
+        f"{AUTO}: profile where the model has one, else adaptive; uniform with --freeze; recency "
+        "on the flat store"
     )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
