@@ -291,9 +291,4 @@ void ColdHead::clear_detections() {
     for (ColdRecord& r : records_) r.detections = Detections{};
 }
 
-std::size_t ColdHead::index_bytes() const {
-    return records_.capacity() * sizeof(ColdRecord) + pages_.capacity() * sizeof(Page) +
-           summaries_.size() * layout_->summary.bytes + open_rows_.size() + packed_.size();
-}
-
 }  // namespace entropykv

@@ -70,15 +70,15 @@ public:
     void prepare(int n_new);
 
     // Takes in an entry that has no record, frozen; returns the record. Where the limit is reached,
-    // the page that is worth least is dropped first: see dropped().
+    // the page that is worth least is dropped first: see dropped_page().
     int add(const std::byte* page, int slot, const ColdRecord& record, float decay,
             const KernelTable& kernels) noexcept;
     void freeze(int record, float importance, std::int32_t now, std::int32_t due,
                 const Detections& detections) noexcept;
     void restore(int record) noexcept;
 
-    // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and as many
-    // again); null where storage failed.
+    // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and a page of
+    // storage); null where storage failed.
     const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
 
     // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
@@ -119,13 +119,12 @@ public:
     int n_records() const { return static_cast<int>(records_.size()); }
     const ColdRecord& record(int i) const { return records_[index(i)]; }
     int per_page() const { return layout_->page.entries; }
-    // Records of the page that is dropped by the last add(); none: empty.
+    // Page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
     int n_dropped() const { return n_dropped_; }
     // Frozen entries that are due at `now`.
     int count_due(std::int32_t now) const;
     std::size_t stored_pages() const { return n_stored_; }
-    std::size_t index_bytes() const;
 
 private:
     struct Page {

@@ -277,12 +277,4 @@ std::size_t HeadStore::cold_bytes() const {
     return bytes;
 }
 
-std::size_t HeadStore::cold_index_bytes() const {
-    std::size_t bytes = 0;
-    for (const Layer& layer : layers_)
-        for (const Head& head : layer.heads)
-            if (head.cold) bytes += head.cold->index_bytes();
-    return bytes;
-}
-
 }  // namespace entropykv

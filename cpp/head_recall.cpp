@@ -129,11 +129,15 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
     Workspace& workspace = workspaces_[index(workspace_index)];
     if (!head.cold || head.cold->n_frozen() == 0 || head.count == 0) return;
     workspace.room = room_to_recall(layer, head, n_staged);
+    const Protection& protection = settings_.protection;
+    const int beyond = head.count - protection.n_sinks - protection.recent_window;
+    const int most = std::max(beyond, 0) + workspace.room;
+    if (most == 0) return;  // nothing could come back, whatever there is
     const auto start = std::chrono::steady_clock::now();
     weigh_active(layer, head, queries, workspace);
     const int n_candidates = find_candidates(head, queries, workspace);
     weigh_candidates(layer, head, queries, n_candidates, workspace);
-    const int n_incoming = take_best(layer, head, n_candidates, workspace);
+    const int n_incoming = take_best(layer, n_candidates, most, workspace);
     if (n_incoming > 0) exchange(layer, head, head_index, n_incoming, now, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     cold_nanoseconds_.fetch_add(
@@ -141,14 +145,11 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
         std::memory_order_relaxed);
 }
 
-// The entries with the largest gains: as many as the head has room for, and, copied aside, may give
-// away.
-int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
+// The entries with the largest gains, `most` at most: as many as the head has room for, and, copied
+// aside, may give away.
+int HeadStore::take_best(const Layer& layer, int n_candidates, int most,
                          Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
-    const Protection& protection = settings_.protection;
-    const int beyond = head.count - protection.n_sinks - protection.recent_window;
-    const int most = std::max(beyond, 0) + workspace.room;
     std::int32_t* best = workspace.best.data();
     int n = 0;
     for (int i = 0; i < n_candidates * per_page; ++i)

@@ -135,7 +135,7 @@ public:
     }
     // Between micro-batches: everything that is held, in the order of its places.
     void freeze_all(std::int32_t now);
-    // Restores what is asked for, the latest frozen first, as far as the budgets have room; returns
+    // Restores what is asked for, page by page, as far as the budgets have room; returns
     // how many. forget: detections so far, too.
     std::size_t restore(const Asked& asked, std::int32_t now, bool forget);
     // Gives up what is frozen, and freezes no more: what storage failed to hold.
@@ -148,8 +148,7 @@ public:
     double cold_seconds() const {
         return 1e-9 * static_cast<double>(cold_nanoseconds_.load(std::memory_order_relaxed));
     }
-    std::size_t cold_bytes() const;        // of pages in storage and open ones
-    std::size_t cold_index_bytes() const;  // besides: records, summaries
+    std::size_t cold_bytes() const;  // of pages in storage and open ones
     std::size_t cold_file_bytes() const { return cold_ ? cold_->file_bytes() : 0; }
     const char* cold_failure() const { return cold_ ? cold_->failed() : nullptr; }
 
@@ -344,7 +343,7 @@ private:
                         Workspace& workspace) const noexcept;
     void weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
                           int n_candidates, Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, const Head& head, int n_candidates,
+    int take_best(const Layer& layer, int n_candidates, int most,
                   Workspace& workspace) const noexcept;
     void exchange(const Layer& layer, Head& head, int head_index, int n_incoming, std::int32_t now,
                   Workspace& workspace) noexcept;

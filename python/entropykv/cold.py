@@ -78,11 +78,6 @@ class ColdSide:
         """The store that was made with the settings."""
         self._store = store if self.settings else None
 
-    @property
-    def n_leftovers(self) -> int:
-        """Files of dead processes that were removed."""
-        return self._file.n_leftovers if self._file else 0
-
     def check_file(self) -> None:
         """Before every micro-batch. FreezeError where the file is not what it was."""
         if self._file and self._store:
