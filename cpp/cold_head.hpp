@@ -112,6 +112,9 @@ public:
     void truncate(std::int32_t position);
     void clear_detections();
 
+    // Whether a page that was read stays where it is while entries are added.
+    bool stays(int page) const { return page != open_ && most_pages_ == 0; }
+
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
     int n_pages() const { return static_cast<int>(pages_.size()); }

@@ -85,9 +85,10 @@ int HeadStore::freeze_entry(const Layer& layer, Head& head, int i, const Slot& s
 
 // A record's entry, in a slot of `page`, takes the place of entry i.
 void HeadStore::put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
-                             const ColdRecord& record, int home, std::int32_t now) noexcept {
+                             const ColdRecord& record, int home, std::int32_t now,
+                             EntryCopies& copies) noexcept {
     const Slot target = stored_slot(layer, head, i);
-    copy_entry(layer.layout, page, slot, target.page, target.index);
+    copies.add(page, slot, target.page, target.index);
     layer.layout.positions(target.page)[target.index] = record.position;
     layer.layout.importance(target.page)[target.index] =
         record.importance * decay_factor(settings_.importance.decay, now - record.frozen_at);
@@ -116,6 +117,7 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
     for (int page = 0; page < head.cold->n_pages(); ++page) {
         if (head.cold->n_frozen(page) == 0) continue;
         const std::byte* rows = nullptr;
+        EntryCopies copies(layer.layout, *kernels_);  // the next page may be read to the same place
         for (int i = page * per_page; i < (page + 1) * per_page; ++i) {
             const ColdRecord record = head.cold->record(i);
             if (!record.frozen() || !wants(record)) continue;
@@ -124,7 +126,7 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
             if (rows == nullptr) break;
             const int target = place();
             if (target == ColdHead::kNone) return n;
-            put_restored(layer, head, target, rows, i % per_page, record, i, now);
+            put_restored(layer, head, target, rows, i % per_page, record, i, now, copies);
             head.cold->restore(i);
             ++n;
         }

@@ -16,6 +16,16 @@ constexpr int kCandidates = 128;  // stored pages that are looked into for one r
 // page's clusters may promise.
 const float kLeastGain = std::log(0.003f);
 constexpr float kSlack = 2.5f;
+constexpr int kFewPages = 32;  // that are all looked into: summaries would not save much
+
+// Early: the hardware does not see one page coming after another.
+void ask_for_keys(const PageLayout& layout, const std::byte* page) {
+    constexpr std::size_t kLine = 64;
+    const std::size_t bytes = layout.k_group_bytes() * PageLayout::index(layout.entries) /
+                              PageLayout::index(kGroupEntries);
+    for (std::size_t i = 0; page != nullptr && i < bytes; i += kLine)
+        __builtin_prefetch(page + layout.k_offset + i);
+}
 
 }  // namespace
 
@@ -51,6 +61,12 @@ int HeadStore::most_recalled(const Layer& layer, const Head& head) {
     return std::min(head.cold->n_frozen(), (kCandidates + 1) * layer.layout.entries);
 }
 
+// What an entry must gain to come back. What the schedule would detect again does not.
+float HeadStore::least_gain_of(const Head& head) const noexcept {
+    if (!schedule_ || settings_.importance.kind != ScoreKind::attention) return kLeastGain;
+    return std::max(kLeastGain, std::log(schedule_->threshold / static_cast<float>(head.count)));
+}
+
 // What every query attends to now: its mass, and the gains of the entries that the head holds.
 void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                              Workspace& workspace) const noexcept {
@@ -60,7 +76,9 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
         const int rows = std::min(kRowsAtOnce, queries.n - first_row);
         float* logits = workspace.logits.data();
         const int stride = static_cast<int>(workspace.logits.size()) / kRowsAtOnce;
-        over_pages(layer, head, 0, 0, [&](std::byte* page, int, int first) {
+        over_pages(layer, head, 0, 0, [&](std::byte* page, int n, int first) {
+            if (first + n < head.count)
+                ask_for_keys(layer.layout, head.pages[index(first / n + 1)]);
             kernels_->products(layer.layout, page, queries.row(first_row), rows, logits + first,
                                stride);
         });
@@ -75,20 +93,25 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
 }
 
 // The pages that may hold what the queries need most, by their summaries; the open one first.
-int HeadStore::find_candidates(const Head& head, const QueryRows& queries,
+int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float least_gain,
                                Workspace& workspace) const noexcept {
     const ColdHead& cold = *head.cold;
     const float* worth = workspace.worth.data();
-    cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
-                  workspace.worth.data());
     int* found = workspace.pages.data();
     int n = 0;
+    if (cold.n_pages() <= kFewPages) {
+        for (int page = 0; page < cold.n_pages(); ++page)
+            if (cold.n_frozen(page) > 0) found[n++] = page;
+        return n;
+    }
+    cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
+                  workspace.worth.data());
     if (cold.open_page() != ColdHead::kNone && cold.n_frozen(cold.open_page()) > 0)
         found[n++] = cold.open_page();
     const int first = n;
     for (int page = 0; page < cold.n_pages(); ++page) {
         if (page == cold.open_page() || cold.n_frozen(page) == 0) continue;
-        if (worth[page] < kLeastGain - kSlack) continue;
+        if (worth[page] < least_gain - kSlack) continue;
         if (n == first + kCandidates && worth[page] <= worth[found[n - 1]]) continue;
         int place = n < first + kCandidates ? n++ : n - 1;
         for (; place > first && worth[found[place - 1]] < worth[page]; --place)
@@ -103,11 +126,16 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
                                  int n_candidates, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     float* logits = workspace.logits.data();
-    for (int c = 0; c < n_candidates; ++c) {
-        const int page = workspace.pages[index(c)];
+    const auto read = [&](int c) {
         std::byte* buffer = workspace.candidates.data() + index(c) * candidate_bytes();
-        const std::byte* rows = head.cold->read(page, *kernels_, buffer);
-        workspace.rows[index(c)] = rows;
+        workspace.rows[index(c)] = head.cold->read(workspace.pages[index(c)], *kernels_, buffer);
+        ask_for_keys(layer.layout, workspace.rows[index(c)]);
+    };
+    if (n_candidates > 0) read(0);
+    for (int c = 0; c < n_candidates; ++c) {
+        if (c + 1 < n_candidates) read(c + 1);
+        const int page = workspace.pages[index(c)];
+        const std::byte* rows = workspace.rows[index(c)];
         float* gains = workspace.gains.data() + c * per_page;
         std::fill_n(gains, per_page, kMaskedLogit);
         if (rows == nullptr) continue;
@@ -135,25 +163,26 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
     if (most == 0) return;  // nothing could come back, whatever there is
     const auto start = std::chrono::steady_clock::now();
     weigh_active(layer, head, queries, workspace);
-    const int n_candidates = find_candidates(head, queries, workspace);
+    const float least_gain = least_gain_of(head);
+    const int n_candidates = find_candidates(head, queries, least_gain, workspace);
     weigh_candidates(layer, head, queries, n_candidates, workspace);
-    const int n_incoming = take_best(layer, n_candidates, most, workspace);
-    if (n_incoming > 0) exchange(layer, head, head_index, n_incoming, now, workspace);
+    const int n_incoming = take_best(layer, head, n_candidates, least_gain, most, workspace);
+    if (n_incoming > 0) exchange(layer, head, head_index, n_incoming, least_gain, now, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     cold_nanoseconds_.fetch_add(
         std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
         std::memory_order_relaxed);
 }
 
-// The entries with the largest gains, `most` at most: as many as the head has room for, and, copied
-// aside, may give away.
-int HeadStore::take_best(const Layer& layer, int n_candidates, int most,
-                         Workspace& workspace) const noexcept {
+// The entries with the largest gains, `most` at most: as many as the head has room for and may give
+// away.
+int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates, float least_gain,
+                         int most, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     std::int32_t* best = workspace.best.data();
     int n = 0;
     for (int i = 0; i < n_candidates * per_page; ++i)
-        if (workspace.gains[index(i)] >= kLeastGain) best[n++] = i;
+        if (workspace.gains[index(i)] >= least_gain) best[n++] = i;
     if (n > most) {
         std::nth_element(best, best + most, best + n, [&](int a, int b) {
             const float of_a = workspace.gains[index(a)];
@@ -170,7 +199,8 @@ int HeadStore::take_best(const Layer& layer, int n_candidates, int most,
                  workspace.rows[index(c)],
                  best[i] % per_page,
                  {}};
-        if (i < workspace.room) continue;  // where nothing is frozen meanwhile, pages stay
+        // What is frozen meanwhile may take the place of other pages.
+        if (i < workspace.room || head.cold->stays(workspace.pages[index(c)])) continue;
         std::byte* page = aside(layer, i, workspace);
         copy_entry(layer.layout, entry.rows, entry.slot, page, i % per_page);
         entry.rows = page;
@@ -179,10 +209,10 @@ int HeadStore::take_best(const Layer& layer, int n_candidates, int most,
     return n;
 }
 
-// The entries that were copied aside: into the room that there is, then for as many of the least
-// important ones.
+// The entries that were found: into the room that there is, then for as many of the least important
+// ones.
 void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_incoming,
-                         std::int32_t now, Workspace& workspace) noexcept {
+                         float least_gain, std::int32_t now, Workspace& workspace) noexcept {
     for (int n = 0; n < n_incoming; ++n) {
         Incoming& entry = workspace.incoming[index(n)];
         entry.record = head.cold->record(entry.home);
@@ -190,9 +220,10 @@ void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_i
     }
     recalled_.fetch_add(index(n_incoming), std::memory_order_relaxed);
     int n = 0;
+    EntryCopies copies(layer.layout, *kernels_);
     const auto put_next = [&](int i) {
         const Incoming& entry = workspace.incoming[index(n)];
-        put_restored(layer, head, i, entry.rows, entry.slot, entry.record, entry.home, now);
+        put_restored(layer, head, i, entry.rows, entry.slot, entry.record, entry.home, now, copies);
         ++n;
     };
     const int n_held = head.count;
@@ -204,7 +235,7 @@ void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_i
     const std::int32_t newest = score(layer, head, head_index, 0, keep, workspace);
     // What these queries need stays before what others needed.
     for (int i = 0; i < head.count; ++i)
-        if (workspace.active_gains[index(i)] >= kLeastGain)
+        if (workspace.active_gains[index(i)] >= least_gain)
             workspace.scores[index(i)] = std::numeric_limits<float>::max();
     select_survivors(workspace.scores.data(), workspace.positions.data(), head.count, keep,
                      protection_of(head), newest, workspace.kept.data(), workspace.scratch.data());

@@ -169,9 +169,9 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls) {
 
 void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_staged,
                       const std::uint8_t* kept) noexcept {
-    const PageLayout& layout = layer.layout;
+    EntryCopies copies(layer.layout, *kernels_);
     const auto copy = [&](const Slot& from, const Slot& to) {
-        copy_entry(layout, from.page, from.index, to.page, to.index);
+        copies.add(from.page, from.index, to.page, to.index);
     };
     // Holes among the stored entries take the staged survivors first.
     int hole = 0;
@@ -207,10 +207,11 @@ void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_sta
         for (; i + per_page <= n_staged; i += per_page)
             std::memcpy(stored_slot(layer, head, head.count + i).page,
                         staged_slot(layer, head_index, i).page, layer.layout.bytes);
+    EntryCopies copies(layer.layout, *kernels_);
     for (; i < n_staged; ++i) {
         const Slot from = staged_slot(layer, head_index, i);
         const Slot to = stored_slot(layer, head, head.count + i);
-        copy_entry(layer.layout, from.page, from.index, to.page, to.index);
+        copies.add(from.page, from.index, to.page, to.index);
     }
     for (i = 0; i < n_staged; ++i) begin_entry(head, head.count + i);
     head.count += n_staged;

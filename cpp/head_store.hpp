@@ -13,6 +13,7 @@
 
 #include "aligned_bytes.hpp"
 #include "cold_head.hpp"
+#include "entry_copies.hpp"
 #include "eviction.hpp"
 #include "freezing.hpp"
 #include "importance.hpp"
@@ -318,7 +319,8 @@ private:
     void freeze_victims(const Layer& layer, Head& head, int head_index, int total, std::int32_t now,
                         const std::uint8_t* kept) noexcept;
     void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
-                      const ColdRecord& record, int home, std::int32_t now) noexcept;
+                      const ColdRecord& record, int home, std::int32_t now,
+                      EntryCopies& copies) noexcept;
     static auto is_due(std::int32_t now) {
         return
             [now](const ColdRecord& record) { return record.due <= now && record.frozen_at < now; };
@@ -339,14 +341,15 @@ private:
                          const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
     void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                       Workspace& workspace) const noexcept;
-    int find_candidates(const Head& head, const QueryRows& queries,
+    float least_gain_of(const Head& head) const noexcept;
+    int find_candidates(const Head& head, const QueryRows& queries, float least_gain,
                         Workspace& workspace) const noexcept;
     void weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
                           int n_candidates, Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, int n_candidates, int most,
-                  Workspace& workspace) const noexcept;
-    void exchange(const Layer& layer, Head& head, int head_index, int n_incoming, std::int32_t now,
-                  Workspace& workspace) noexcept;
+    int take_best(const Layer& layer, const Head& head, int n_candidates, float least_gain,
+                  int most, Workspace& workspace) const noexcept;
+    void exchange(const Layer& layer, Head& head, int head_index, int n_incoming, float least_gain,
+                  std::int32_t now, Workspace& workspace) noexcept;
     void grow_pages(const Layer& layer, Head& head, int entries);
     void drop_pages(const Layer& layer, Head& head, int entries);
     void compact_pool();

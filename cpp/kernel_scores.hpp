@@ -55,20 +55,31 @@ inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
     return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
 }
 
-// Calls visit(d, keys) for a vector of the entries of a group, and every value of their keys.
+constexpr int kChains = 4;  // sums that do not wait for each other; strides are whole multiples
+
+struct Chains {
+    Vec of[kChains]{zero(), zero(), zero(), zero()};
+    Vec sum() const { return (of[0] + of[1]) + (of[2] + of[3]); }
+};
+
+// Calls visit(d, chain, keys) for a vector of the entries of a group, and every value of their
+// keys.
 template <typename Visit>
 inline void over_half_keys(const std::byte* keys, int stride, int e, Visit visit) {
     const auto* k = reinterpret_cast<const std::uint16_t*>(keys);
-    for (int d = 0; d < stride; ++d) visit(d, load_half(k + d * kGroupEntries + e));
+    for (int d = 0; d < stride; d += kChains)
+        for (int i = 0; i < kChains; ++i)
+            visit(d + i, i, load_half(k + (d + i) * kGroupEntries + e));
 }
 
 template <typename Visit>
 inline void over_int8_keys(const std::byte* keys, const std::uint16_t* scales, int stride, int e,
                            Visit visit) {
-    for (int d = 0; d < stride; d += 4) {
+    for (int d = 0; d < stride; d += kChains) {
         const IntVec bytes = flip_high_bits(load_ints(keys + d * kGroupEntries + e * 4));
         const Vec scale = load_half(scales + d / kQuantBlock * kGroupEntries + e);
-        for (int i = 0; i < 4; ++i) visit(d + i, to_float(byte_of(bytes, quad_place(i))) * scale);
+        for (int i = 0; i < kChains; ++i)
+            visit(d + i, i, to_float(byte_of(bytes, quad_place(i))) * scale);
     }
 }
 
@@ -95,26 +106,25 @@ inline void over_page_vectors(const PageLayout& layout, const std::byte* page, V
 void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
                      const float* half_variance, float* logits) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
-        Vec total = zero();
-        over_keys(
-            [&](int d, Vec key) { total = add_expected(key, mean[d], half_variance[d], total); });
-        store(logits + slot, total);
+        Chains total;
+        over_keys([&](int d, int i, Vec key) {
+            total.of[i] = add_expected(key, mean[d], half_variance[d], total.of[i]);
+        });
+        store(logits + slot, total.sum());
     });
 }
 
-// Rows side by side: one alone waits for its own sums.
 template <int Rows>
 inline void row_products(const PageLayout& layout, const std::byte* page, const float* queries,
                          float* out, int out_stride) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
-        Vec totals[Rows];
-        for (int r = 0; r < Rows; ++r) totals[r] = zero();
-        over_keys([&](int d, Vec key) {
+        Chains totals[Rows];
+        over_keys([&](int d, int i, Vec key) {
             for (int r = 0; r < Rows; ++r)
-                totals[r] =
-                    multiply_add(key, broadcast(queries[r * layout.k_stride + d]), totals[r]);
+                totals[r].of[i] =
+                    multiply_add(key, broadcast(queries[r * layout.k_stride + d]), totals[r].of[i]);
         });
-        for (int r = 0; r < Rows; ++r) store(out + r * out_stride + slot, totals[r]);
+        for (int r = 0; r < Rows; ++r) store(out + r * out_stride + slot, totals[r].sum());
     });
 }
 
@@ -127,7 +137,7 @@ inline void block_products(const PageLayout& layout, const std::byte* page, cons
 
 void products(const PageLayout& layout, const std::byte* page, const float* queries, int rows,
               float* out, int out_stride) {
-    block_products<8>(layout, page, queries, rows, out, out_stride);
+    block_products<4>(layout, page, queries, rows, out, out_stride);
     block_products<3>(layout, page, queries, rows, out, out_stride);
     block_products<1>(layout, page, queries, rows, out, out_stride);
 }

@@ -87,5 +87,25 @@ void store_v(const PageLayout& layout, std::byte* page, int slot, const float* r
     store_scales(layout.v_blocks, scales, slot, page + layout.v_scale_offset);
 }
 
+template <typename T>
+inline void move_rows(const std::byte* from, std::byte* to, int n_rows, const LaneMap& map) {
+    const T* source = reinterpret_cast<const T*>(from);
+    T* target = reinterpret_cast<T*>(to);
+    for (int row = 0; row < n_rows * kGroupEntries; row += kGroupEntries)
+        map.move(source + row, target + row);
+}
+
+void move_keys(const PageLayout& layout, const std::byte* from, int from_group, std::byte* to,
+               int to_group, const LaneMoves& moves) {
+    const LaneMap map(moves.from, moves.to, moves.n);
+    from += layout.k_offset + PageLayout::index(from_group) * layout.k_group_bytes();
+    to += layout.k_offset + PageLayout::index(to_group) * layout.k_group_bytes();
+    if (layout.type == KvType::f16) {
+        move_rows<std::uint16_t>(from, to, layout.k_stride, map);
+    } else {
+        move_rows<std::uint32_t>(from, to, layout.k_stride / 4, map);
+    }
+}
+
 }  // namespace
 }  // namespace entropykv

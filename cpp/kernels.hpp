@@ -67,6 +67,9 @@ struct KernelTable {
     // Quantises rows of head_dim floats into the slots of a page.
     void (*store_k)(const PageLayout&, std::byte* page, int slot, const float* row);
     void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
+    // The values of K (not their scales) of some entries of a group of a page, to another's.
+    void (*move_keys)(const PageLayout&, const std::byte* from, int from_group, std::byte* to,
+                      int to_group, const LaneMoves&);
     void (*decode)(const DecodeTask&);
     void (*prompt)(const PromptTask&);
     // sums[j - first] += what the rows give to entry j, each times its weight [kRowTile]; rows

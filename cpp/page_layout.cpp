@@ -1,5 +1,7 @@
 #include "page_layout.hpp"
 
+#include <cstring>
+
 #include "half.hpp"
 
 namespace entropykv {
@@ -26,31 +28,18 @@ void copy_strided(const std::byte* from, std::size_t from_index, std::byte* to,
         target[i * stride] = source[i * stride];
 }
 
-void copy_half_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                    int to_slot) {
-    copy_strided<std::uint16_t>(from + layout.k_offset, layout.k_index(from_slot, 0),
-                                to + layout.k_offset, layout.k_index(to_slot, 0), layout.k_stride,
-                                kGroupEntries);
-    copy_strided<std::uint16_t>(from + layout.v_offset, layout.v_index(from_slot, 0),
-                                to + layout.v_offset, layout.v_index(to_slot, 0), layout.v_stride,
-                                1);
-}
-
-void copy_int8_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                    int to_slot) {
-    copy_strided<std::uint32_t>(from + layout.k_offset, layout.k_index(from_slot, 0) / 4,
-                                to + layout.k_offset, layout.k_index(to_slot, 0) / 4,
-                                layout.k_stride / 4, kGroupEntries);
-    copy_strided<std::uint8_t>(from + layout.v_offset, layout.v_index(from_slot, 0),
-                               to + layout.v_offset, layout.v_index(to_slot, 0), layout.v_stride,
-                               4);
-    const auto copy_scales = [&](std::size_t offset, int blocks) {
-        copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
-                                    to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
+void copy_keys(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+               int to_slot) {
+    from += layout.k_offset;
+    to += layout.k_offset;
+    const std::size_t first = layout.k_index(from_slot, 0);
+    const std::size_t target = layout.k_index(to_slot, 0);
+    if (layout.type == KvType::f16) {
+        copy_strided<std::uint16_t>(from, first, to, target, layout.k_stride, kGroupEntries);
+    } else {
+        copy_strided<std::uint32_t>(from, first / 4, to, target / 4, layout.k_stride / 4,
                                     kGroupEntries);
-    };
-    copy_scales(layout.k_scale_offset, layout.k_blocks);
-    copy_scales(layout.v_scale_offset, layout.v_blocks);
+    }
 }
 
 }  // namespace
@@ -84,15 +73,32 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
     return layout;
 }
 
-void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                int to_slot) {
+void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from_slot,
+                       std::byte* to, int to_slot) {
+    const std::size_t value = layout.v_index(from_slot, 0);
+    const std::size_t target = layout.v_index(to_slot, 0);
     if (layout.type == KvType::f16) {
-        copy_half_rows(layout, from, from_slot, to, to_slot);
+        std::memcpy(to + layout.v_offset + 2 * target, from + layout.v_offset + 2 * value,
+                    2 * PageLayout::index(layout.v_stride));
     } else {
-        copy_int8_rows(layout, from, from_slot, to, to_slot);
+        copy_strided<std::uint8_t>(from + layout.v_offset, value, to + layout.v_offset, target,
+                                   layout.v_stride, 4);
     }
+    const auto copy_scales = [&](std::size_t offset, int blocks) {
+        copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
+                                    to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
+                                    kGroupEntries);
+    };
+    copy_scales(layout.k_scale_offset, layout.k_blocks);
+    copy_scales(layout.v_scale_offset, layout.v_blocks);
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
     layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
+}
+
+void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                int to_slot) {
+    copy_keys(layout, from, from_slot, to, to_slot);
+    copy_all_but_keys(layout, from, from_slot, to, to_slot);
 }
 
 void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {

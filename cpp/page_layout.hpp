@@ -81,6 +81,16 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries);
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
+// All of it but the values of K.
+void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from_slot,
+                       std::byte* to, int to_slot);
+
+// Entries of a group that take the places of others: from[i] goes to to[i].
+struct LaneMoves {
+    int n = 0;
+    std::uint8_t from[kGroupEntries];
+    std::uint8_t to[kGroupEntries];
+};
 
 // The K row of an entry, k_dim values, and its V row, v_dim values.
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);

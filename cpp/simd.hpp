@@ -27,6 +27,24 @@ inline IntVec broadcast_pair(const std::int16_t* p) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second cache
 
+#if !defined(__AVX512F__)
+// Rows of a group: one value of every entry.
+class LaneMap {
+public:
+    LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n)
+        : from_(from), to_(to), n_(n) {}
+    template <typename T>
+    void move(const T* from, T* to) const {
+        for (int i = 0; i < n_; ++i) to[to_[i]] = from[from_[i]];
+    }
+
+private:
+    const std::uint8_t* from_;
+    const std::uint8_t* to_;
+    int n_;
+};
+#endif
+
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x <= 126, relative error 1.5e-7; 2^0 is 1, and exactly 0 comes out below kVanishing.

@@ -82,5 +82,37 @@ inline IntVec flip_high_bits(IntVec a) {
     return {_mm512_xor_si512(a.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
 }
 
+// Rows of a group: one value of every entry.
+class LaneMap {
+public:
+    LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n) {
+        std::uint16_t halves[16]{};
+        std::uint32_t ints[16]{};
+        for (int i = 0; i < n; ++i) {
+            halves[to[i]] = from[i];
+            ints[to[i]] = from[i];
+            mask_ = static_cast<__mmask16>(mask_ | 1u << to[i]);
+        }
+        halves_ = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves));
+        ints_ = _mm512_loadu_si512(ints);
+    }
+    void move(const std::uint16_t* from, std::uint16_t* to) const {
+        auto* target = reinterpret_cast<__m256i*>(to);
+        const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        _mm256_storeu_si256(
+            target, _mm256_mask_permutexvar_epi16(_mm256_loadu_si256(target), mask_, halves_, row));
+    }
+    void move(const std::uint32_t* from, std::uint32_t* to) const {
+        const __m512i row = _mm512_loadu_si512(from);
+        _mm512_storeu_si512(
+            to, _mm512_mask_permutexvar_epi32(_mm512_loadu_si512(to), mask_, ints_, row));
+    }
+
+private:
+    __mmask16 mask_ = 0;
+    __m256i halves_;
+    __m512i ints_;
+};
+
 }  // namespace
 }  // namespace entropykv

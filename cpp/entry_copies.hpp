@@ -1,0 +1,52 @@
+// Copies of entries between pages of one layer. K lies across the entries of a group, so that one
+// of them takes as many steps as all of them: those that go from one group to another go together.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.hpp"
+
+namespace entropykv {
+
+// The sources must stay as they are until flush(), which the destructor calls.
+class EntryCopies {
+public:
+    EntryCopies(const PageLayout& layout, const KernelTable& kernels)
+        : layout_(&layout), kernels_(&kernels) {}
+    ~EntryCopies() { flush(); }
+    EntryCopies(const EntryCopies&) = delete;
+    EntryCopies& operator=(const EntryCopies&) = delete;
+
+    // Everything but K is there at once.
+    void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
+        copy_all_but_keys(*layout_, from, from_slot, to, to_slot);
+        const int from_group = from_slot / kGroupEntries;
+        const int to_group = to_slot / kGroupEntries;
+        if (from != from_ || from_group != from_group_ || to != to_ || to_group != to_group_) {
+            flush();
+            from_ = from;
+            from_group_ = from_group;
+            to_ = to;
+            to_group_ = to_group;
+        }
+        moves_.from[moves_.n] = static_cast<std::uint8_t>(from_slot % kGroupEntries);
+        moves_.to[moves_.n++] = static_cast<std::uint8_t>(to_slot % kGroupEntries);
+    }
+
+    void flush() noexcept {
+        if (moves_.n > 0) kernels_->move_keys(*layout_, from_, from_group_, to_, to_group_, moves_);
+        moves_.n = 0;
+    }
+
+private:
+    const PageLayout* layout_;
+    const KernelTable* kernels_;
+    const std::byte* from_ = nullptr;
+    std::byte* to_ = nullptr;
+    int from_group_ = 0;
+    int to_group_ = 0;
+    LaneMoves moves_{};
+};
+
+}  // namespace entropykv
