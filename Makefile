@@ -7,7 +7,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
 
-.PHONY: demo test test-cpp test-reference lint bench bench-kernels install clean
+.PHONY: demo test test-cpp test-reference lint architectures bench bench-kernels install clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +48,9 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp tests/cpp/*.hpp \
 		benchmarks/micro/*.cpp
+
+architectures: install  ## which store serves which architecture: the table of the package and of docs/
+	$(BIN)/python -m tests.architectures.table
 
 bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/entropykv bench -m "$(SMOLLM2)"

