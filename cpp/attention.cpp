@@ -7,7 +7,6 @@ namespace {
 
 constexpr int kWideGroup = 12;     // from so many query heads on, rows in lanes pay for decode too
 constexpr int kFewUnits = 8;       // fewer tiles than that are split by entries
-constexpr int kRecallTokens = 64;  // of a micro-batch, the last ones, look for frozen entries
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
@@ -265,7 +264,7 @@ void Attention::recall_head(const Call& call, int head) noexcept {
     const PageLayout& layout = store_.layout(call.layer);
     const int group = call.split.group;
     float* rows = workers_[index(call.thread)].recall.data();
-    const int n_looking = std::clamp(kMostQueryRows / group, 1, std::min(kRecallTokens, n_tokens_));
+    const int n_looking = std::clamp(kMostQueryRows / group, 1, n_tokens_);  // the last ones
     int n = 0;
     for (int token = n_tokens_ - n_looking; token < n_tokens_; ++token) {
         for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {

@@ -40,6 +40,7 @@ void ColdHead::prepare(int n_new) {
     const std::size_t n_pages = index(n_new / per_page() + 2);
     make_room(pages_, pages_.size() + n_pages);
     make_room(records_, pages_.capacity() * index(per_page()));
+    make_room(dues_, records_.capacity());
     make_room(free_pages_, pages_.capacity());
     while (summaries_.size() * kGroupEntries < pages_.capacity() * index(layout_->n_means))
         summaries_.emplace_back(layout_->summary.bytes);
@@ -77,6 +78,7 @@ void ColdHead::open_next() noexcept {
         free_pages_.push_back(n_pages());
         pages_.emplace_back();
         records_.resize(pages_.size() * index(per_page()));
+        dues_.resize(records_.size(), kNever);
     }
     // The lowest number, whichever became free first: a session that is loaded takes the same.
     const auto lowest = std::min_element(free_pages_.begin(), free_pages_.end());
@@ -114,15 +116,15 @@ void ColdHead::freeze(int number, float importance, std::int32_t now, std::int32
     record.frozen_at = now;
     record.due = due;
     record.detections = detections;
-    Page& page = page_of(number);
-    page.next_due = std::min(page.next_due, due);
-    ++page.n_frozen;
+    dues_[index(number)] = due;
+    ++page_of(number).n_frozen;
     ++n_frozen_;
 }
 
 void ColdHead::restore(int number) noexcept {
     records_[index(number)].frozen_at = kActive;
     records_[index(number)].due = kNever;
+    dues_[index(number)] = kNever;
     --page_of(number).n_frozen;
     --n_frozen_;
 }
@@ -137,14 +139,8 @@ const std::byte* ColdHead::read(int page, const KernelTable& kernels, std::byte*
 }
 
 int ColdHead::count_due(std::int32_t now) const {
-    int due = 0;
-    for (std::size_t page = 0; page < pages_.size(); ++page) {
-        if (pages_[page].n_frozen == 0 || pages_[page].next_due > now) continue;
-        const std::size_t first = page * index(per_page());
-        for (std::size_t i = first; i < first + index(per_page()); ++i)
-            if (records_[i].frozen() && records_[i].due <= now) ++due;
-    }
-    return due;
+    return static_cast<int>(
+        std::count_if(dues_.begin(), dues_.end(), [now](std::int32_t due) { return due <= now; }));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -257,7 +253,6 @@ void ColdHead::truncate(std::int32_t position) {
     const std::int32_t now = position - 1;
     for (int page = 0; page < n_pages(); ++page) {
         Page& of = pages_[index(page)];
-        of.next_due = kNever;
         for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
             ColdRecord& r = records_[index(i)];
             if (r.position >= position) {
@@ -268,7 +263,7 @@ void ColdHead::truncate(std::int32_t position) {
                 if (r.due != kNever) r.due = now + (r.due - r.frozen_at);
                 r.frozen_at = now;
             }
-            if (r.frozen()) of.next_due = std::min(of.next_due, r.due);
+            dues_[index(i)] = r.due;
         }
         if (of.n_records == 0) free_page(page);
     }

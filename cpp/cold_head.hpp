@@ -121,6 +121,7 @@ public:
     int open_page() const { return open_; }
     int n_records() const { return static_cast<int>(records_.size()); }
     const ColdRecord& record(int i) const { return records_[index(i)]; }
+    std::int32_t due(int i) const { return dues_[index(i)]; }
     int per_page() const { return layout_->page.entries; }
     // Page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
@@ -134,7 +135,6 @@ private:
         std::uint32_t place = 0;  // in storage, once full
         int n_records = 0;        // those that are alive
         int n_frozen = 0;
-        std::int32_t next_due = kNever;
         bool stored = false;
     };
 
@@ -158,6 +158,7 @@ private:
     ColdStorage* storage_;
     std::size_t most_pages_;
     std::vector<ColdRecord> records_;
+    std::vector<std::int32_t> dues_;  // of the records, side by side: every step looks for them
     std::vector<Page> pages_;
     std::vector<int> free_pages_;       // page numbers to use again
     std::vector<std::uint32_t> spare_;  // taken from storage, not in use

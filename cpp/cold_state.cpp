@@ -140,6 +140,7 @@ int ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byte
     truncate(0);
     pages_.assign(index(header.n_pages), Page{});
     records_.resize(pages_.size() * index(per_page()));
+    dues_.assign(records_.size(), kNever);
     free_pages_.clear();
     open_ = header.open;
     n_open_ = header.n_open;
@@ -176,7 +177,7 @@ void ColdHead::count_records(int number) {
         if (!r.frozen()) continue;
         ++page.n_frozen;
         ++n_frozen_;
-        page.next_due = r.due < page.next_due ? r.due : page.next_due;
+        dues_[index(i)] = r.due;
     }
 }
 

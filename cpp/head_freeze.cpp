@@ -119,8 +119,8 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
         const std::byte* rows = nullptr;
         EntryCopies copies(layer.layout, *kernels_);  // the next page may be read to the same place
         for (int i = page * per_page; i < (page + 1) * per_page; ++i) {
+            if (!wants(*head.cold, i)) continue;
             const ColdRecord record = head.cold->record(i);
-            if (!record.frozen() || !wants(record)) continue;
             if (rows == nullptr)
                 rows = head.cold->read(page, *kernels_, workspace.candidates.data());
             if (rows == nullptr) break;
@@ -231,8 +231,10 @@ std::size_t HeadStore::restore(const Asked& asked, std::int32_t now, bool forget
             grow_pages(layer, head, std::min(head.budget, head.count + head.cold->n_frozen()));
             size_homes(layer, head);
             n += index(
-                append_restored(layer, head, now, workspaces_[0], [&](const ColdRecord& record) {
-                    return record.frozen_at > asked.frozen_after && record.due > asked.due_after;
+                append_restored(layer, head, now, workspaces_[0], [&](const ColdHead& cold, int i) {
+                    const ColdRecord& record = cold.record(i);
+                    return record.frozen() && record.frozen_at > asked.frozen_after &&
+                           record.due > asked.due_after;
                 }));
             drop_pages(layer, head, head.count);
         }

@@ -42,7 +42,7 @@ struct StoreSettings {
     std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
 };
 
-constexpr int kMostQueryRows = 96;  // that recall looks at
+constexpr int kMostQueryRows = 128;  // that recall looks at
 
 // Which frozen entries somebody asks for.
 struct Asked {
@@ -322,8 +322,9 @@ private:
                       const ColdRecord& record, int home, std::int32_t now,
                       EntryCopies& copies) noexcept;
     static auto is_due(std::int32_t now) {
-        return
-            [now](const ColdRecord& record) { return record.due <= now && record.frozen_at < now; };
+        return [now](const ColdHead& cold, int i) {
+            return cold.due(i) <= now && cold.record(i).frozen_at < now;
+        };
     }
     void restore_due(const Layer& layer, Head& head, std::int32_t newest,
                      Workspace& workspace) noexcept;
