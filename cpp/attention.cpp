@@ -59,7 +59,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
-            grow(worker.softmax, index(5 * kRowTile));
+            grow(worker.softmax, index(6 * kRowTile));
             if (store_.freezes()) grow(worker.recall, index(kMostQueryRows * layout.k_stride));
         }
     }
@@ -106,7 +106,6 @@ void Attention::capture_queries(const Call& call) noexcept {
     for (std::size_t head = 0; head < capture.sinks.size(); ++head)
         capture.sinks[head] = sinks != nullptr ? sinks[head] : kMaskedLogit;
     capture.softcap = call.params->softcap;
-    capture.window = call.params->window;
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ std::vector<const KernelTable*> available_kernels();
 struct AttentionParams {
     float scale = 1.0f;
     float softcap = 0.0f;          // 0: none
-    int window = 0;                // sliding window in tokens; 0: none
     const float* sinks = nullptr;  // one logit per query head, or null
 };
 
@@ -80,7 +79,6 @@ public:
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
         std::vector<float> sinks;    // one logit per query head; kMaskedLogit: none
         float softcap = 0.0f;
-        int window = 0;
     };
     const Capture& capture(int layer) const { return captures_.at(index(layer)); }
 
@@ -115,7 +113,7 @@ private:
         std::vector<float> query;   // a tile
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
-        std::vector<float> softmax;  // max, sum, weighted, positions, weights of a tile's rows
+        std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest of rows
         std::vector<float> recall;   // query rows
     };
     struct LayerEntropy {

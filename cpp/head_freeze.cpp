@@ -27,10 +27,12 @@ void HeadStore::start_freezing() {
     std::size_t page_bytes = 0;
     std::size_t n_heads = 0;
     for (Layer& layer : layers_) {
+        if (layer.shape.window > 0) continue;  // what leaves a window is never seen again
         layer.cold = std::make_unique<ColdLayout>(freezing.type, layer.layout);
         page_bytes = std::max(page_bytes, layer.cold->codec.bytes());
         n_heads += layer.heads.size();
     }
+    if (n_heads == 0) throw std::invalid_argument("every layer has a window: nothing to freeze");
     if (freezing.descriptor >= 0) {
         cold_ = std::make_unique<FileStorage>(page_bytes, freezing.descriptor, freezing.nonce);
     } else {
@@ -46,7 +48,8 @@ void HeadStore::start_freezing() {
         most_pages = of_head - 1;
     }
     for (Layer& layer : layers_)
-        for (Head& head : layer.heads) head.cold.emplace(*layer.cold, *cold_, most_pages);
+        if (layer.cold)
+            for (Head& head : layer.heads) head.cold.emplace(*layer.cold, *cold_, most_pages);
 }
 
 void HeadStore::size_for_recall(Workspace& workspace) const {
@@ -379,7 +382,8 @@ void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_i
         if (workspace.active_gains[index(i)] >= kLeastGain)
             workspace.scores[index(i)] = std::numeric_limits<float>::max();
     select_survivors(workspace.scores.data(), workspace.positions.data(), head.count, keep,
-                     protection_of(head), newest, workspace.kept.data(), workspace.scratch.data());
+                     protection_of(layer, head, newest), newest, workspace.kept.data(),
+                     workspace.scratch.data());
     head.count = n_all;
     for (int i = 0; i < n_held && n < n_incoming; ++i) {
         if (workspace.kept[index(i)] != 0) continue;

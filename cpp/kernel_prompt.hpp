@@ -85,15 +85,13 @@ inline float position_of(const PromptTile& tile, int e) {
 
 inline void mask_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
     const Vec masked = broadcast(kMaskedLogit);
-    const float window = task.window > 0.0f ? task.window : 1e9f;
     for (int e = 0; e < count; ++e) {
         const Vec position = broadcast(position_of(tile, e));
-        const Vec expiry = position + broadcast(window - 0.5f);
         for (int row = 0; row < task.rows; row += kLanes) {
-            const Vec own = load(task.row_positions + row);
             Vec logit = load(logits + e * kRowTile + row);
-            logit = where_less(own, position, masked, logit);
-            store(logits + e * kRowTile + row, where_less(expiry, own, masked, logit));
+            logit = where_less(load(task.row_positions + row), position, masked, logit);
+            logit = where_less(position, load(task.row_oldest + row), masked, logit);
+            store(logits + e * kRowTile + row, logit);
         }
     }
 }

@@ -49,10 +49,10 @@ struct PromptTask {
     EntryRange entries;
     const float* query;          // [layout.k_stride][kRowTile], scaled
     const float* row_positions;  // [kRowTile]
+    const float* row_oldest;     // [kRowTile], positions; entries before them are not seen
     int rows;
     bool masked;  // false: every row sees every entry
     float softcap;
-    float window;        // a row sees positions > its own - window; 0: all
     float* scratch;      // prompt_scratch_floats(layout)
     SoftmaxState state;  // output [layout.v_stride][kRowTile]
 };

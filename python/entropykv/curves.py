@@ -112,11 +112,14 @@ class Queries(NamedTuple):
     sinks: Rows
     """(n_head,): one more logit of every row."""
     softcap: float
-    window: int
+    window: int = 0
+    """In tokens; 0: none."""
+    chunked: bool = False
+    """The window begins at multiples of its size."""
 
     def of_heads(self, heads: slice) -> Queries:
         """The queries of some heads."""
-        return Queries(self.rows[:, heads], self.sinks[heads], self.softcap, self.window)
+        return self._replace(rows=self.rows[:, heads], sinks=self.sinks[heads])
 
 
 class Entries(NamedTuple):
@@ -151,7 +154,8 @@ def probabilities(queries: Queries, k: Rows) -> Rows:
     distance = own[:, None] - np.arange(len(k))[None, :]
     hidden = distance < 0
     if queries.window > 0:
-        hidden |= distance >= queries.window
+        begin = own // queries.window * queries.window if queries.chunked else own - queries.window + 1
+        hidden |= np.arange(len(k))[None, :] < begin[:, None]
     logits[hidden] = -np.inf
     sinks = np.tile(queries.sinks, n_queries)[:, None]
     largest = np.maximum(logits.max(axis=1, keepdims=True), sinks)

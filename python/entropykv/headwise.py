@@ -26,6 +26,7 @@ from entropykv.online import LEAST_TOKENS, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.recovery import Rung
+from entropykv.recurrent import WHY, RecurrentState, cannot_go_back, is_recurrent
 from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
 from entropykv.store import (
@@ -34,8 +35,10 @@ from entropykv.store import (
     context_parameters,
     decode_one_token,
     let_hook_change,
+    refuse_diffusion,
     relu2_layers,
 )
+from entropykv.windows import layer_windows
 
 _USE_FLAT = "use --store flat (store='flat'), which serves any model"
 
@@ -74,15 +77,19 @@ class HeadwiseStore(Store):
                 "or no --n-gpu-layers"
             )
         _refuse_by_kind(model)
+        self._model = model
         self._hook = _core.GraphHook(relu2_layers(model, settings))
         self.context = self._hooked_context(model, n_ubatch)
         try:
+            self._recurrent = RecurrentState(self.context) if is_recurrent(model) else None
             self.layers = self._probe(model)
-            self.rope_obstacle = self._hook.rope_obstacle
+            self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
             self._check_importance(model)
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, settings.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
+            self._windowed = any(s.window for s in self.layers)
+            self._loaded = 0
             self.bytes_full_per_token = sum(
                 2 * s.n_head_kv * (s.k_dim + s.v_dim) for s in self.layers
             )
@@ -113,7 +120,9 @@ class HeadwiseStore(Store):
         self._hook.serve(self._store)
 
     def _hooked_context(self, model: Model, n_ubatch: int) -> Any:
-        parameters = context_parameters(model, self._settings, n_ubatch, n_ubatch)
+        # Of a hybrid model, the last cell of a micro-batch stays until the next one is read.
+        cells = n_ubatch + is_recurrent(model)
+        parameters = context_parameters(model, self._settings, n_ubatch, cells)
         parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
         let_hook_change(parameters, self._hook)
@@ -127,19 +136,29 @@ class HeadwiseStore(Store):
         if self._hook.refusal or not self._hook.nodes:
             why = self._hook.refusal or "it has no attention layers"
             raise _unsupported(model, why)
-        layers = [node.shape for node in self._hook.nodes]
+        layers = self._windowed_shapes(model)
         if self._profile:
             first = layers[0]
             self._profile.check_geometry(len(layers), first.n_head, first.n_head_kv, model.name)
             check_model(self._profile, model.geometry)
         return layers
 
+    def _windowed_shapes(self, model: Model) -> list[_core.LayerShape]:
+        try:
+            windows = layer_windows(model, self._settings)
+        except UnsupportedModelError as error:
+            raise _unsupported(model, str(error)) from None
+        if not windows:
+            return [node.shape for node in self._hook.nodes]
+        return [windows[node.cache_layer].of(node.shape) for node in self._hook.nodes]
+
     def _check_importance(self, model: Model) -> None:
         measure = self._policy.importance.measure
-        if measure == "expected" and self.rope_obstacle:
+        obstacle = self._hook.rope_obstacle
+        if measure == "expected" and obstacle:
             raise SettingsError(
                 f"{model.name}: policy {self._policy.name} turns queries to later positions, which "
-                f"this model does not allow: {self.rope_obstacle}; use measure mass"
+                f"this model does not allow: {obstacle}; use measure mass"
             )
 
     def _plan(self, budget: Budget) -> HeadwisePlan:
@@ -172,6 +191,14 @@ class HeadwiseStore(Store):
             recent_window=plan.protection.recent_window,
         )
 
+    def keep_everything(self) -> None:
+        """Drop nothing, not even what has left a window: for those who look at whole texts."""
+        pages = sum(_core.pages_for(self._n_ctx, n) for n in self._followed.entries_per_page)
+        protection = self._followed.protection
+        self._store.set_budgets(
+            [self._n_ctx] * self.n_kv_heads, pages, protection.n_sinks, protection.recent_window
+        )
+
     def _forget_cells(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
@@ -198,7 +225,10 @@ class HeadwiseStore(Store):
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """Free llama.cpp's cells, check that every layer was served, and share the budget again."""
-        self._forget_cells()
+        if self._recurrent:
+            self._recurrent.forget_cells()
+        else:
+            self._forget_cells()
         self._hook.check_step()
         if self._online and n_tokens >= LEAST_TOKENS:
             self._online.observe(n_tokens)
@@ -216,14 +246,21 @@ class HeadwiseStore(Store):
             self._follow(plan)
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position."""
+        """Drop entries at and beyond a position. ContextError where a recurrent state is beyond."""
+        if self._recurrent and position > 0:
+            raise cannot_go_back(self._model, position)
         self._forget_cells()  # a decode that failed leaves some
         self._store.truncate(position)
+        self._loaded = min(self._loaded, position)
         if position == 0:
             self.shift = 0
             if self._online:
                 self._online.forget()
                 self._share()
+
+    def can_return_to(self, position: int) -> bool:
+        """Whether windows held all then that they would hold again; states do not."""
+        return not self._recurrent and position >= max(self._loaded, self._store.windows_whole_from)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""
@@ -237,21 +274,22 @@ class HeadwiseStore(Store):
         ]
 
     def state(self) -> StoreState:
-        """A section for every KV head, layer by layer, and what online budgets have seen."""
+        """A section for every KV head, layer by layer; what online budgets have seen; the state."""
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self.layers)
         ]
-        seen = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
+        rest = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
+        rest += [] if self._recurrent is None else [self._recurrent.save()]
         return StoreState(
             entries=entries,
             evicted=self._store.evicted,
             section_bytes=[
                 *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
-                *map(len, seen),
+                *map(len, rest),
             ],
             sections=itertools.chain(
-                (self._store.save_head(i, head) for i, head, _ in _per_head(entries)), seen
+                (self._store.save_head(i, head) for i, head, _ in _per_head(entries)), rest
             ),
         )
 
@@ -260,18 +298,18 @@ class HeadwiseStore(Store):
     ) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
         heads = [len(layer) for layer in contents.entries]
-        n_sections = self.n_kv_heads + (self._online is not None)
+        n_sections = self.n_kv_heads + (self._online is not None) + (self._recurrent is not None)
         if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
             raise reader.damaged("other KV heads than the model has")
         if self._policy.rule.by_layer and any(len(set(layer)) > 1 for layer in contents.entries):
             raise reader.damaged("KV heads of a layer that keep different positions")
         if self._online:
-            *sections, seen = sections
+            seen = sections[self.n_kv_heads]
             problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))
             if problem:
                 raise reader.damaged(problem)
         for (layer, head, count), section in zip(
-            _per_head(contents.entries), sections, strict=True
+            _per_head(contents.entries), sections[: self.n_kv_heads], strict=True
         ):
             problem = self._store.state_problem(layer, count, section, contents.position)
             if problem:
@@ -280,14 +318,21 @@ class HeadwiseStore(Store):
     def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
         heads = list(_per_head(contents.entries))
+        former = self._recurrent.replace(sections[-1]) if self._recurrent else b""
+        sections, rest = sections[: self.n_kv_heads], sections[self.n_kv_heads :]
         if self._online:
-            *sections, seen = sections
-            self._online.load(_floats(seen))
+            self._online.load(_floats(rest[0]))
             self._share()
-        self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
+        try:
+            self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
+        except MemoryError:
+            if self._recurrent:
+                self._recurrent.replace(former)
+            raise
         for (layer, head, count), section in zip(heads, sections, strict=True):
             self._store.load_head(layer, head, count, section)
         self.shift = contents.shift
+        self._loaded = contents.position if self._windowed else 0  # what left is not in the file
 
     @property
     def evicted(self) -> int:
@@ -339,11 +384,9 @@ def _unsupported(model: Model, why: str) -> UnsupportedModelError:
 
 def _refuse_by_kind(model: Model) -> None:
     """Refuse what the graph does not show."""
+    refuse_diffusion(model)
     kinds = {
-        "it has sliding-window layers": llama_cpp.llama_model_n_swa(model.handle) > 0,
-        "it has recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle)
-        or llama_cpp.llama_model_is_hybrid(model.handle),
-        "it is a diffusion model": llama_cpp.llama_model_is_diffusion(model.handle),
+        "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
         "it has an encoder": llama_cpp.llama_model_has_encoder(model.handle),
     }
     for why, applies in kinds.items():
