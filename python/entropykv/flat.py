@@ -14,7 +14,7 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
-from entropykv.errors import ContextError, SessionFileError, SettingsError
+from entropykv.errors import ContextError, SessionFileError, SettingsError, UnsupportedModelError
 from entropykv.fingerprint import check_model
 from entropykv.k_shift import flat_range, k_shift_obstacle
 from entropykv.model import Model, captured_log
@@ -37,6 +37,11 @@ Q8_0_BLOCK = 32
 """llama.cpp's: no block holds values of two heads."""
 
 
+WITHOUT_HOLES = frozenset({"qwen4exp"})
+"""Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36 an assertion
+of its indices ends the process once positions are missing; no API tells."""
+
+
 class FlatStore(Store):
     """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
 
@@ -55,7 +60,8 @@ class FlatStore(Store):
     ) -> None:
         """Make a context whose cells are the budget plus one micro-batch.
 
-        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded.
+        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for
+        a diffusion model, and for one of WITHOUT_HOLES in less than the context.
         """
         geometry = model.geometry
         refuse_diffusion(model)
@@ -100,7 +106,7 @@ class FlatStore(Store):
         self._store.shift = shift
 
     def _plan(self, budget: Budget) -> FlatPlan:
-        return plan_flat(
+        plan = plan_flat(
             budget,
             self._cell_bytes,
             self._n_ctx,
@@ -108,6 +114,13 @@ class FlatStore(Store):
             self._settings.n_sinks,
             self._settings.recent_window,
         )
+        if plan.entries < self._n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
+            raise UnsupportedModelError(
+                f"{self._model.name}: llama.cpp fails where positions of this architecture "
+                f"({self._model.geometry.architecture}) are missing from its cache, so nothing can "
+                "be evicted; use --kv-budget 1.0 (kv_budget=1.0)"
+            )
+        return plan
 
     def _new_context(self, cells: int) -> Any:
         parameters = context_parameters(self._model, self._settings, self._n_ubatch, cells)

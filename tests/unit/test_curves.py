@@ -37,7 +37,7 @@ NO_SINK = np.float32(-1e30)
         (0.0, 0, False, False),
         (5.0, 0, False, False),
         (0.0, 40, False, False),
-        (0.0, 36, True, False),
+        (0.0, 48, True, False),
         (0.0, 0, False, True),
     ],
 )
