@@ -1,6 +1,7 @@
 #include "attention.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace entropykv {
 namespace {
@@ -41,6 +42,18 @@ std::vector<const KernelTable*> available_kernels() {
     return tables;
 }
 
+std::vector<float> alibi_slopes(int n_head, float max_bias) {
+    int power = 1;  // the largest one that is not above n_head
+    while (2 * power <= n_head) power *= 2;
+    const auto base = [&](float bias) { return std::pow(2.0f, -bias / static_cast<float>(power)); };
+    std::vector<float> slopes(static_cast<std::size_t>(n_head));
+    for (int head = 0; head < n_head; ++head)
+        slopes[static_cast<std::size_t>(head)] =
+            head < power ? std::pow(base(max_bias), static_cast<float>(head + 1))
+                         : std::pow(base(max_bias / 2.0f), static_cast<float>(2 * (head - power) + 1));
+    return slopes;
+}
+
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
     const int entries = kEntryTile + kGroupEntries;
     return static_cast<std::size_t>(entries * (layout.k_stride + layout.v_stride) +
@@ -59,7 +72,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
-            grow(worker.softmax, index(6 * kRowTile));
+            grow(worker.softmax, index(7 * kRowTile));
             if (store_.freezes()) grow(worker.recall, index(kMostQueryRows * layout.k_stride));
         }
     }
@@ -105,6 +118,9 @@ void Attention::capture_queries(const Call& call) noexcept {
     const float* sinks = call.params->sinks;
     for (std::size_t head = 0; head < capture.sinks.size(); ++head)
         capture.sinks[head] = sinks != nullptr ? sinks[head] : kMaskedLogit;
+    const float* slopes = call.params->slopes;
+    for (std::size_t head = 0; head < capture.slopes.size(); ++head)
+        capture.slopes[head] = slopes != nullptr ? slopes[head] : 0.0f;
     capture.softcap = call.params->softcap;
 }
 
@@ -182,6 +198,7 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
             const LayerShape& shape = store_.shape(l);
             captures_[index(l)].queries.resize(index(n_tokens * shape.n_head * shape.k_dim));
             captures_[index(l)].sinks.resize(index(shape.n_head));
+            captures_[index(l)].slopes.resize(index(shape.n_head));
         }
         if (!observing_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;

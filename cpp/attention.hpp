@@ -22,7 +22,12 @@ struct AttentionParams {
     float scale = 1.0f;
     float softcap = 0.0f;          // 0: none
     const float* sinks = nullptr;  // one logit per query head, or null
+    // What a logit falls by per position of distance (ALiBi), one per query head, or null.
+    const float* slopes = nullptr;
 };
+
+// ALiBi's, as ggml computes them from op_params of a flash attention node.
+std::vector<float> alibi_slopes(int n_head, float max_bias);
 
 // f32 rows of one micro-batch, [n_tokens][n_head][dim] at byte strides.
 struct RowsView {
@@ -78,6 +83,7 @@ public:
     struct Capture {
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
         std::vector<float> sinks;    // one logit per query head; kMaskedLogit: none
+        std::vector<float> slopes;   // one per query head; 0: none
         float softcap = 0.0f;
     };
     const Capture& capture(int layer) const { return captures_.at(index(layer)); }
@@ -113,7 +119,7 @@ private:
         std::vector<float> query;   // a tile
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
-        std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest of rows
+        std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
         std::vector<float> recall;   // query rows
     };
     struct LayerEntropy {

@@ -62,7 +62,8 @@ public:
     // Attends to one micro-batch without a model: stages K and V, attends, commits.
     py::array_t<float> attend(int layer, const InputArray<float>& q, const InputArray<float>& k,
                               const InputArray<float>& v, AttentionParams params,
-                              const std::optional<InputArray<float>>& sinks, int position) {
+                              const std::optional<InputArray<float>>& sinks,
+                              const std::optional<InputArray<float>>& slopes, int position) {
         const LayerShape& shape = store.shape(layer);
         const auto n_tokens = static_cast<int>(q.shape(0));
         const auto check = [&](const InputArray<float>& rows, int heads, int dim) {
@@ -75,7 +76,10 @@ public:
         check(v, shape.n_head_kv, shape.v_dim);
         if (sinks && sinks->size() != shape.n_head)
             throw std::invalid_argument("sinks must be one for every query head");
+        if (slopes && slopes->size() != shape.n_head)
+            throw std::invalid_argument("slopes must be one for every query head");
         if (sinks) params.sinks = sinks->data();
+        if (slopes) params.slopes = slopes->data();
         py::array_t<float> output({n_tokens, shape.n_head, shape.v_dim});
         const auto rows = [](const InputArray<float>& a) {
             return RowsView{reinterpret_cast<const std::byte*>(a.data()),
@@ -132,6 +136,10 @@ void bind_decisions(py::module_& m) {
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
         py::arg("entries_per_page"), py::arg("weights"),
         py::arg("limits") = std::vector<int>{});
+    m.def(
+        "alibi_slopes",
+        [](int n_head, float max_bias) { return to_array(alibi_slopes(n_head, max_bias)); },
+        py::arg("n_head"), py::arg("max_bias"));
     m.def("most_entries", &most_entries, py::arg("layer"), py::arg("max_entries"));
     m.def(
         "losses_at",
@@ -322,7 +330,8 @@ void bind_observation(py::class_<Headwise>& store) {
                     throw std::invalid_argument("queries were not captured");
                 return py::make_tuple(
                     to_rows(capture.queries, {n_tokens, shape.n_head, shape.k_dim}),
-                    to_array(capture.sinks), capture.softcap, shape.window, shape.chunked);
+                    to_array(capture.sinks), capture.softcap, shape.window, shape.chunked,
+                    to_array(capture.slopes));
             },
             py::arg("layer"))
         .def(
@@ -516,11 +525,13 @@ void bind_headwise(py::module_& m) {
             "attend",
             [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
                const InputArray<float>& v, float scale, float softcap,
-               const std::optional<InputArray<float>>& sinks, int position) {
-                return self.attend(layer, q, k, v, {scale, softcap, nullptr}, sinks, position);
+               const std::optional<InputArray<float>>& sinks, int position,
+               const std::optional<InputArray<float>>& slopes) {
+                return self.attend(layer, q, k, v, {scale, softcap}, sinks, slopes, position);
             },
             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
-            py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(), py::arg("position") = 0)
+            py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(), py::arg("position") = 0,
+            py::arg("slopes") = py::none())
         .def(
             "measure_losses",
             [](Headwise& self, const std::vector<int>& knots) { self.store.measure_losses(knots); },

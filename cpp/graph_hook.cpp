@@ -112,7 +112,6 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
         return refuse("its V is not cached on its own (multi-head latent attention)");
     float params[3];
     std::memcpy(params, node->op_params, sizeof params);
-    if (params[1] > 0.0f) return refuse("it uses ALiBi");
     if (!is_input(node->src[3]))
         return refuse("which positions it attends to is computed in its graph");
     if (k->ne[3] != 1 || q->ne[3] != 1) return refuse("it has several streams of K and V");
@@ -129,6 +128,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
                   static_cast<int>(k->ne[0]), static_cast<int>(v->ne[0])};
     seen.scale = params[0];
+    seen.max_bias = params[1];
     seen.softcap = params[2];
     seen.has_sinks = node->src[4] != nullptr;
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
@@ -146,7 +146,10 @@ void GraphHook::serve(Attention& attention) {
         AttentionParams params;
         params.scale = nodes_[i].scale;
         params.softcap = nodes_[i].softcap;
-        layers_.push_back({this, static_cast<int>(i), nodes_[i].cache_layer, params});
+        const float max_bias = nodes_[i].max_bias;
+        layers_.push_back({this, static_cast<int>(i), nodes_[i].cache_layer, params,
+                           max_bias > 0.0f ? alibi_slopes(nodes_[i].shape.n_head, max_bias)
+                                           : std::vector<float>{}});
     }
     attention_ = &attention;
 }
@@ -240,6 +243,7 @@ void GraphHook::attend_op(ggml_tensor* node, int thread, int, void* user_data) {
     const ggml_tensor* q = node->src[0];  // [dim, n_tokens, n_head]
     const RowsView query{static_cast<const std::byte*>(q->data), q->nb[1], q->nb[2]};
     AttentionParams params = layer->params;
+    if (!layer->slopes.empty()) params.slopes = layer->slopes.data();
     if (node->src[4] != nullptr) params.sinks = static_cast<const float*>(node->src[4]->data);
     hook->attention_->attend(layer->layer, params, query, static_cast<float*>(node->data), thread);
 }

@@ -96,6 +96,24 @@ inline void mask_scores(const PromptTask& task, const PromptTile& tile, int coun
     }
 }
 
+inline void bias_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
+    for (int e = 0; e < count; ++e) {
+        const Vec position = broadcast(position_of(tile, e));
+        for (int row = 0; row < task.rows; row += kLanes) {
+            float* at = logits + e * kRowTile + row;
+            const Vec distance = position - load(task.row_positions + row);
+            store(at, multiply_add(load(task.row_slopes + row), distance, load(at)));
+        }
+    }
+}
+
+// After tile_scores().
+inline void finish_scores(const PromptTask& task, const PromptTile& tile, int count,
+                          float* logits) {
+    if (task.row_slopes != nullptr) bias_scores(task, tile, count, logits);
+    if (task.masked) mask_scores(task, tile, count, logits);
+}
+
 // Online softmax of one vector of rows over the entries of a tile; returns the rescaling factor.
 inline Vec rows_softmax(const SoftmaxState& state, int row, int count, float* logits) {
     const Vec old_max = load(state.max + row);
@@ -168,7 +186,7 @@ void prompt_typed(const PromptTask& task) {
         open_tile(task.entries, first, kEntryTile, tile);
         const int count = tile.count - tile.skipped;
         tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
-        if (task.masked) mask_scores(task, tile, count, scratch.logits);
+        finish_scores(task, tile, count, scratch.logits);
         for (int row = 0; row < task.rows; row += kLanes)
             store(scratch.factors + row, rows_softmax(task.state, row, count, scratch.logits));
         tile_values(task, scratch.logits, convert_v<Type>(tile, layout, scratch.v), count,

@@ -38,6 +38,8 @@ struct DecodeTask {
     int rows;
     float softcap;          // 0: none
     float oldest_position;  // entries before it are not seen (sliding window)
+    const float* slopes;    // [rows]: what a logit falls by per position (ALiBi); null: nothing
+    float position;         // of the token
     float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
     SoftmaxState state;   // output [rows][layout.v_stride]
@@ -53,6 +55,7 @@ struct PromptTask {
     int rows;
     bool masked;  // false: every row sees every entry
     float softcap;
+    const float* row_slopes;  // [kRowTile]: what a logit falls by per position (ALiBi), or null
     float* scratch;      // prompt_scratch_floats(layout)
     SoftmaxState state;  // output [layout.v_stride][kRowTile]
 };

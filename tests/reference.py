@@ -146,16 +146,20 @@ class Options:
     """One logit per query head."""
     chunked: bool = False
     """The window begins at multiples of its size."""
+    slopes: npt.NDArray[Any] | None = None
+    """What logits fall by per position, one per query head."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What HeadwiseStore.attend takes; the window is the layer's."""
-        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        names = ("scale", "softcap", "sinks", "slopes")
+        return {name: getattr(self, name) for name in names}
 
     def of_heads(self, heads: slice) -> Options:
         """The same, with the sinks of those query heads."""
         sinks = None if self.sinks is None else self.sinks[heads]
-        return replace(self, sinks=sinks)
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return replace(self, sinks=sinks, slopes=slopes)
 
 
 def oldest_seen(query_position: int, window: int, chunked: bool) -> int:
@@ -171,6 +175,15 @@ def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
     oldest = np.array([oldest_seen(int(query), *window) for query in query_positions])
     seen = positions[None, :] <= query_positions[:, None]
     return seen & (positions[None, :] >= oldest[:, None])
+
+
+def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> Floats:
+    """ALiBi: logits [n][group][T] fall linearly with the distance."""
+    if options.slopes is None:
+        return logits
+    distance = queries[:, None, None] - positions[None, None, :]
+    biased: Floats = logits - options.slopes.astype(np.float64)[None, :, None] * distance
+    return biased
 
 
 def given(measure: str, weights: Floats, logits: Floats) -> Floats:
@@ -195,6 +208,7 @@ def attend_kv_head(
     logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
     if options.softcap > 0.0:
         logits = options.softcap * np.tanh(logits / options.softcap)
+    logits = biased(logits, first_query + np.arange(len(q)), positions, options)
     seen = visible(first_query + np.arange(len(q)), positions, options)
     logits = np.where(seen[:, None, :], logits, -np.inf)
     if options.sinks is not None:
@@ -681,6 +695,7 @@ def curve_losses(
     logits = np.einsum("ngd,td->ngt", q, k) * options.scale
     if options.softcap > 0.0:
         logits = options.softcap * np.tanh(logits / options.softcap)
+    logits = biased(logits, first + np.arange(len(q)), positions, options)
     seen = visible(first + np.arange(len(q)), positions, options)
     weights = np.exp(np.where(seen[:, None, :], logits, -np.inf))
     sinks = 0.0 if options.sinks is None else np.exp(options.sinks)[None, :]

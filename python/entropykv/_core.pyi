@@ -230,6 +230,7 @@ class HeadwiseStore:
         softcap: float = 0.0,
         sinks: _Floats | None = None,
         position: int = 0,
+        slopes: _Floats | None = None,
     ) -> _Floats:
         """Attention of one micro-batch without a model: [n_tokens][heads][dim] each."""
 
@@ -250,9 +251,10 @@ class HeadwiseStore:
         """Bits of every attention row of the last micro-batch, (n_tokens, n_head)."""
 
     def capture_queries(self, on: bool) -> None: ...
-    def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int, bool]:
+    def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int, bool, _Floats]:
         """Of the last micro-batch: scaled queries (n_tokens, n_head, k_dim), attention sinks
-        (n_head,), soft cap (0: none), window in tokens (0: none) and whether it is chunked.
+        (n_head,), soft cap (0: none), window in tokens (0: none), whether it is chunked, and what
+        logits fall by per position (n_head,).
         """
 
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
@@ -389,6 +391,9 @@ def share_budget(
 
     `limits`: what each head can use; none: max_entries.
     """
+
+def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
+    """What the logits of every query head fall by per position."""
 
 def most_entries(layer: LayerShape, max_entries: int) -> int:
     """Entries that a KV head of a layer can use."""

@@ -21,7 +21,6 @@ REFUSALS = {
     "recurrent": "only recurrent layers",
     "latent": "multi-head latent attention",
     "latent hybrid": "multi-head latent attention",
-    "ALiBi": "ALiBi",
     "sparse": "latent attention|not the KV cache|computed in its graph",
     "unfused": "not one flash attention node per layer",
     "diffusion": "diffusion model",

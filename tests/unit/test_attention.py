@@ -210,6 +210,28 @@ def test_kinds_of_layers(
 
 
 @each_kernel
+@each_type
+@pytest.mark.parametrize("group", [1, 3, 12])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_logits_that_fall_with_the_distance(
+    kernel: str, kv_type: str, group: int, softcap: float
+) -> None:
+    layer = Layer(kernel, kv_type, group=group, k_dim=32, v_dim=32)
+    slopes = _core.alibi_slopes(2 * group, 8.0)
+    layer.check([130, 1, 9, 1], softcap=softcap, slopes=slopes)
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 71])
+def test_slopes_are_those_of_alibi(n_head: int) -> None:
+    """Powers of 2^(-8/n), for other numbers of heads every second one of twice as many."""
+    power = 2 ** int(np.log2(n_head))
+    whole = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    between = 2.0 ** (-4.0 / power * np.arange(1, 2 * power, 2))
+    expected = np.concatenate([whole, between])[:n_head]
+    np.testing.assert_allclose(_core.alibi_slopes(n_head, 8.0), expected, rtol=1e-5)
+
+
+@each_kernel
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_long_layer_of_many_heads_is_not_split_by_entries(kernel: str, window: int) -> None:
     layer = Layer(kernel, "f16", n_head_kv=4, k_dim=32, v_dim=32, window=window)
