@@ -49,8 +49,9 @@ std::vector<float> alibi_slopes(int n_head, float max_bias) {
     std::vector<float> slopes(static_cast<std::size_t>(n_head));
     for (int head = 0; head < n_head; ++head)
         slopes[static_cast<std::size_t>(head)] =
-            head < power ? std::pow(base(max_bias), static_cast<float>(head + 1))
-                         : std::pow(base(max_bias / 2.0f), static_cast<float>(2 * (head - power) + 1));
+            head < power
+                ? std::pow(base(max_bias), static_cast<float>(head + 1))
+                : std::pow(base(max_bias / 2.0f), static_cast<float>(2 * (head - power) + 1));
     return slopes;
 }
 

@@ -97,8 +97,8 @@ void Attention::load_queries(const Call& call, const Tile& tile) noexcept {
         for (int d = 0; d < layout.k_dim; ++d)
             query[index(d) * lanes + index(r) * stride] = source[d] * call.params->scale;
         positions[r] = static_cast<float>(base_position_ + token);
-        oldest[r] = static_cast<float>(
-            store_.shape(call.layer).oldest_seen(base_position_ + token));
+        oldest[r] =
+            static_cast<float>(store_.shape(call.layer).oldest_seen(base_position_ + token));
     }
 }
 

@@ -134,8 +134,7 @@ void bind_decisions(py::module_& m) {
                                  std::move(limits)});
         },
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
-        py::arg("entries_per_page"), py::arg("weights"),
-        py::arg("limits") = std::vector<int>{});
+        py::arg("entries_per_page"), py::arg("weights"), py::arg("limits") = std::vector<int>{});
     m.def(
         "alibi_slopes",
         [](int n_head, float max_bias) { return to_array(alibi_slopes(n_head, max_bias)); },
@@ -160,14 +159,13 @@ void bind_decisions(py::module_& m) {
         "share_by_curves",
         [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
            std::vector<double> knots, std::vector<double> losses, std::vector<int> limits) {
-            return share_by_curves(
-                {mean_entries,
-                 max_entries,
-                 floor_entries,
-                 std::move(entries_per_page),
-                 {},
-                 std::move(limits)},
-                {std::move(knots), std::move(losses)});
+            return share_by_curves({mean_entries,
+                                    max_entries,
+                                    floor_entries,
+                                    std::move(entries_per_page),
+                                    {},
+                                    std::move(limits)},
+                                   {std::move(knots), std::move(losses)});
         },
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
         py::arg("entries_per_page"), py::arg("knots"), py::arg("losses"),
@@ -271,12 +269,12 @@ void bind_rope(py::module_& m) {
 
 void bind_graph(py::module_& m) {
     py::class_<LayerShape>(m, "LayerShape")
-        .def(py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window,
-                         bool chunked) {
-                 return LayerShape{n_head, n_head_kv, k_dim, v_dim, window, chunked};
-             }),
-             py::arg("n_head"), py::arg("n_head_kv"), py::arg("k_dim"), py::arg("v_dim"),
-             py::arg("window") = 0, py::arg("chunked") = false)
+        .def(
+            py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window, bool chunked) {
+                return LayerShape{n_head, n_head_kv, k_dim, v_dim, window, chunked};
+            }),
+            py::arg("n_head"), py::arg("n_head_kv"), py::arg("k_dim"), py::arg("v_dim"),
+            py::arg("window") = 0, py::arg("chunked") = false)
         .def_readonly("n_head", &LayerShape::n_head)
         .def_readonly("n_head_kv", &LayerShape::n_head_kv)
         .def_readonly("k_dim", &LayerShape::k_dim)
@@ -409,8 +407,8 @@ void bind_freeze_settings(py::module_& m) {
             std::size_t bytes = 0;
             for (std::size_t i = 0; i < layers.size(); ++i)
                 if (layers[i].window == 0)
-                    bytes = std::max(bytes,
-                                     ColdCodec(cold_type_named(cold_type), layouts[i]).bytes());
+                    bytes =
+                        std::max(bytes, ColdCodec(cold_type_named(cold_type), layouts[i]).bytes());
             return bytes;
         },
         py::arg("layers"), py::arg("kv_type"), py::arg("cold_type"));

@@ -27,8 +27,8 @@ std::vector<double> entropy_weights(const std::vector<double>& entropies, double
 // Entries per KV head. Every head gets the floor; what is beyond it is shared in proportion to the
 // weights, in whole pages, so that neither the sum of entries exceeds mean_entries times the heads
 // nor the pages exceed those of the same sum shared equally. A head that would exceed max_entries
-// gets that, and the others share the rest; so does one that would exceed its own limit. Throws std::invalid_argument when mean_entries is
-// below floor_entries.
+// gets that, and the others share the rest; so does one that would exceed its own limit. Throws
+// std::invalid_argument when mean_entries is below floor_entries.
 std::vector<int> share_budget(const BudgetRequest& request);
 
 // What heads lose when they keep so many entries beyond their floor.

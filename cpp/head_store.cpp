@@ -280,8 +280,7 @@ void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_st
         return;
     }
     const auto start = std::chrono::steady_clock::now();
-    const int keep =
-        entries_to_keep(head.budget, n_staged, protection_of(layer, head, newest));
+    const int keep = entries_to_keep(head.budget, n_staged, protection_of(layer, head, newest));
     score(layer, head, head_index, n_staged, keep, workspace);
     if (measures(n_staged)) measure(layer, head, total, newest, output_squares, workspace);
     if (!evicts) {

@@ -231,7 +231,7 @@ private:
         LayerShape shape;
         PageLayout layout;
         std::vector<Head> heads;
-        std::size_t turns = 0;  // of its rope
+        std::size_t turns = 0;               // of its rope
         std::unique_ptr<ColdLayout> cold{};  // none where nothing of it is frozen
     };
     struct Incoming {  // an entry that recall copied aside
@@ -294,8 +294,8 @@ private:
                        Workspace& workspace) const noexcept;
     // Until a query comes after `newest`.
     Protection protection_of(const Layer& layer, const Head& head, std::int32_t newest) const {
-        Protection protection = settings_.own_windows ? settings_.protection.within(head.budget)
-                                                      : settings_.protection;
+        Protection protection =
+            settings_.own_windows ? settings_.protection.within(head.budget) : settings_.protection;
         protection.oldest = layer.shape.oldest_seen(newest + 1);
         return protection;
     }

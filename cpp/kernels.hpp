@@ -56,8 +56,8 @@ struct PromptTask {
     bool masked;  // false: every row sees every entry
     float softcap;
     const float* row_slopes;  // [kRowTile]: what a logit falls by per position (ALiBi), or null
-    float* scratch;      // prompt_scratch_floats(layout)
-    SoftmaxState state;  // output [layout.v_stride][kRowTile]
+    float* scratch;           // prompt_scratch_floats(layout)
+    SoftmaxState state;       // output [layout.v_stride][kRowTile]
 };
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);

@@ -61,8 +61,8 @@ class ColdSide:
             )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
-        least = LEAST_PAGES * page_bytes * sum(
-            shape.n_head_kv for shape in layers if not shape.window
+        least = (
+            LEAST_PAGES * page_bytes * sum(shape.n_head_kv for shape in layers if not shape.window)
         )
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
             raise BudgetError(

@@ -159,7 +159,9 @@ def probabilities(queries: Queries, k: Rows) -> Rows:
         logits -= np.tile(queries.slopes, n_queries)[:, None] * distance
     hidden = distance < 0
     if queries.window > 0:
-        begin = own // queries.window * queries.window if queries.chunked else own - queries.window + 1
+        begin = (
+            own // queries.window * queries.window if queries.chunked else own - queries.window + 1
+        )
         hidden |= np.arange(len(k))[None, :] < begin[:, None]
     logits[hidden] = -np.inf
     sinks = np.tile(queries.sinks, n_queries)[:, None]

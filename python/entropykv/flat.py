@@ -32,7 +32,6 @@ from entropykv.store import (
     relu2_layers,
 )
 
-
 Q8_0_BLOCK = 32
 """llama.cpp's: no block holds values of two heads."""
 
@@ -252,9 +251,8 @@ def flat_kv_type(asked: str, chosen: str, model: Model) -> str:
     SettingsError where such a type was asked for.
     """
     geometry = model.geometry
-    sizes = [geometry.head_dim_k, geometry.head_dim_v]
-    for which in ("key", "value"):  # of layers with windows
-        sizes.append(int(model.metadata(f"attention.{which}_length_swa") or Q8_0_BLOCK))
+    of_windows = (model.metadata(f"attention.{name}_length_swa") for name in ("key", "value"))
+    sizes = [geometry.head_dim_k, geometry.head_dim_v, *map(int, filter(None, of_windows))]
     odd = [size for size in sizes if size % Q8_0_BLOCK]
     if chosen == "f16" or not odd:
         return chosen

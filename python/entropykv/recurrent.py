@@ -53,9 +53,10 @@ class RecurrentState:
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         size = llama_cpp.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags)
         state = (ctypes.c_uint8 * size)()
-        if llama_cpp.llama_state_seq_get_data_ext(
-            self._context, state, size, SEQUENCE, flags
-        ) != size:
+        if (
+            llama_cpp.llama_state_seq_get_data_ext(self._context, state, size, SEQUENCE, flags)
+            != size
+        ):
             raise RuntimeError("llama.cpp does not give the state of its recurrent layers")
         return bytes(state)
 

@@ -93,6 +93,7 @@ def test_entropy_weights() -> None:
 
 # sharing a budget
 
+
 def limits_of(pages: list[int]) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(1, 700), min_size=len(pages), max_size=len(pages))
 

@@ -84,7 +84,9 @@ class Pair:
             ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
         )
         self.heads = {
-            (layer, head): ReferenceHead(self.rules, *SHAPES[layer][2:], budget, *self.window(layer))
+            (layer, head): ReferenceHead(
+                self.rules, *SHAPES[layer][2:], budget, *self.window(layer)
+            )
             for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
         }
         self.set_budgets(self.budgets, 0)
