@@ -35,6 +35,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
 	build/cpp/store_test
 	build/cpp/state_test
+	build/cpp/cold_test
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q --no-build-isolation ".[reference,ray]"

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kWideGroup = 12;     // from so many query heads on, rows in lanes pay for decode too
 constexpr int kFewUnits = 8;       // fewer tiles than that are split by entries
-constexpr int kRecallTokens = 32;  // the last ones of a micro-batch look for frozen entries
+constexpr int kRecallTokens = 64;  // of a micro-batch, the last ones, look for frozen entries
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);

@@ -78,15 +78,24 @@ void ColdHead::open_next() noexcept {
         pages_.emplace_back();
         records_.resize(pages_.size() * index(per_page()));
     }
-    open_ = free_pages_.back();
+    // The lowest number, whichever became free first: a session that is loaded takes the same.
+    const auto lowest = std::min_element(free_pages_.begin(), free_pages_.end());
+    open_ = *lowest;
+    *lowest = free_pages_.back();
     free_pages_.pop_back();
     n_open_ = 0;
 }
 
 void ColdHead::close_open(const KernelTable& kernels) noexcept {
-    summarise(open_, open_rows_.data(), kernels);
-    layout_->codec.pack(open_rows_.data(), packed_.data());
+    pack(open_, open_rows_.data(), kernels);
     store(open_, packed_.data());
+}
+
+// Into packed_. The summary is of what is read back: the same for a session that is loaded.
+void ColdHead::pack(int page, std::byte* rows, const KernelTable& kernels) noexcept {
+    layout_->codec.pack(rows, packed_.data());
+    if (!layout_->codec.as_stored()) layout_->codec.unpack(packed_.data(), kernels, rows);
+    summarise(page, rows, kernels);
 }
 
 void ColdHead::store(int number, const std::byte* packed) noexcept {
@@ -280,11 +289,6 @@ void ColdHead::free_page(int page) {
 
 void ColdHead::clear_detections() {
     for (ColdRecord& r : records_) r.detections = Detections{};
-}
-
-std::size_t ColdHead::index_bytes() const {
-    return records_.capacity() * sizeof(ColdRecord) + pages_.capacity() * sizeof(Page) +
-           summaries_.size() * layout_->summary.bytes + open_rows_.size() + packed_.size();
 }
 
 }  // namespace entropykv

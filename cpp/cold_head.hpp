@@ -1,7 +1,7 @@
 // The frozen entries of one KV head. An entry that is frozen gets a record, and its K and V are
 // written once: where it is restored, the record stays, so that freezing it again moves nothing.
 // Records lie in pages; the last one is open, and is written to storage when it is full. Every full
-// page has a summary: the means of clusters of its keys, one for four entries. (Bounds of q.k, as
+// page has a summary: the means of clusters of its keys, one for two entries. (Bounds of q.k, as
 // in Quest, Tang et al. 2024, arXiv:2406.10774, find half as much of what queries look for.)
 #pragma once
 
@@ -70,15 +70,15 @@ public:
     void prepare(int n_new);
 
     // Takes in an entry that has no record, frozen; returns the record. Where the limit is reached,
-    // the page that is worth least is dropped first: see dropped().
+    // the page that is worth least is dropped first: see dropped_page().
     int add(const std::byte* page, int slot, const ColdRecord& record, float decay,
             const KernelTable& kernels) noexcept;
     void freeze(int record, float importance, std::int32_t now, std::int32_t due,
                 const Detections& detections) noexcept;
     void restore(int record) noexcept;
 
-    // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and as many
-    // again); null where storage failed.
+    // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and a page of
+    // storage); null where storage failed.
     const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
 
     // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
@@ -95,6 +95,8 @@ public:
     // All of it as bytes, for session files: see cold_state.cpp.
     std::size_t state_bytes() const;
     bool save(std::byte* state) const;  // false where storage failed
+    static std::size_t empty_state_bytes();
+    static void save_empty(std::byte* state);  // as without records
     // What is wrong with a state, or nothing; seen: by position, what the head holds, and then
     // what is frozen, too.
     std::string state_problem(const std::byte* state, std::size_t size,
@@ -103,7 +105,8 @@ public:
     static bool is_home(const std::byte* state, int record, int per_page, std::int32_t position);
     // Room for load(), and for n_new calls of add() after it.
     void begin_load(const std::byte* state, int n_new);
-    void load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
+    // Returns how many frozen entries the limit dropped: their records are dead.
+    int load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
 
     // Forgets records at positions >= position; timers end as if time had gone back to it.
     void truncate(std::int32_t position);
@@ -116,13 +119,12 @@ public:
     int n_records() const { return static_cast<int>(records_.size()); }
     const ColdRecord& record(int i) const { return records_[index(i)]; }
     int per_page() const { return layout_->page.entries; }
-    // Records of the page that is dropped by the last add(); none: empty.
+    // Page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
     int n_dropped() const { return n_dropped_; }
     // Frozen entries that are due at `now`.
     int count_due(std::int32_t now) const;
     std::size_t stored_pages() const { return n_stored_; }
-    std::size_t index_bytes() const;
 
 private:
     struct Page {
@@ -137,6 +139,7 @@ private:
     Page& page_of(int record) { return pages_[index(record / per_page())]; }
     void open_next() noexcept;
     void close_open(const KernelTable& kernels) noexcept;
+    void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;
     void store(int page, const std::byte* packed) noexcept;
     void count_records(int page);
     void summarise(int page, const std::byte* rows, const KernelTable& kernels) noexcept;
@@ -186,8 +189,7 @@ void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change cha
             if (r.position != kDead) change(rows, slot, r.position);
         }
         if (open) continue;
-        summarise(page, rows, kernels);
-        layout_->codec.pack(rows, packed_.data());
+        pack(page, rows, kernels);
         storage_->write(pages_[index(page)].place, packed_.data());
     }
 }

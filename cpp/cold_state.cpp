@@ -53,6 +53,7 @@ const char* record_problem(const ColdRecord& record, std::vector<bool>& seen) {
     if (record.frozen_at < kActive || record.frozen_at >= static_cast<std::int32_t>(seen.size()))
         return "a time of freezing that never was";
     if (!record.frozen()) return nullptr;
+    if (record.due <= record.frozen_at) return "a timer that had ended";
     if (seen[position]) return "a position twice";
     seen[position] = true;
     return nullptr;
@@ -64,6 +65,13 @@ std::size_t ColdHead::state_bytes() const {
     const std::size_t of_records = records_.size() * sizeof(ColdRecord);
     return sizeof(Header) + of_records + (open_ == kNone ? 0 : layout_->page.bytes) +
            n_stored_ * layout_->codec.bytes();
+}
+
+std::size_t ColdHead::empty_state_bytes() { return sizeof(Header); }
+
+void ColdHead::save_empty(std::byte* state) {
+    const Header header{0, kNone, 0};
+    std::memcpy(state, &header, sizeof header);
 }
 
 bool ColdHead::save(std::byte* state) const {
@@ -127,7 +135,7 @@ void ColdHead::begin_load(const std::byte* state, int n_new) {
     while (spare_.size() < n + index(n_new / per_page() + 2)) spare_.push_back(storage_->take());
 }
 
-void ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byte* buffer) {
+int ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byte* buffer) {
     const Header header = header_of(state);
     truncate(0);
     pages_.assign(index(header.n_pages), Page{});
@@ -153,7 +161,9 @@ void ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byt
         summarise(number, buffer, kernels);
         store(number, packed_.data());
     }
+    const int n_frozen = n_frozen_;
     while (most_pages_ != 0 && n_stored_ > most_pages_) drop_page(least_page(1.0f, 0));
+    return n_frozen - n_frozen_;
 }
 
 void ColdHead::count_records(int number) {

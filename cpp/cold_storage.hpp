@@ -39,12 +39,15 @@ public:
     std::size_t page_bytes() const { return page_bytes_; }
     // What a file has at least by now; 0 in memory.
     virtual std::size_t file_bytes() const { return 0; }
-    // What could not be read or written, or null; stays.
+    // What could not be read or written first, or null; stays.
     const char* failed() const { return failed_.load(std::memory_order_relaxed); }
 
 protected:
     virtual void grow(std::size_t n_pages) = 0;
-    void fail(const char* why) { failed_.store(why, std::memory_order_relaxed); }
+    void fail(const char* why) {
+        const char* none = nullptr;
+        failed_.compare_exchange_strong(none, why, std::memory_order_relaxed);
+    }
 
 private:
     std::size_t page_bytes_;

@@ -9,7 +9,7 @@ int detect(Detections& detections, std::int32_t now, int history) {
     constexpr int kMost = 65535;
     const std::int32_t number = history > 0 ? now / history : 0;
     if (number != detections.number) {
-        const bool follows = number == detections.number + 1;
+        const bool follows = number > 0 && number - 1 == detections.number;
         detections.previous = follows ? detections.current : std::uint16_t{0};
         detections.current = 0;
         detections.number = number;
@@ -17,12 +17,13 @@ int detect(Detections& detections, std::int32_t now, int history) {
     detections.current = static_cast<std::uint16_t>(std::min(detections.current + 1, kMost));
     if (history == 0) return detections.current;
     // Of the window before, the last (history - 1 - elapsed) positions are still within reach.
-    const int elapsed = now % history;
-    return detections.current + detections.previous * (history - 1 - elapsed) / history;
+    const std::int64_t covered = history - 1 - now % history;
+    return detections.current + static_cast<int>(detections.previous * covered / history);
 }
 
 int freeze_steps(int detections, float rate) {
-    return static_cast<int>(std::sqrt(static_cast<float>(detections)) / rate);
+    constexpr float kMost = 1e9f;  // a position and as many steps are one, too
+    return static_cast<int>(std::min(std::sqrt(static_cast<float>(detections)) / rate, kMost));
 }
 
 }  // namespace entropykv

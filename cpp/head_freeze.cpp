@@ -1,24 +1,11 @@
-// Entries that a head does not keep go to cold storage, and come back: by the schedule's timers, by
-// the relevance to the queries of a step, or because somebody asks for them.
+// Entries that a head does not keep go to cold storage, and come back: by the schedule's timers, or
+// because somebody asks for them. (By relevance: head_recall.cpp.)
 #include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <limits>
 #include <stdexcept>
 
 #include "head_store.hpp"
 
 namespace entropykv {
-namespace {
-
-constexpr int kRowsAtOnce = 4;   // queries whose logits are held
-constexpr int kCandidates = 64;  // stored pages that are looked into for one recall, at most
-// Logs of shares of a query's attention: what makes an entry worth it, and how much less than it a
-// page's clusters may promise.
-const float kLeastGain = std::log(0.005f);
-constexpr float kSlack = 1.5f;
-
-}  // namespace
 
 void HeadStore::start_freezing() {
     const FreezeSettings& freezing = *settings_.freezing;
@@ -39,61 +26,26 @@ void HeadStore::start_freezing() {
         cold_ = std::make_unique<MemoryStorage>(page_bytes);
     }
     schedule_ = freezing.schedule;
-    std::size_t most_pages = 0;  // besides the open one
+    std::size_t most_pages = 0;  // besides the open one, which is as wide as the store's
     if (freezing.limit_bytes > 0) {
-        const std::size_t of_head = freezing.limit_bytes / (n_heads * page_bytes);
-        if (of_head < 2)
+        const std::size_t of_head = freezing.limit_bytes / n_heads;
+        const std::size_t least = pool_.page_bytes() + page_bytes;
+        if (of_head < least)
             throw std::invalid_argument("cold storage must hold 2 pages of every KV head, " +
-                                        std::to_string(2 * n_heads * page_bytes) + " bytes");
-        most_pages = of_head - 1;
+                                        std::to_string(n_heads * least) + " bytes");
+        most_pages = (of_head - pool_.page_bytes()) / page_bytes;
     }
     for (Layer& layer : layers_)
         if (layer.cold)
             for (Head& head : layer.heads) head.cold.emplace(*layer.cold, *cold_, most_pages);
 }
 
-void HeadStore::size_for_recall(Workspace& workspace) const {
-    if (!cold_) return;
-    std::size_t entries = 0;
-    for (const Layer& layer : layers_) entries = std::max(entries, index(layer.layout.entries));
-    const std::size_t n = index(kCandidates + 1);
-    // Whole groups of every page, also of the last one.
-    workspace.logits.resize(
-        std::max(index(kRowsAtOnce) * workspace.scores.size(),
-                 kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)) +
-        entries);
-    workspace.masses.resize(kMostQueryRows);
-    workspace.active_gains.resize(workspace.scores.size());
-    workspace.pages.resize(n);
-    workspace.rows.resize(n);
-    workspace.gains.resize(n * entries);
-    workspace.best.resize(n * entries);
-    workspace.candidates = AlignedBytes(n * candidate_bytes());
-    workspace.aside = AlignedBytes(n * pool_.page_bytes());
-    workspace.incoming.resize(n * entries);
-}
-
-// Entries that recall may add to what a head holds, so that the micro-batch still fits.
-int HeadStore::room_to_recall(const Layer& layer, const Head& head, int n_staged) const {
-    const int per_page = layer.layout.entries;
-    const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
-    return std::clamp(room - head.count - n_staged, 0, (kCandidates + 1) * per_page);
-}
-
-int HeadStore::most_recalled(int layer, int head) const {
-    const Head& of = head_at(layer, head);
-    if (!of.cold) return 0;
-    const int beyond = (kCandidates + 1) * layers_[index(layer)].layout.entries;
-    return std::min(of.cold->n_frozen(), beyond);
-}
-
 // Cold room for all that a micro-batch can freeze, and how many entries may come back by timers.
 int HeadStore::prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest) {
     if (!head.cold) return 0;
     const int most = head.count + n_tokens;
-    const int recalled = (kCandidates + 1) * layer.layout.entries;
     const int beyond = std::max(0, most - head.budget + kDecodeRoom);
-    head.cold->prepare(schedule_ ? most : std::min(most, beyond + recalled));
+    head.cold->prepare(schedule_ ? most : std::min(most, beyond + most_recalled(layer, head)));
     const std::size_t pages = index(head.cold->n_pages() + n_tokens / layer.layout.entries + 2);
     for (Workspace& workspace : workspaces_)
         if (workspace.worth.size() < pages) workspace.worth.resize(2 * pages);
@@ -157,25 +109,25 @@ void HeadStore::freeze_victims(const Layer& layer, Head& head, int head_index, i
     }
 }
 
-// Restores frozen records that `wants` names at the end of the head, while its budget and its pages
-// have room.
-template <typename Wants>
-int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
-                               Workspace& workspace, Wants wants) noexcept {
+// Calls place() for every frozen record that `wants` names, until it returns kNone: where the entry
+// goes. Returns how many were restored.
+template <typename Wants, typename Place>
+int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
+                              Workspace& workspace, Wants wants, Place place) noexcept {
     const int per_page = layer.layout.entries;
-    const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
     int n = 0;
-    for (int page = 0; page < head.cold->n_pages() && head.count < room; ++page) {
+    for (int page = 0; page < head.cold->n_pages(); ++page) {
         if (head.cold->n_frozen(page) == 0) continue;
         const std::byte* rows = nullptr;
-        for (int i = page * per_page; i < (page + 1) * per_page && head.count < room; ++i) {
+        for (int i = page * per_page; i < (page + 1) * per_page; ++i) {
             const ColdRecord record = head.cold->record(i);
             if (!record.frozen() || !wants(record)) continue;
             if (rows == nullptr)
                 rows = head.cold->read(page, *kernels_, workspace.candidates.data());
             if (rows == nullptr) break;
-            ++head.count;
-            put_restored(layer, head, head.count - 1, rows, i % per_page, record, i, now);
+            const int target = place();
+            if (target == ColdHead::kNone) return n;
+            put_restored(layer, head, target, rows, i % per_page, record, i, now);
             head.cold->restore(i);
             ++n;
         }
@@ -183,14 +135,25 @@ int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
     return n;
 }
 
+// At the end of the head, while its budget and its pages have room.
+template <typename Wants>
+int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
+                               Workspace& workspace, Wants wants) noexcept {
+    const int per_page = layer.layout.entries;
+    const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
+    return restore_wanted(layer, head, now, workspace, wants,
+                          [&] { return head.count < room ? head.count++ : ColdHead::kNone; });
+}
+
 // ------------------------------------------------------------------------------------------------
 // the schedule
 
 // What an entry's relevance must be below to be detected: |q.k| as it is; attention in relation to
-// an even share among what the head holds.
+// an even share among what the head holds. Of many queries, the last ones count.
 float HeadStore::detection_limit(const Layer& layer, const Head& head,
                                  int n_queries) const noexcept {
-    const auto rows = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv * n_queries);
+    const int n_observed = std::min(n_queries, settings_.importance.observation_window);
+    const auto rows = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv * n_observed);
     const float share = schedule_->threshold / static_cast<float>(head.count);
     switch (settings_.importance.kind) {
         case ScoreKind::attention: return rows * share;
@@ -199,13 +162,14 @@ float HeadStore::detection_limit(const Layer& layer, const Head& head,
     }
 }
 
-// Counts the stored entries that the queries found little in, and freezes them for a while.
-void HeadStore::freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
+// Counts the stored entries that the queries found little in, and freezes them for a while. Those
+// that are due take their places, as far as the staged entries leave room.
+void HeadStore::follow_schedule(const Layer& layer, Head& head, int head_index, int n_queries,
                                 const float* observed, std::int32_t newest,
                                 Workspace& workspace) noexcept {
     const float limit = detection_limit(layer, head, n_queries);
     std::uint8_t* kept = workspace.kept.data();
-    bool frozen = false;
+    int n_frozen = 0;
     for (int i = 0; i < head.count; ++i) {
         const Slot slot = stored_slot(layer, head, i);
         kept[i] = 1;
@@ -217,182 +181,23 @@ void HeadStore::freeze_detected(const Layer& layer, Head& head, int head_index, 
         if (steps == 0) continue;
         freeze_entry(layer, head, i, slot, newest, newest + steps);
         kept[i] = 0;
-        frozen = true;
+        ++n_frozen;
     }
-    if (frozen) apply(layer, head, head_index, 0, kept);
+    if (n_frozen == 0) return;
+    int room = std::min(n_frozen, head.budget - n_queries - (head.count - n_frozen));
+    int hole = 0;
+    restore_wanted(layer, head, newest, workspace, is_due(newest), [&] {
+        if (room-- <= 0) return ColdHead::kNone;
+        while (kept[hole] != 0) ++hole;
+        kept[hole] = 1;
+        return hole;
+    });
+    apply(layer, head, head_index, 0, kept);
 }
 
 void HeadStore::restore_due(const Layer& layer, Head& head, std::int32_t newest,
                             Workspace& workspace) noexcept {
-    append_restored(layer, head, newest, workspace, [&](const ColdRecord& record) {
-        return record.due <= newest && record.frozen_at < newest;
-    });
-}
-
-// ------------------------------------------------------------------------------------------------
-// recall by relevance
-
-// What every query attends to now: its mass, and the gains of the entries that the head holds.
-void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
-                             Workspace& workspace) const noexcept {
-    float* gains = workspace.active_gains.data();
-    std::fill_n(gains, head.count, kMaskedLogit);
-    for (int first_row = 0; first_row < queries.n; first_row += kRowsAtOnce) {
-        const int rows = std::min(kRowsAtOnce, queries.n - first_row);
-        float* logits = workspace.logits.data();
-        const int stride = static_cast<int>(workspace.scores.size());
-        over_pages(layer, head, 0, 0, [&](std::byte* page, int, int first) {
-            kernels_->products(layer.layout, page, queries.row(first_row), rows, logits + first,
-                               stride);
-        });
-        for (int r = 0; r < rows; ++r, logits += stride) {
-            for (int i = 0; queries.softcap > 0.0f && i < head.count; ++i)
-                logits[i] = soft_capped(logits[i], queries.softcap);
-            const float mass = kernels_->log_sum(logits, head.count);
-            workspace.masses[index(first_row + r)] = mass;
-            for (int i = 0; i < head.count; ++i) gains[i] = std::max(gains[i], logits[i] - mass);
-        }
-    }
-}
-
-// The pages that may hold what the queries need most, by their summaries; the open one first.
-int HeadStore::find_candidates(const Head& head, const QueryRows& queries,
-                               Workspace& workspace) const noexcept {
-    const ColdHead& cold = *head.cold;
-    const float* worth = workspace.worth.data();
-    cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
-                  workspace.worth.data());
-    int* found = workspace.pages.data();
-    int n = 0;
-    if (cold.open_page() != ColdHead::kNone && cold.n_frozen(cold.open_page()) > 0)
-        found[n++] = cold.open_page();
-    const int first = n;
-    for (int page = 0; page < cold.n_pages(); ++page) {
-        if (page == cold.open_page() || cold.n_frozen(page) == 0) continue;
-        if (worth[page] < kLeastGain - kSlack) continue;
-        if (n == first + kCandidates && worth[page] <= worth[found[n - 1]]) continue;
-        int place = n < first + kCandidates ? n++ : n - 1;
-        for (; place > first && worth[found[place - 1]] < worth[page]; --place)
-            found[place] = found[place - 1];
-        found[place] = page;
-    }
-    return n;
-}
-
-// Reads the candidates; the gain of each of their frozen entries.
-void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
-                                 int n_candidates, Workspace& workspace) const noexcept {
-    const int per_page = layer.layout.entries;
-    float* logits = workspace.logits.data();
-    for (int c = 0; c < n_candidates; ++c) {
-        const int page = workspace.pages[index(c)];
-        std::byte* buffer = workspace.candidates.data() + index(c) * candidate_bytes();
-        const std::byte* rows = head.cold->read(page, *kernels_, buffer);
-        workspace.rows[index(c)] = rows;
-        float* gains = workspace.gains.data() + c * per_page;
-        std::fill_n(gains, per_page, kMaskedLogit);
-        if (rows == nullptr) continue;
-        kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
-        for (int r = 0; r < queries.n; ++r)
-            for (int slot = 0; slot < per_page; ++slot)
-                gains[slot] = std::max(gains[slot],
-                                       soft_capped(logits[r * per_page + slot], queries.softcap) -
-                                           workspace.masses[index(r)]);
-        for (int slot = 0; slot < per_page; ++slot)
-            if (!head.cold->record(page * per_page + slot).frozen()) gains[slot] = kMaskedLogit;
-    }
-}
-
-void HeadStore::recall(int layer_index, int head_index, int n_staged, const QueryRows& queries,
-                       std::int32_t now, int workspace_index) noexcept {
-    const Layer& layer = layers_[index(layer_index)];
-    Head& head = layers_[index(layer_index)].heads[index(head_index)];
-    Workspace& workspace = workspaces_[index(workspace_index)];
-    if (!head.cold || head.cold->n_frozen() == 0 || head.count == 0) return;
-    workspace.room = room_to_recall(layer, head, n_staged);
-    const auto start = std::chrono::steady_clock::now();
-    weigh_active(layer, head, queries, workspace);
-    const int n_candidates = find_candidates(head, queries, workspace);
-    weigh_candidates(layer, head, queries, n_candidates, workspace);
-    const int n_incoming = take_best(layer, head, n_candidates, workspace);
-    if (n_incoming > 0) exchange(layer, head, head_index, n_incoming, now, workspace);
-    const auto elapsed = std::chrono::steady_clock::now() - start;
-    cold_nanoseconds_.fetch_add(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
-        std::memory_order_relaxed);
-}
-
-// Copies the entries with the largest gains aside: as many as the head has room for, or may give
-// away.
-int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
-                         Workspace& workspace) const noexcept {
-    const int per_page = layer.layout.entries;
-    const Protection& protection = settings_.protection;
-    const int beyond = head.count - protection.n_sinks - protection.recent_window;
-    const int most = std::max(beyond, 0) + workspace.room;
-    std::int32_t* best = workspace.best.data();
-    int n = 0;
-    for (int i = 0; i < n_candidates * per_page; ++i)
-        if (workspace.gains[index(i)] >= kLeastGain) best[n++] = i;
-    if (n > most) {
-        std::nth_element(best, best + most, best + n, [&](int a, int b) {
-            const float of_a = workspace.gains[index(a)];
-            const float of_b = workspace.gains[index(b)];
-            return of_a > of_b || (of_a == of_b && a < b);
-        });
-        n = most;
-        std::sort(best, best + n);
-    }
-    for (int i = 0; i < n; ++i) {
-        const int c = best[i] / per_page;
-        copy_entry(layer.layout, workspace.rows[index(c)], best[i] % per_page,
-                   aside(layer, i, workspace), i % per_page);
-        workspace.incoming[index(i)].home =
-            workspace.pages[index(c)] * per_page + best[i] % per_page;
-    }
-    return n;
-}
-
-// The entries that were copied aside: into the room that there is, then for as many of the least
-// important ones.
-void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_incoming,
-                         std::int32_t now, Workspace& workspace) noexcept {
-    for (int n = 0; n < n_incoming; ++n) {
-        Incoming& entry = workspace.incoming[index(n)];
-        entry.record = head.cold->record(entry.home);
-        head.cold->restore(entry.home);
-    }
-    recalled_.fetch_add(index(n_incoming), std::memory_order_relaxed);
-    int n = 0;
-    const auto put_next = [&](int i) {
-        const Incoming& entry = workspace.incoming[index(n)];
-        put_restored(layer, head, i, aside(layer, n, workspace), n % layer.layout.entries,
-                     entry.record, entry.home, now);
-        ++n;
-    };
-    const int n_held = head.count;
-    while (n < std::min(n_incoming, workspace.room)) put_next(head.count++);
-    if (n == n_incoming) return;
-    const int keep = n_held - (n_incoming - n);
-    const int n_all = head.count;
-    head.count = n_held;  // the others have just come
-    const std::int32_t newest = score(layer, head, head_index, 0, keep, workspace);
-    // What these queries need stays before what others needed.
-    for (int i = 0; i < head.count; ++i)
-        if (workspace.active_gains[index(i)] >= kLeastGain)
-            workspace.scores[index(i)] = std::numeric_limits<float>::max();
-    select_survivors(workspace.scores.data(), workspace.positions.data(), head.count, keep,
-                     protection_of(layer, head, newest), newest, workspace.kept.data(),
-                     workspace.scratch.data());
-    head.count = n_all;
-    for (int i = 0; i < n_held && n < n_incoming; ++i) {
-        if (workspace.kept[index(i)] != 0) continue;
-        const int dropped = freeze_entry(layer, head, i, stored_slot(layer, head, i), now, kNever);
-        for (int later = n; dropped != ColdHead::kNone && later < n_incoming; ++later)
-            if (in_page(workspace.incoming[index(later)].home, dropped, layer))
-                workspace.incoming[index(later)].home = ColdHead::kNone;
-        put_next(i);
-    }
+    append_restored(layer, head, newest, workspace, is_due(newest));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -472,14 +277,6 @@ std::size_t HeadStore::cold_bytes() const {
             if (head.cold)
                 bytes += head.cold->stored_pages() * cold_->page_bytes() +
                          (head.cold->open_page() != ColdHead::kNone ? layer.layout.bytes : 0);
-    return bytes;
-}
-
-std::size_t HeadStore::cold_index_bytes() const {
-    std::size_t bytes = 0;
-    for (const Layer& layer : layers_)
-        for (const Head& head : layer.heads)
-            if (head.cold) bytes += head.cold->index_bytes();
     return bytes;
 }
 

@@ -60,14 +60,16 @@ std::size_t HeadStore::active_state_bytes(const Layer& layer, int count) const {
 
 std::size_t HeadStore::home_state_bytes(const Layer& layer, int count) const {
     if (!layer.cold) return 0;
-    return index(count) * (sizeof(int) + (schedule_ ? sizeof(Detections) : 0));
+    return index(count) * (sizeof(int) + (settings_.freezing->schedule ? sizeof(Detections) : 0));
 }
 
 std::size_t HeadStore::state_bytes(int layer_index, int head_index) const {
     const Layer& layer = layers_.at(index(layer_index));
     const Head& head = layer.heads.at(index(head_index));
     return active_state_bytes(layer, head.count) + home_state_bytes(layer, head.count) +
-           (head.cold ? head.cold->state_bytes() : 0);
+           (head.cold    ? head.cold->state_bytes()
+            : layer.cold ? ColdHead::empty_state_bytes()
+                         : 0);
 }
 
 void HeadStore::save_head(int layer_index, int head_index, std::byte* state) const {
@@ -76,8 +78,15 @@ void HeadStore::save_head(int layer_index, int head_index, std::byte* state) con
     copy_pages(layer.layout, head.pages, head.count,
                [&](std::size_t page) { return state + page * layer.layout.bytes; });
     head.queries.save(state + pages_of(layer.layout, head.count) * layer.layout.bytes);
-    if (!head.cold) return;
+    if (!layer.cold) return;
     state += active_state_bytes(layer, head.count);
+    if (!head.cold) {  // given up: none of its entries has a record
+        std::fill_n(state, home_state_bytes(layer, head.count), std::byte{0});
+        for (int i = 0; i < head.count; ++i)
+            std::memcpy(state + index(i) * sizeof(int), &ColdHead::kNone, sizeof(int));
+        ColdHead::save_empty(state + home_state_bytes(layer, head.count));
+        return;
+    }
     const std::size_t of_homes = index(head.count) * sizeof(int);
     if (head.count > 0) std::memcpy(state, head.homes.data(), of_homes);
     if (schedule_ && head.count > 0)
@@ -105,6 +114,7 @@ std::string HeadStore::state_problem(int layer_index, int count, const std::byte
     if (!QueryStatistics::is_possible(page, active - index(static_cast<int>(page - state))))
         return "impossible queries";
     if (!layer.cold) return {};
+    if (!layer.heads.front().cold) return "nothing to freeze into any more";
     const std::string problem =
         layer.heads.front().cold->state_problem(state + warm, size - warm, seen);
     return problem.empty() ? homes_problem(layer, count, state) : problem;
@@ -171,11 +181,15 @@ void HeadStore::load_head(int layer_index, int head_index, int count, std::byte*
 void HeadStore::load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded) {
     const std::size_t n = index(loaded.count);
     const std::byte* homes = state + active_state_bytes(layer, loaded.count);
-    head.cold->load(homes + home_state_bytes(layer, loaded.count), *kernels_,
-                    workspaces_[0].candidates.data());
+    const int n_dropped = head.cold->load(homes + home_state_bytes(layer, loaded.count), *kernels_,
+                                          workspaces_[0].candidates.data());
+    evicted_.fetch_add(index(n_dropped), std::memory_order_relaxed);
     loaded.cold = std::move(head.cold);
     loaded.homes.resize(n);
     if (n > 0) std::memcpy(loaded.homes.data(), homes, n * sizeof(int));
+    for (int& home : loaded.homes)
+        if (home != ColdHead::kNone && loaded.cold->record(home).position == kDead)
+            home = ColdHead::kNone;
     if (!schedule_) return;
     loaded.detections.resize(n);
     if (n > 0)

@@ -262,7 +262,7 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     const bool scheduled = schedule_ && head.cold && observed != nullptr;
     const Slot last = staged_slot(layer, head_index, n_staged - 1);
     const std::int32_t newest = layer.layout.positions(last.page)[last.index];
-    if (scheduled) freeze_detected(layer, head, head_index, n_staged, observed, newest, workspace);
+    if (scheduled) follow_schedule(layer, head, head_index, n_staged, observed, newest, workspace);
     take_in(layer, head, head_index, n_staged, newest, output_squares, workspace);
     if (scheduled) restore_due(layer, head, newest, workspace);
 }

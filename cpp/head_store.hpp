@@ -60,7 +60,7 @@ struct StoreSettings {
     std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
 };
 
-constexpr int kMostQueryRows = 64;  // that recall looks at
+constexpr int kMostQueryRows = 96;  // that recall looks at
 
 // Which frozen entries somebody asks for.
 struct Asked {
@@ -147,16 +147,17 @@ public:
     // Under a schedule, every query counts.
     int scoring_interval() const { return schedule_ ? 1 : kScoringInterval; }
     int neighbourhood() const { return schedule_ ? 0 : kNeighbourhood; }
-    const std::optional<FreezeSchedule>& schedule() const { return schedule_; }
     // Before a head is attended to: exchanges frozen entries that the queries need for the least
     // important ones that it holds. now: the newest position of the micro-batch.
     void recall(int layer, int head, int n_staged, const QueryRows& queries, std::int32_t now,
                 int workspace) noexcept;
     // How many entries a head may hold more then.
-    int most_recalled(int layer, int head) const;
+    int most_recalled(int layer, int head) const {
+        return most_recalled(layers_[index(layer)], head_at(layer, head));
+    }
     // Between micro-batches: everything that is held, in the order of its places.
     void freeze_all(std::int32_t now);
-    // Restores what is asked for, the latest frozen first, as far as the budgets have room; returns
+    // Restores what is asked for, page by page, as far as the budgets have room; returns
     // how many. forget: detections so far, too.
     std::size_t restore(const Asked& asked, std::int32_t now, bool forget);
     // Gives up what is frozen, and freezes no more: what storage failed to hold.
@@ -169,8 +170,7 @@ public:
     double cold_seconds() const {
         return 1e-9 * static_cast<double>(cold_nanoseconds_.load(std::memory_order_relaxed));
     }
-    std::size_t cold_bytes() const;        // of pages in storage and open ones
-    std::size_t cold_index_bytes() const;  // besides: records, summaries
+    std::size_t cold_bytes() const;  // of pages in storage and open ones
     std::size_t cold_file_bytes() const { return cold_ ? cold_->file_bytes() : 0; }
     const char* cold_failure() const { return cold_ ? cold_->failed() : nullptr; }
 
@@ -234,9 +234,11 @@ private:
         std::size_t turns = 0;               // of its rope
         std::unique_ptr<ColdLayout> cold{};  // none where nothing of it is frozen
     };
-    struct Incoming {  // an entry that recall copied aside
-        int home;
-        ColdRecord record;
+    struct Incoming {  // an entry that recall brings back
+        int home = ColdHead::kNone;
+        const std::byte* rows = nullptr;
+        int slot = 0;
+        ColdRecord record{};
     };
     struct Workspace {  // of one thread, for one commit
         std::vector<std::int32_t> positions;
@@ -327,6 +329,7 @@ private:
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void start_freezing();
     void size_for_recall(Workspace& workspace) const;
+    static int most_recalled(const Layer& layer, const Head& head);
     int room_to_recall(const Layer& layer, const Head& head, int n_staged) const;
     int prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest);
     void size_homes(const Layer& layer, Head& head);
@@ -344,6 +347,15 @@ private:
                         const std::uint8_t* kept) noexcept;
     void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
                       const ColdRecord& record, int home, std::int32_t now) noexcept;
+    static auto is_due(std::int32_t now) {
+        return
+            [now](const ColdRecord& record) { return record.due <= now && record.frozen_at < now; };
+    }
+    void restore_due(const Layer& layer, Head& head, std::int32_t newest,
+                     Workspace& workspace) noexcept;
+    template <typename Wants, typename Place>
+    int restore_wanted(const Layer& layer, Head& head, std::int32_t now, Workspace& workspace,
+                       Wants wants, Place place) noexcept;
     template <typename Wants>
     int append_restored(const Layer& layer, Head& head, std::int32_t now, Workspace& workspace,
                         Wants wants) noexcept;
@@ -351,17 +363,15 @@ private:
         return position >= settings_.protection.n_sinks && position <= newest - schedule_->window;
     }
     float detection_limit(const Layer& layer, const Head& head, int n_queries) const noexcept;
-    void freeze_detected(const Layer& layer, Head& head, int head_index, int n_queries,
+    void follow_schedule(const Layer& layer, Head& head, int head_index, int n_queries,
                          const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
-    void restore_due(const Layer& layer, Head& head, std::int32_t newest,
-                     Workspace& workspace) noexcept;
     void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                       Workspace& workspace) const noexcept;
     int find_candidates(const Head& head, const QueryRows& queries,
                         Workspace& workspace) const noexcept;
     void weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
                           int n_candidates, Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, const Head& head, int n_candidates,
+    int take_best(const Layer& layer, int n_candidates, int most,
                   Workspace& workspace) const noexcept;
     void exchange(const Layer& layer, Head& head, int head_index, int n_incoming, std::int32_t now,
                   Workspace& workspace) noexcept;

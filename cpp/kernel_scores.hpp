@@ -118,19 +118,18 @@ inline void row_products(const PageLayout& layout, const std::byte* page, const 
     });
 }
 
+template <int Rows>
+inline void block_products(const PageLayout& layout, const std::byte* page, const float*& queries,
+                           int& rows, float*& out, int out_stride) {
+    for (; rows >= Rows; rows -= Rows, queries += Rows * layout.k_stride, out += Rows * out_stride)
+        row_products<Rows>(layout, page, queries, out, out_stride);
+}
+
 void products(const PageLayout& layout, const std::byte* page, const float* queries, int rows,
               float* out, int out_stride) {
-    for (; rows > 0; rows -= 4, queries += 4 * layout.k_stride, out += 4 * out_stride) {
-        if (rows >= 4) {
-            row_products<4>(layout, page, queries, out, out_stride);
-        } else if (rows == 3) {
-            row_products<3>(layout, page, queries, out, out_stride);
-        } else if (rows == 2) {
-            row_products<2>(layout, page, queries, out, out_stride);
-        } else {
-            row_products<1>(layout, page, queries, out, out_stride);
-        }
-    }
+    block_products<8>(layout, page, queries, rows, out, out_stride);
+    block_products<3>(layout, page, queries, rows, out, out_stride);
+    block_products<1>(layout, page, queries, rows, out, out_stride);
 }
 
 float log_sum(const float* logits, int n) {

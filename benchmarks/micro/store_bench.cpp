@@ -80,7 +80,7 @@ private:
     }
 
     double add(int n_tokens, const float* observed) {
-        store_.reserve(n_tokens);
+        store_.reserve(n_tokens, position_ + n_tokens - 1, false);
         stage(n_tokens);
         return seconds([&] {
             for (int h = 0; h < kHeads; ++h) store_.commit(0, h, n_tokens, observed, 0.0f, 0);

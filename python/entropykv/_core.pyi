@@ -191,6 +191,32 @@ class GraphHook:
     def check_step(self) -> None:
         """RuntimeError unless every layer was served since begin_step()."""
 
+class ColdStorageError(OSError):
+    """Cold storage has no room, or what it holds cannot be read."""
+
+class FreezeSchedule:
+    """Detections and timers of the freeze document: cpp/freezing.hpp."""
+
+    def __init__(self, window: int, threshold: float, rate: float, history: int) -> None: ...
+
+class FreezeSettings:
+    """What becomes of entries that are not kept: cpp/freezing.hpp."""
+
+    def __init__(
+        self,
+        kv_type: str,
+        limit_bytes: int,
+        recall_interval: int,
+        schedule: FreezeSchedule | None = None,
+        descriptor: int = -1,
+        nonce: bytes = b"",
+    ) -> None:
+        """`kv_type`: as stored, q8_0 or q4_0; `limit_bytes` 0: none; `recall_interval` 0: never.
+
+        `descriptor`: of an open file, which stays the caller's; -1: in memory. `nonce`: 16 bytes
+        for the checksums of its pages, or none. ValueError for anything else.
+        """
+
 class HeadwiseStore:
     """Paged entries per (layer, KV head), and the attention over them."""
 
@@ -208,18 +234,25 @@ class HeadwiseStore:
         shared_choice: bool = False,
         kernels: str | None = None,
         ropes: Sequence[RopeParams] = (),
+        freezing: FreezeSettings | None = None,
     ) -> None:
         """`own_windows`: a KV head's recent window is half of its own budget; `shared_choice`: the
         heads of a layer rank entries by what all of them observed; `ropes`: one for each layer, for
-        expected attention; none: nothing has a position.
+        expected attention; none: nothing has a position. `freezing` None: what is not kept is
+        dropped; ValueError where its limit is too small, or with `own_windows`.
         """
 
     def set_budgets(
         self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
     ) -> None:
-        """Budgets in entries of every KV head, layer by layer; heads that hold more evict."""
+        """Budgets in entries of every KV head, layer by layer; heads that hold more evict.
 
-    def begin(self, n_tokens: int, position: int, rope_position: int) -> None: ...
+        ColdStorageError where there is no room for what they would freeze; nothing has changed.
+        """
+
+    def begin(self, n_tokens: int, position: int, rope_position: int) -> None:
+        """Get all that a micro-batch needs; ColdStorageError where cold storage has no room."""
+
     def attend(
         self,
         layer: int,
@@ -260,18 +293,24 @@ class HeadwiseStore:
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
         """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
 
-    def state_bytes(self, layer: int, count: int) -> int:
-        """Size of the state of a KV head with `count` entries; cpp/head_state.cpp describes it."""
+    def state_bytes(self, layer: int, kv_head: int) -> int:
+        """Size of the state of a KV head; cpp/head_state.cpp describes it."""
 
-    def save_head(self, layer: int, kv_head: int) -> bytes: ...
+    def save_head(self, layer: int, kv_head: int) -> bytes:
+        """Return the state; ColdStorageError where what is frozen cannot be read."""
+
     def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
         """What is wrong with the state of a sequence of `end` tokens; empty: nothing."""
 
-    def begin_load(self, counts: Sequence[int], evicted: int) -> None:
-        """Get pages for so many entries of every KV head; MemoryError changes nothing."""
+    def begin_load(self, counts: Sequence[int], states: Sequence[bytearray], evicted: int) -> None:
+        """Get room for the states of all KV heads, with so many entries each.
+
+        MemoryError and ColdStorageError change nothing.
+        """
 
     def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
         """Replace a head's entries by a state without problems; evicts down to its budget."""
+
     @property
     def windows_whole_from(self) -> int:
         """Queries from this position on see nothing that was dropped because it left a window."""
@@ -285,6 +324,24 @@ class HeadwiseStore:
         """
 
     def truncate(self, position: int) -> None: ...
+    def recall_now(self) -> None:
+        """Let the next micro-batch look for frozen entries, whatever the interval says."""
+
+    def freeze_all(self, now: int) -> None:
+        """Freeze everything that is held; `now`: the newest position."""
+
+    def restore(
+        self, now: int, frozen_after: int = -1, due_after: int = -1, forget: bool = False
+    ) -> int:
+        """Restore what was frozen after a position and is due after another, within the budgets.
+
+        `forget`: detections so far. Returns how many entries.
+        """
+
+    def stop_freezing(self) -> None:
+        """Give up what is frozen, for good, and freeze nothing more."""
+
+    def frozen_positions(self, layer: int, kv_head: int) -> _Ints: ...
     def positions(self, layer: int, kv_head: int) -> _Ints: ...
     def importance(self, layer: int, kv_head: int) -> _Floats: ...
     def budget(self, layer: int, kv_head: int) -> int: ...
@@ -305,6 +362,25 @@ class HeadwiseStore:
     def mapped_bytes(self) -> int: ...
     @property
     def staging_bytes(self) -> int: ...
+    @property
+    def frozen(self) -> int:
+        """Entries that are frozen now, of all KV heads."""
+
+    @property
+    def frozen_total(self) -> int: ...
+    @property
+    def restored_total(self) -> int: ...
+    @property
+    def recalled_total(self) -> int: ...
+    @property
+    def cold_seconds(self) -> float: ...
+    @property
+    def cold_bytes(self) -> int: ...
+    @property
+    def cold_file_bytes(self) -> int: ...
+    @property
+    def cold_failure(self) -> str | None:
+        """What could not be read or written; stays."""
 
 class FlatStore:
     """Position-level eviction in the cache of a llama_context (its address)."""
@@ -418,6 +494,9 @@ def share_by_curves(
 def pages_for(entries: int, entries_per_page: int) -> int: ...
 def page_geometry(layers: Sequence[LayerShape], kv_type: str) -> tuple[int, list[int]]:
     """Bytes of a page, and the entries that fit into one for every layer."""
+
+def cold_page_bytes(layers: Sequence[LayerShape], kv_type: str, cold_type: str) -> int:
+    """Bytes of a page of cold storage; `cold_type`: as in FreezeSettings."""
 
 def plan_flat_eviction(
     positions: Sequence[int],

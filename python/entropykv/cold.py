@@ -8,15 +8,12 @@ from typing import Any
 
 from entropykv import _core
 from entropykv.cold_file import ColdFile
-from entropykv.errors import BudgetError, FreezeError, SettingsError
+from entropykv.errors import BudgetError, FreezeError, SessionFileError, SettingsError
 from entropykv.fingerprint import identity_of
 from entropykv.freezing import Freezing
 from entropykv.model import Model
 from entropykv.policy import Policy
 from entropykv.recovery import Rung
-
-LEAST_PAGES = 2
-"""Of every KV head: one that is filled, and one that is stored."""
 
 EVEN_SHARE = 1.0
 """Of the attention: what an entry is detected below."""
@@ -61,9 +58,9 @@ class ColdSide:
             )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
-        least = (
-            LEAST_PAGES * page_bytes * sum(shape.n_head_kv for shape in layers if not shape.window)
-        )
+        # Of every KV head: a page that is filled, as wide as the store's, and one that is stored.
+        of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
+        least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
             raise BudgetError(
                 f"a limit of {freezing.limit} holds no frozen entries of this model; give "
@@ -85,11 +82,6 @@ class ColdSide:
     def serve(self, store: _core.HeadwiseStore) -> None:
         """The store that was made with the settings."""
         self._store = store if self.settings else None
-
-    @property
-    def n_leftovers(self) -> int:
-        """Files of dead processes that were removed."""
-        return self._file.n_leftovers if self._file else 0
 
     def check_file(self) -> None:
         """Before every micro-batch. FreezeError where the file is not what it was."""
@@ -121,6 +113,23 @@ class ColdSide:
                 yield
         except FreezeError as error:
             self._error = error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise FreezeError where what is frozen cannot be read; it is given up then."""
+        try:
+            yield
+        except _core.ColdStorageError:
+            self.check()
+            raise
+
+    def check_loading(self, where: str) -> None:
+        """Raise SessionFileError where what is frozen was given up: none can be taken in."""
+        if self.settings and self._store is None:
+            raise SessionFileError(
+                f"{where}: cannot be loaded by a session whose cold storage failed; make a new "
+                "session"
+            )
 
     def check(self) -> None:
         """After every micro-batch. FreezeError where what is frozen could not be read or written:

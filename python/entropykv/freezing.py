@@ -14,9 +14,9 @@ COLD_TYPES = ("f16", "q8_0", "q4_0")
 """Of frozen entries; the widest first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
-RECALL_MICRO_BATCH = 128
-"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: all of them share
-what is found."""
+RECALL_MICRO_BATCH = 64
+"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: they share what
+is found."""
 
 _MOST = 2**31 - 1
 

@@ -289,14 +289,19 @@ class HeadwiseStore(Store):
                 *map(len, rest),
             ],
             sections=itertools.chain(
-                (self._store.save_head(i, head) for i, head, _ in _per_head(entries)), rest
+                (self._section(i, head) for i, head, _ in _per_head(entries)), rest
             ),
         )
+
+    def _section(self, layer: int, kv_head: int) -> bytes:
+        with self.cold.reading():
+            return self._store.save_head(layer, kv_head)
 
     def check_state(
         self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
     ) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
+        self.cold.check_loading(reader.where)
         heads = [len(layer) for layer in contents.entries]
         n_sections = self.n_kv_heads + (self._online is not None) + (self._recurrent is not None)
         if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
@@ -322,10 +327,12 @@ class HeadwiseStore(Store):
         sections, rest = sections[: self.n_kv_heads], sections[self.n_kv_heads :]
         if self._online:
             self._online.load(_floats(rest[0]))
-            self._share()
         try:
-            self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
-        except MemoryError:
+            with self.cold.growing():
+                if self._online:
+                    self._share()
+                self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
+        except BaseException:
             if self._recurrent:
                 self._recurrent.replace(former)
             raise

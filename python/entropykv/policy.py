@@ -11,7 +11,8 @@ from entropykv.profile import EntropyProfile
 
 AUTO = "auto"
 """The default: `profile` where the model has one with loss curves (`entropy` where it is without),
-else `adaptive`; `recency` on the flat store."""
+else `adaptive`; `uniform` where entries are frozen: what a head needs comes back, and every head
+needs room for it; `recency` on the flat store."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -136,7 +137,10 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 
 def policy_help() -> str:
     """Names, measures and modifiers in a few lines."""
-    auto = f"{AUTO}: profile where the model has one, else adaptive; recency on the flat store"
+    auto = (
+        f"{AUTO}: profile where the model has one, else adaptive; uniform with --freeze; recency "
+        "on the flat store"
+    )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
     measures = ", ".join(f"{name} ({text})" for name, text in MEASURES.items())
@@ -147,14 +151,16 @@ def policy_help() -> str:
     )
 
 
-def policy_named(name: str, profile: EntropyProfile | None, store: str) -> Policy:
+def policy_named(
+    name: str, profile: EntropyProfile | None, store: str, *, freezes: bool = False
+) -> Policy:
     """Return the policy of that name, which may be `auto`.
 
     `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
     order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
     that does not exist or that the store cannot follow.
     """
-    policy = _parsed(_chosen(profile, store) if name == AUTO else name)
+    policy = _parsed(_chosen(profile, store, freezes=freezes) if name == AUTO else name)
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -176,9 +182,11 @@ def schedules(name: str) -> bool:
     return base in POLICIES and POLICIES[base].schedule
 
 
-def _chosen(profile: EntropyProfile | None, store: str) -> str:
+def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool) -> str:
     if store == "flat":
         return "recency"
+    if freezes:
+        return "uniform"
     if profile is None:
         return "adaptive"
     return "entropy" if profile.curves is None else "profile"

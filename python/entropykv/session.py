@@ -174,7 +174,7 @@ class Session:
             return self._store_named("flat", policy)
 
     def _store_named(self, store: str, name: str) -> tuple[Store, Policy]:
-        policy = policy_named(name, self.profile, store)
+        policy = policy_named(name, self.profile, store, freezes=self.freezing is not None)
         if store == "flat":
             kv_type = flat_kv_type(self._asked_kv_type, self.settings.kv_type, self._model)
             self.settings = replace(self.settings, kv_type=kv_type)
@@ -485,7 +485,8 @@ class Session:
 
         Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
         than what the file holds, it evicts. All of the file is read and checked before anything
-        changes. Raises SessionFileError, and is as it was before.
+        changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
+        is as it was before.
         """
         with open_session(path) as reader:
             return self._load(reader)
@@ -515,7 +516,7 @@ class Session:
         self._broken = True
         try:
             read = load_state(reader, self._saved_settings(), self._store, self.n_vocab)
-        except SessionFileError:
+        except (FreezeError, SessionFileError):
             self._broken = False
             raise
         self._clear_counters()

@@ -71,7 +71,8 @@ def write_state(
 ) -> SavedContents:
     """Write a session to a binary file."""
     state = store.state()
-    tokens = np.asarray(sequence.tokens, "<i4")
+    # A copy: an error that somebody keeps would keep the array from growing.
+    tokens = np.array(sequence.tokens, "<i4")
     logits = np.empty(0) if sequence.logits is None else sequence.logits
     contents = SavedContents(
         position=sequence.position,

@@ -19,10 +19,17 @@ using State = std::vector<std::byte>;
 
 // A store with its attention, budgets for both heads, and where its sequence ends.
 struct Sequence {
-    Sequence(KvType type, ScoreKind score, const std::vector<int>& budgets)
-        : store({kShape}, settings_of(type, score)),
+    Sequence(KvType type, ScoreKind score, const std::vector<int>& budgets,
+             const std::optional<FreezeSettings>& freezing = std::nullopt)
+        : store({kShape}, with(freezing, settings_of(type, score))),
           attention(store, *available_kernels().back(), kThreads) {
         set_budgets(budgets);
+    }
+
+    static StoreSettings with(const std::optional<FreezeSettings>& freezing,
+                              StoreSettings settings) {
+        settings.freezing = freezing;
+        return settings;
     }
 
     void set_budgets(const std::vector<int>& budgets) {
@@ -41,14 +48,15 @@ struct Sequence {
     std::vector<State> save() const {
         std::vector<State> states;
         for (const int head : {0, 1}) {
-            states.emplace_back(store.state_bytes(0, store.count(0, head)), std::byte{0xAB});
+            states.emplace_back(store.state_bytes(0, head), std::byte{0xAB});
             store.save_head(0, head, states.back().data());
         }
         return states;
     }
 
     void load(const Sequence& saved, std::vector<State> states) {
-        store.begin_load({saved.store.count(0, 0), saved.store.count(0, 1)});
+        store.begin_load({saved.store.count(0, 0), saved.store.count(0, 1)},
+                         {states[0].data(), states[1].data()});
         for (const int head : {0, 1})
             store.load_head(0, head, saved.store.count(0, head), states[index(head)].data());
         end = saved.end;
@@ -64,6 +72,7 @@ void check_same(const Sequence& a, const Sequence& b) {
     for (const int head : {0, 1}) {
         CHECK(a.store.positions(0, head) == b.store.positions(0, head));
         CHECK(a.store.importance(0, head) == b.store.importance(0, head));
+        CHECK(a.store.frozen_positions(0, head) == b.store.frozen_positions(0, head));
     }
     CHECK(b.store.used_bytes() <= b.store.budget_bytes());
 }
@@ -92,10 +101,11 @@ Sequence& live(Sequence& sequence, unsigned seed) {
     return sequence;
 }
 
-void test_goes_on_as_saved(KvType type, ScoreKind score, unsigned seed) {
-    Sequence saved(type, score, {60, 130}), loaded(type, score, {60, 130});
+void test_goes_on_as_saved(KvType type, ScoreKind score,
+                           const std::optional<FreezeSettings>& freezing, unsigned seed) {
+    Sequence saved(type, score, {60, 130}, freezing), loaded(type, score, {60, 130}, freezing);
     live(saved, seed);
-    CHECK(saved.store.evicted() > 0);
+    CHECK(freezing ? saved.store.frozen() > 0 : saved.store.evicted() > 0);
     live(loaded, seed + 100);  // what it held before must not matter
     loaded.load(saved, saved.save());
     check_same_future(saved, loaded, seed);
@@ -173,9 +183,9 @@ void test_problems_are_named() {
 }
 
 // Meant for the sanitizers: whatever is not named must be harmless.
-void test_damage(KvType type, unsigned seed) {
+void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, unsigned seed) {
     std::mt19937 random(seed);
-    Sequence saved(type, ScoreKind::mass, {60, 130});
+    Sequence saved(type, ScoreKind::mass, {60, 130}, freezing);
     live(saved, seed);
     int taken = 0;
     for (int round = 0; round < 40; ++round) {
@@ -193,8 +203,10 @@ void test_damage(KvType type, unsigned seed) {
         }
         if (!fine) continue;
         ++taken;
-        Sequence loaded(type, ScoreKind::mass, {50, 100});
+        Sequence loaded(type, ScoreKind::mass, {50, 100}, freezing);
         loaded.load(saved, states);
+        for (const int n : {1, 40, 1}) loaded.read(n, random);
+        loaded.store.truncate(loaded.end -= 45);
         for (const int n : {1, 40, 1}) loaded.read(n, random);
         CHECK(loaded.store.count(0, 0) <= 50 && loaded.store.count(0, 1) <= 100);
     }
@@ -207,10 +219,11 @@ int main() {
     unsigned seed = 0;
     for (const KvType type : {KvType::f16, KvType::q8_0}) {
         for (const ScoreKind score : kScores) {
-            test_goes_on_as_saved(type, score, ++seed);
+            for (const auto& freezing : freezings())
+                test_goes_on_as_saved(type, score, freezing, ++seed);
             test_larger_and_smaller_budgets(type, score, ++seed);
         }
-        test_damage(type, ++seed);
+        for (const auto& freezing : freezings()) test_damage(type, freezing, ++seed);
     }
     test_an_empty_state();
     test_nothing_evicted_is_saved();

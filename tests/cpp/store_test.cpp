@@ -92,11 +92,14 @@ struct Case {
     std::vector<int> batches;
     int window = 0;
     bool sinks = false;
+    std::optional<FreezeSettings> freezing{};
 };
 
 // Outputs, what is kept with its importance, and entropies: every number that a thread computes.
 std::vector<double> run(const Case& test, const KernelTable& kernels, int n_threads) {
-    HeadStore store({test.shape}, settings_of(test.type, test.score));
+    StoreSettings settings = settings_of(test.type, test.score);
+    settings.freezing = test.freezing;
+    HeadStore store({test.shape}, settings);
     Attention attention(store, kernels, n_threads);
     attention.set_entropy_tracking(true);
     const std::vector<int> budgets(index(test.shape.n_head_kv), test.budget);
@@ -119,7 +122,9 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
     }
     note(attention.entropy_sums(0));
     CHECK(attention.entropy_rows(0) == position);
-    CHECK((store.evicted() > 0) == (test.budget < kMaxEntries));
+    CHECK((store.evicted() + store.frozen() > 0) == (test.budget < kMaxEntries));
+    CHECK((store.recalled_total() > 0) == test.freezing.has_value());
+    note(std::vector<std::size_t>{store.evicted(), store.frozen(), store.recalled_total()});
     return results;
 }
 
@@ -151,6 +156,8 @@ void test_threads() {
                 {"mixed by products", gqa, type, ScoreKind::products, 100, mixed, 50, true},
                 {"mixed, expected", gqa, type, ScoreKind::expected, 100, mixed},
                 {"large, nothing evicted", mqa, type, mass, kMaxEntries, large},
+                {"mixed, recall", gqa, type, mass, 60, mixed, 0, false, freezings()[1]},
+                {"mixed, schedule", many, type, mass, 60, mixed, 0, false, freezings()[2]},
             };
             for (const Case& test : cases) test_threads_agree(test, *kernels);
         }
@@ -173,7 +180,9 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
 // re-basing.
 void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     const LayerShape shape{4, 2, 24, 40};
-    HeadStore store({shape}, settings_of(type, score));
+    StoreSettings settings = settings_of(type, score);
+    settings.freezing = freezings()[seed % 3];
+    HeadStore store({shape}, settings);
     const int n_threads = 3;
     Attention attention(store, *available_kernels().back(), n_threads);
     std::mt19937 random(seed);
@@ -213,6 +222,9 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
                 CHECK(store.positions(0, head).rbegin()[n_recent - 1] == end - n_recent);
         }
         check_store(store, 2, end, most_bytes);
+        if (settings.freezing && settings.freezing->limit_bytes > 0)
+            CHECK(store.cold_bytes() <= settings.freezing->limit_bytes);
+        CHECK(store.cold_failure() == nullptr);
     }
     store.truncate(0);
     CHECK(store.entries() == 0 && store.used_bytes() == 0);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -54,7 +55,18 @@ inline StoreSettings settings_of(KvType type, ScoreKind score) {
     importance.by_values = importance.distinct = true;
     RopeParams rope;
     rope.n_dims = 8;
-    return {type, importance, kProtection, false, kMaxTokens, kMaxEntries, {rope}};
+    return {type, importance, kProtection, false, kMaxTokens, kMaxEntries, {rope}, {}};
+}
+
+// Nothing, recall alone, and the schedule with recall and a limit that drops pages.
+inline std::vector<std::optional<FreezeSettings>> freezings() {
+    FreezeSettings by_recall, by_schedule;
+    by_recall.recall_interval = 2;
+    by_schedule.type = ColdType::q4_0;
+    by_schedule.recall_interval = 3;
+    by_schedule.schedule = FreezeSchedule{16, 1.0f, 1.0f, 40};
+    by_schedule.limit_bytes = 60000;
+    return {std::nullopt, by_recall, by_schedule};
 }
 
 inline RowsView view(const std::vector<float>& rows, int heads, int dim) {

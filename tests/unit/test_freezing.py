@@ -23,7 +23,9 @@ BEYOND = 2**31
 
 def test_the_defaults_are_the_document_s() -> None:
     freezing = Freezing()
-    assert (freezing.window, freezing.threshold, freezing.rate) == (32, 0.5, 2.0)
+    assert (freezing.window, freezing.rate) == (32, 2.0)
+    assert freezing.threshold is None  # that of the measure: 0.5 for the document's
+    assert freezing.recall_interval == 1
     assert (freezing.where, freezing.directory, freezing.limit_bytes) == ("ram", None, None)
 
 
@@ -113,8 +115,8 @@ def test_every_option_reaches_its_setting() -> None:
     assert parsed() is None
     assert parsed("--freeze", "ram") == Freezing()
     everything = ("--freeze", "disk:x", "--freeze-limit", "1MiB", "--freeze-type", "q4_0")
-    everything += ("--recall-interval", 0, *SCHEDULE, "--freeze-history", 9)
-    expected = Freezing("disk:x", "1MiB", "q4_0", 0, 8, 0.25, 1.0, 9)
+    everything += ("--recall-interval", 3, *SCHEDULE, "--freeze-history", 9)
+    expected = Freezing("disk:x", "1MiB", "q4_0", 3, 8, 0.25, 1.0, 9)
     assert parsed(*everything, policy="freeze") == expected
     for field in dataclasses.fields(Freezing):
         assert getattr(expected, field.name) != field.default, field.name

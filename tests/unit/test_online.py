@@ -153,14 +153,14 @@ class Layers:
 
     def reload(self) -> None:
         """Go on in a new store with what this one saved."""
-        states = [self.store.save_head(*key) for key in HEADS]
+        states = [bytearray(self.store.save_head(*key)) for key in HEADS]
         counts = [self.store.count(*key) for key in HEADS]
         evicted = self.store.evicted
         self.store = self.new_store()
         self.apply_budgets()
-        self.store.begin_load(counts, evicted)
+        self.store.begin_load(counts, states, evicted)
         for (layer, head), count, state in zip(HEADS, counts, states, strict=True):
-            self.store.load_head(layer, head, count, bytearray(state))
+            self.store.load_head(layer, head, count, state)
 
     def check(self) -> None:
         for layer, shape in enumerate(SHAPES):

@@ -33,7 +33,7 @@ def named(text: str) -> Policy:
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
     """Modifiers in any order are the same policy, which its own name gives again."""
     assume(not POLICIES[name].rule.by_layer or not {"values", "distinct"} & set(order[:n]))
-    assume(not POLICIES[name].schedule or (measure, order[:n]) == ("products", ["window"]))
+    assume(not POLICIES[name].schedule or not {"values", "distinct"} & set(order[:n]))
     policy = named(f"{name}:{'+'.join([measure, *order[:n]])}")
     assert named(policy.name) == policy
     assert policy.importance.measure == measure
@@ -68,14 +68,18 @@ def test_what_is_not_a_policy_is_refused_by_name(text: str, message: str) -> Non
         named(text)
 
 
-def test_policy_freeze_is_the_document_s() -> None:
+def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     policy = named("freeze")
-    assert str(policy.importance) == "products+window"
-    assert named("freeze:products+window") == policy
+    assert str(policy.importance) == "attention"
+    assert named("freeze:attention") == policy
+    assert named("freeze:products").importance.measure == "products"  # as in the document
+    assert named("freeze:products").schedule
     assert schedules("freeze")
-    assert [name for name in ("auto", "uniform:products+window", "x") if schedules(name)] == []
-    with pytest.raises(SettingsError, match="takes no other measure; use --policy freeze"):
-        named("freeze:mass")
+    assert schedules("freeze:mass+window")
+    assert [name for name in ("auto", "uniform:products", "x") if schedules(name)] == []
+    for measure in ("expected", "attention+values", "mass+distinct"):
+        with pytest.raises(SettingsError, match=r"step's queries find.*--policy freeze, "):
+            named(f"freeze:{measure}")
 
 
 def test_the_flat_store_takes_no_measure_of_attention() -> None:
@@ -95,6 +99,8 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
     assert policy_named("auto", entropies, "headwise") == POLICIES["entropy"]
     assert policy_named("auto", with_curves(entropies), "headwise") == POLICIES["profile"]
     assert policy_named("auto", with_curves(entropies), "flat") == POLICIES["recency"]
+    frozen = policy_named("auto", with_curves(entropies), "headwise", freezes=True)
+    assert frozen == POLICIES["uniform"]
 
 
 @pytest.mark.parametrize(
