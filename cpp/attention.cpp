@@ -74,7 +74,8 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
             grow(worker.softmax, index(7 * kRowTile));
-            if (store_.freezes()) grow(worker.recall, index(kMostQueryRows * layout.k_stride));
+            if (store_.freezes())
+                grow(worker.recall, index(kMostQueryRows * (layout.k_stride + 2)));
         }
     }
     captures_.resize(index(store_.n_layers()));
@@ -283,16 +284,21 @@ void Attention::recall_head(const Call& call, int head) noexcept {
     const int group = call.split.group;
     float* rows = workers_[index(call.thread)].recall.data();
     const int n_looking = std::clamp(kMostQueryRows / group, 1, std::min(kRecallTokens, n_tokens_));
+    float* positions = rows + kMostQueryRows * layout.k_stride;
+    float* slopes = call.params->slopes != nullptr ? positions + kMostQueryRows : nullptr;
     int n = 0;
     for (int token = n_tokens_ - n_looking; token < n_tokens_; ++token) {
         for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
+            positions[n] = static_cast<float>(base_position_ + token);
+            if (slopes != nullptr) slopes[n] = call.params->slopes[head * group + g];
             const float* query = call.query->row(token, head * group + g);
             float* row = rows + n * layout.k_stride;
             for (int d = 0; d < layout.k_dim; ++d) row[d] = query[d] * call.params->scale;
             std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
         }
     }
-    store_.recall(call.layer, head, n_tokens_, {rows, n, layout.k_stride, call.params->softcap},
+    store_.recall(call.layer, head, n_tokens_,
+                  {rows, n, layout.k_stride, call.params->softcap, positions, slopes},
                   base_position_ + n_tokens_ - 1, call.thread);
 }
 

@@ -120,7 +120,7 @@ private:
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
         std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
-        std::vector<float> recall;   // query rows
+        std::vector<float> recall;   // query rows, their positions and slopes
     };
     struct LayerEntropy {
         std::vector<double> sums;

@@ -272,21 +272,23 @@ void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_st
                         std::int32_t newest, float output_squares, Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
     const bool evicts = total > head.budget;
-    if (evicts && !measures(n_staged) &&
-        leave_window(layer, head, head_index, n_staged, newest, workspace))
-        return;
-    if (!evicts && !measures(n_staged)) {
+    const bool measured = measures(n_staged);
+    if (!evicts && !measured) {
         append(layer, head, head_index, n_staged);
         return;
     }
     const auto start = std::chrono::steady_clock::now();
     const int keep = entries_to_keep(head.budget, n_staged, protection_of(layer, head, newest));
-    score(layer, head, head_index, n_staged, keep, workspace);
-    if (measures(n_staged)) measure(layer, head, total, newest, output_squares, workspace);
+    if (measured) {
+        score(layer, head, head_index, n_staged, keep, workspace);
+        measure(layer, head, total, newest, output_squares, workspace);
+    }
     if (!evicts) {
         append(layer, head, head_index, n_staged);
         return;
     }
+    if (leave_window(layer, head, head_index, n_staged, newest, workspace)) return;
+    if (!measured) score(layer, head, head_index, n_staged, keep, workspace);
     keep_scored(layer, head, head_index, n_staged, keep, newest, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     eviction_nanoseconds_.fetch_add(
@@ -303,10 +305,20 @@ void HeadStore::note_left(const Layer& layer, std::int32_t position) noexcept {
 }
 
 // Drops what no query after `newest` sees, if the others then fit the budget; whether they do.
+// Where there is room, what the last queries saw stays. (Where windows are chunked, a part of the
+// one before would be of no use.)
 bool HeadStore::leave_window(const Layer& layer, Head& head, int head_index, int n_staged,
                              std::int32_t newest, Workspace& workspace) noexcept {
     const std::int32_t oldest = layer.shape.oldest_seen(newest + 1);
     if (oldest <= 0) return false;
+    const int margin = layer.shape.chunked ? 0 : kWindowMargin;
+    return keep_from(layer, head, head_index, n_staged, oldest - margin, workspace) ||
+           keep_from(layer, head, head_index, n_staged, oldest, workspace);
+}
+
+// Drops what is older, if the others fit the budget; whether they do.
+bool HeadStore::keep_from(const Layer& layer, Head& head, int head_index, int n_staged,
+                          std::int32_t oldest, Workspace& workspace) noexcept {
     int n_kept = 0;
     std::int32_t left = -1;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {

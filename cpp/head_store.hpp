@@ -42,9 +42,10 @@ struct LayerShape {
     }
 };
 
-// Of a layer with a window, KV heads hold more than what queries still see: so that they need not
-// be looked through with every token.
+// Of a layer with a window, KV heads hold more than what queries still see, so that they need not
+// be looked through with every token. Where they are, some stay: a session may go back that far.
 constexpr int kWindowSlack = 64;
+constexpr int kWindowMargin = 32;
 
 // Entries that a KV head of a layer can use, of max_entries.
 int most_entries(const LayerShape& shape, int max_entries);
@@ -305,6 +306,8 @@ private:
                  float output_squares, Workspace& workspace) const noexcept;
     bool leave_window(const Layer& layer, Head& head, int head_index, int n_staged,
                       std::int32_t newest, Workspace& workspace) noexcept;
+    bool keep_from(const Layer& layer, Head& head, int head_index, int n_staged,
+                   std::int32_t oldest, Workspace& workspace) noexcept;
     void note_left(const Layer& layer, std::int32_t position) noexcept;
     void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
     void take_in(const Layer& layer, Head& head, int head_index, int n_staged, std::int32_t newest,

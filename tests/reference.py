@@ -133,6 +133,7 @@ class Attention(NamedTuple):
 
 NEIGHBOURHOOD = 32  # queries nearer to an entry do not score it
 SCORING_INTERVAL = 4
+WINDOW_MARGIN = 32  # entries that stay beyond a sliding window where there is room
 
 
 @dataclass(frozen=True)
@@ -535,7 +536,7 @@ class ReferenceHead:
     def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Evict after a micro-batch of n_new tokens, to `theirs` if that is a right choice."""
         if len(self.positions) > self.budget:
-            self._leave_window()
+            self._leave_window(0 if self.chunked else WINDOW_MARGIN)
         if len(self.positions) > self.budget:
             sinks, recent = self.rules.n_sinks, self.recent_window
             self._evict(entries_to_keep(self.budget, n_new, sinks, recent), theirs)
@@ -545,7 +546,7 @@ class ReferenceHead:
         """Evict down to another budget, to `theirs` if that is a right choice."""
         self.budget = budget
         if len(self.positions) > budget:
-            self._leave_window()
+            self._leave_window(0)
         if len(self.positions) > budget:
             self._evict(budget, theirs)
         np.testing.assert_array_equal(theirs, self.positions)
@@ -600,9 +601,13 @@ class ReferenceHead:
         self.evicted += int((~kept).sum())
         self._keep(kept)
 
-    def _leave_window(self) -> None:
+    def _leave_window(self, margin: int) -> None:
+        """Drop what no later query sees, but for `margin` positions if the budget has room."""
         newest = int(self.positions.max())
-        stays = self.positions >= oldest_seen(newest + 1, self.window, self.chunked)
+        oldest = oldest_seen(newest + 1, self.window, self.chunked)
+        if (self.positions >= oldest - margin).sum() <= self.budget:
+            oldest -= margin
+        stays = self.positions >= oldest
         gone = self.positions[~stays]
         if gone.size:
             query = int(gone.max())

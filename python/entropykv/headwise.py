@@ -15,6 +15,7 @@ from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.cold import ColdSide
 from entropykv.config import Budget, Settings
 from entropykv.errors import (
+    ContextError,
     EntropyKVError,
     SettingsError,
     UnsupportedModelError,
@@ -246,9 +247,19 @@ class HeadwiseStore(Store):
             self._follow(plan)
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position. ContextError where a recurrent state is beyond."""
+        """Drop entries at and beyond a position.
+
+        ContextError where a recurrent state is beyond, or where layers with windows have dropped
+        what the tokens after it would see.
+        """
         if self._recurrent and position > 0:
             raise cannot_go_back(self._model, position)
+        if position > 0 and not self.can_return_to(position):
+            raise ContextError(
+                f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
+                f"window have dropped what they would see from there, but not from position "
+                f"{self._whole_from} on; call reset() and read the text again"
+            )
         self._forget_cells()  # a decode that failed leaves some
         self._store.truncate(position)
         self._loaded = min(self._loaded, position)
@@ -260,7 +271,11 @@ class HeadwiseStore(Store):
 
     def can_return_to(self, position: int) -> bool:
         """Whether windows held all then that they would hold again; states do not."""
-        return not self._recurrent and position >= max(self._loaded, self._store.windows_whole_from)
+        return not self._recurrent and position >= self._whole_from
+
+    @property
+    def _whole_from(self) -> int:
+        return max(self._loaded, self._store.windows_whole_from)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""

@@ -442,7 +442,8 @@ class Session:
     def truncate(self, position: int) -> None:
         """Go back to `position` tokens; 0 is possible after a decode that failed, too.
 
-        What was evicted before `position` does not come back: see can_return_to().
+        What was evicted before `position` does not come back: see can_return_to(). ContextError
+        where a model's recurrent layers or sliding windows cannot go back that far.
         """
         if position == 0:
             self._broken = False

@@ -81,7 +81,9 @@ class Store(Protocol):
         """Apply a new budget: grows at once, shrinks by evicting."""
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position."""
+        """Drop entries at and beyond a position; ContextError, and nothing has changed, where that
+        would leave other entries than are needed to go on.
+        """
 
     def can_return_to(self, position: int) -> bool:  # noqa: ARG002
         """Whether truncate() to an earlier position, not 0, leaves what was there, had nothing been

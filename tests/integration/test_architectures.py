@@ -133,13 +133,14 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
 
 @pytest.mark.parametrize("model", SERVED, ids=lambda model: model.name)
 def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> None:  # noqa: ARG001
-    tokens = tokens_for(150)
+    """The same numbers for every number of threads."""
+    tokens = tokens_for(138)
     runs = []
-    for n_threads in (1, 3):
+    for kv_budget, n_threads in ((0.5, 1), (0.25, 1), (0.25, 2), (0.25, 3), (0.25, 4)):
         with Session(
             path,
             n_ctx=256,
-            kv_budget=0.25,
+            kv_budget=kv_budget,
             store="headwise",
             kv_type="f16",
             n_ubatch=32,
@@ -150,11 +151,12 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
             )
             stats = ours.stats()
             only_windows = all(shape.window == 32 for shape in ours._store.layers)
-            assert (stats.evictions == 0) == only_windows
+            if kv_budget == 0.25:  # with more, layers without windows hold everything
+                assert (stats.evictions == 0) == only_windows
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
             check_entries(ours, len(tokens))
-    assert np.isfinite(runs[0]).all()
-    assert np.array_equal(*runs)
+    assert np.isfinite(runs).all()
+    assert all(np.array_equal(runs[1], run) for run in runs[2:])
 
 
 def check_entries(session: Session, position: int) -> None:

@@ -22,6 +22,8 @@ FLOOR = N_SINKS + RECENT
 # Three layers of different entries: their pages hold 16 entries and more.
 SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
 WINDOWS = ((0, False), (30, False), (40, True))
+LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
+WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, strict=True)]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 
 SCORES = ("streaming", "recency", "mass")
@@ -31,16 +33,11 @@ ROPES = (Rope(0), Rope(16), Rope(12, offset=2, neox=True, freq_base=100.0))
 
 
 def pages_of(budgets: list[int], kv_type: str) -> int:
-    _, per_page = _core.page_geometry(layers_of(False), kv_type)
+    _, per_page = _core.page_geometry(LAYERS, kv_type)
     return sum(
         _core.pages_for(budget, per_page[layer])
         for (layer, _), budget in zip(HEADS, budgets, strict=True)
     )
-
-
-def layers_of(windowed: bool) -> list[_core.LayerShape]:
-    windows = WINDOWS if windowed else ((),) * len(SHAPES)
-    return [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, windows, strict=True)]
 
 
 def importance_of(rules: Rules) -> _core.ImportanceSettings:
@@ -73,7 +70,7 @@ class Pair:
         """Both empty, with the same budgets."""
         self.random = np.random.default_rng(self.seed)
         self.store = _core.HeadwiseStore(
-            layers_of(self.windowed),
+            WINDOWED_LAYERS if self.windowed else LAYERS,
             self.rules.kv_type,
             importance_of(self.rules),
             n_sinks=N_SINKS,
@@ -449,11 +446,11 @@ def test_a_micro_batch_of_impossible_length_is_refused(n_tokens: int) -> None:
 
 def test_pages_of_every_layer_have_the_same_bytes() -> None:
     """A layer with smaller entries has more groups of 16 in a page; the largest has one."""
-    page_bytes, per_page = _core.page_geometry(layers_of(False), "f16")
+    page_bytes, per_page = _core.page_geometry(LAYERS, "f16")
     assert min(per_page) == per_page[1] == 16
     sizes = [2 * (32 + 32) + 8, 2 * (48 + 64) + 8, 2 * (16 + 32) + 8]
     for entries, size in zip(per_page, sizes, strict=True):
         assert entries * size <= page_bytes < (entries + 16) * size + 4 * 64
-    alone, (entries,) = _core.page_geometry([layers_of(False)[2]], "q8_0")
+    alone, (entries,) = _core.page_geometry([LAYERS[2]], "q8_0")
     assert entries == 16
     assert alone < page_bytes

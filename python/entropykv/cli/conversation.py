@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
-from entropykv.errors import ContextError, EntropyKVError
-from entropykv.generate import Sampling
+from entropykv.errors import EntropyKVError
+from entropykv.generate import Sampling, go_back
 from entropykv.session import Session
 from entropykv.session_file import check_target, open_session
 
@@ -78,18 +78,10 @@ class Conversation:
         with noted_interrupts():
             if answer.unread is None:
                 if self.session.position > start:
-                    self._go_back(start)
+                    go_back(self.session, start)
                 return
             self.turns.append(Turn(text, self.session.detokenize(answer.tokens)))
             read_rest(self.session, answer.unread)
-
-    def _go_back(self, position: int) -> None:
-        try:
-            self.session.truncate(position)
-        except ContextError:  # llama.cpp's cache cannot: read the text again
-            tokens = self.session.tokens[:position]
-            self.session.truncate(0)
-            self.session.decode(tokens)
 
     def was_cut(self, answer: Answer) -> bool:
         """Whether an answer ended because it was long enough."""
