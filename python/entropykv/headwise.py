@@ -1,9 +1,8 @@
-"""The headwise store in a session: probing the graph, planning budgets, serving the attention."""
+"""The headwise store in a session: planning budgets, serving the attention."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
@@ -14,14 +13,11 @@ from entropykv import _core
 from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.cold import ColdSide
 from entropykv.config import Budget, Settings
-from entropykv.errors import (
-    ContextError,
-    EntropyKVError,
-    SettingsError,
-    UnsupportedModelError,
-)
+from entropykv.errors import ContextError, SettingsError
 from entropykv.fingerprint import check_model
 from entropykv.freezing import Freezing
+from entropykv.headwise_probe import hooked_context, probed_layers, refuse_by_kind
+from entropykv.headwise_state import HeadwiseState
 from entropykv.model import Model
 from entropykv.online import LEAST_TOKENS, online_budgets
 from entropykv.policy import Policy
@@ -30,18 +26,7 @@ from entropykv.recovery import Rung
 from entropykv.recurrent import WHY, RecurrentState, cannot_go_back, is_recurrent
 from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
-from entropykv.store import (
-    Store,
-    StoreState,
-    context_parameters,
-    decode_one_token,
-    let_hook_change,
-    refuse_diffusion,
-    relu2_layers,
-)
-from entropykv.windows import layer_windows
-
-_USE_FLAT = "use --store flat (store='flat'), which serves any model"
+from entropykv.store import Store, StoreState, relu2_layers
 
 
 class HeadwiseStore(Store):
@@ -72,18 +57,14 @@ class HeadwiseStore(Store):
         self._policy = policy
         self._profile = profile
         self._n_ctx = n_ctx
-        if settings.n_gpu_layers:
-            raise UnsupportedModelError(
-                "the headwise store runs on the CPU, but layers are offloaded; use --store flat "
-                "or no --n-gpu-layers"
-            )
-        _refuse_by_kind(model)
+        refuse_by_kind(model, settings)
         self._model = model
         self._hook = _core.GraphHook(relu2_layers(model, settings))
-        self.context = self._hooked_context(model, n_ubatch)
+        self.context = hooked_context(model, settings, self._hook, n_ubatch)
         try:
             self._recurrent = RecurrentState(self.context) if is_recurrent(model) else None
-            self.layers = self._probe(model)
+            self.layers = probed_layers(model, settings, self._hook, self.context)
+            self._check_profile()
             self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
             self._check_importance(model)
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
@@ -114,44 +95,21 @@ class HeadwiseStore(Store):
             )
             self.cold.serve(self._store)
             self._online = online_budgets(policy, self._store, self.layers, n_ctx)
+            self._state = HeadwiseState(
+                self._store, self.layers, policy, self.cold, self._online, self._recurrent
+            )
             self._follow(plan)
         except BaseException:
             self.close()
             raise
         self._hook.serve(self._store)
 
-    def _hooked_context(self, model: Model, n_ubatch: int) -> Any:
-        # Of a hybrid model, the last cell of a micro-batch stays until the next one is read.
-        cells = n_ubatch + is_recurrent(model)
-        parameters = context_parameters(model, self._settings, n_ubatch, cells)
-        parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
-        let_hook_change(parameters, self._hook)
-        return model.new_context(parameters)
-
-    def _probe(self, model: Model) -> list[_core.LayerShape]:
-        """Decode one token and look at the graph; returns the shapes of the attention layers."""
-        if not decode_one_token(self.context):
-            raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
-        self._forget_cells()
-        if self._hook.refusal or not self._hook.nodes:
-            why = self._hook.refusal or "it has no attention layers"
-            raise _unsupported(model, why)
-        layers = self._windowed_shapes(model)
-        if self._profile:
-            first = layers[0]
-            self._profile.check_geometry(len(layers), first.n_head, first.n_head_kv, model.name)
-            check_model(self._profile, model.geometry)
-        return layers
-
-    def _windowed_shapes(self, model: Model) -> list[_core.LayerShape]:
-        try:
-            windows = layer_windows(model, self._settings)
-        except UnsupportedModelError as error:
-            raise _unsupported(model, str(error)) from None
-        if not windows:
-            return [node.shape for node in self._hook.nodes]
-        return [windows[node.cache_layer].of(node.shape) for node in self._hook.nodes]
+    def _check_profile(self) -> None:
+        if self._profile is None:
+            return
+        first, name = self.layers[0], self._model.name
+        self._profile.check_geometry(len(self.layers), first.n_head, first.n_head_kv, name)
+        check_model(self._profile, self._model.geometry)
 
     def _check_importance(self, model: Model) -> None:
         measure = self._policy.importance.measure
@@ -289,70 +247,18 @@ class HeadwiseStore(Store):
         ]
 
     def state(self) -> StoreState:
-        """A section for every KV head, layer by layer; what online budgets have seen; the state."""
-        entries = [
-            [self._store.count(layer, head) for head in range(shape.n_head_kv)]
-            for layer, shape in enumerate(self.layers)
-        ]
-        rest = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
-        rest += [] if self._recurrent is None else [self._recurrent.save()]
-        return StoreState(
-            entries=entries,
-            evicted=self._store.evicted,
-            section_bytes=[
-                *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
-                *map(len, rest),
-            ],
-            sections=itertools.chain(
-                (self._section(i, head) for i, head, _ in _per_head(entries)), rest
-            ),
-        )
-
-    def _section(self, layer: int, kv_head: int) -> bytes:
-        with self.cold.reading():
-            return self._store.save_head(layer, kv_head)
+        """See HeadwiseState."""
+        return self._state.save()
 
     def check_state(
         self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
     ) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
-        self.cold.check_loading(reader.where)
-        heads = [len(layer) for layer in contents.entries]
-        n_sections = self.n_kv_heads + (self._online is not None) + (self._recurrent is not None)
-        if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
-            raise reader.damaged("other KV heads than the model has")
-        if self._policy.rule.by_layer and any(len(set(layer)) > 1 for layer in contents.entries):
-            raise reader.damaged("KV heads of a layer that keep different positions")
-        if self._online:
-            seen = sections[self.n_kv_heads]
-            problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))
-            if problem:
-                raise reader.damaged(problem)
-        for (layer, head, count), section in zip(
-            _per_head(contents.entries), sections[: self.n_kv_heads], strict=True
-        ):
-            problem = self._store.state_problem(layer, count, section, contents.position)
-            if problem:
-                raise reader.damaged(f"KV head {head} of layer {layer} has {problem}")
+        self._state.check(reader, contents, sections)
 
     def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
-        heads = list(_per_head(contents.entries))
-        former = self._recurrent.replace(sections[-1]) if self._recurrent else b""
-        sections, rest = sections[: self.n_kv_heads], sections[self.n_kv_heads :]
-        if self._online:
-            self._online.load(_floats(rest[0]))
-        try:
-            with self.cold.growing():
-                if self._online:
-                    self._share()
-                self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
-        except BaseException:
-            if self._recurrent:
-                self._recurrent.replace(former)
-            raise
-        for (layer, head, count), section in zip(heads, sections, strict=True):
-            self._store.load_head(layer, head, count, section)
+        self._state.load(contents, sections, self._share)
         self.shift = contents.shift
         self._loaded = contents.position if self._windowed else 0  # what left is not in the file
 
@@ -385,32 +291,3 @@ class HeadwiseStore(Store):
         super().close()
         if hasattr(self, "cold"):
             self.cold.close()
-
-
-def _floats(section: bytearray) -> npt.NDArray[np.float64]:
-    return np.frombuffer(section, "<f8").astype(np.float64)
-
-
-def _per_head(entries: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Layer, KV head and number of entries of every KV head."""
-    for layer, counts in enumerate(entries):
-        for head, count in enumerate(counts):
-            yield layer, head, count
-
-
-def _unsupported(model: Model, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
-    )
-
-
-def _refuse_by_kind(model: Model) -> None:
-    """Refuse what the graph does not show."""
-    refuse_diffusion(model)
-    kinds = {
-        "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
-        "it has an encoder": llama_cpp.llama_model_has_encoder(model.handle),
-    }
-    for why, applies in kinds.items():
-        if applies:
-            raise _unsupported(model, why)
