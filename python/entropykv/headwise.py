@@ -107,9 +107,9 @@ class HeadwiseStore(Store):
     def _check_profile(self) -> None:
         if self._profile is None:
             return
-        first, name = self.layers[0], self._model.name
-        self._profile.check_geometry(len(self.layers), first.n_head, first.n_head_kv, name)
-        check_model(self._profile, self._model.geometry)
+        first = self.layers[0]
+        heads = (len(self.layers), first.n_head, first.n_head_kv)
+        check_model(self._profile, self._model.geometry, heads)
 
     def _check_importance(self, model: Model) -> None:
         measure = self._policy.importance.measure
