@@ -1,12 +1,13 @@
 #include "attention.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace entropykv {
 namespace {
 
-constexpr int kWideGroup = 12;     // from so many query heads on, rows in lanes pay for decode too
-constexpr int kFewUnits = 8;       // fewer tiles than that are split by entries
+constexpr int kWideGroup = 12;  // from so many query heads on, rows in lanes pay for decode too
+constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
@@ -40,6 +41,19 @@ std::vector<const KernelTable*> available_kernels() {
     return tables;
 }
 
+std::vector<float> alibi_slopes(int n_head, float max_bias) {
+    int power = 1;  // the largest one that is not above n_head
+    while (2 * power <= n_head) power *= 2;
+    const auto base = [&](float bias) { return std::pow(2.0f, -bias / static_cast<float>(power)); };
+    std::vector<float> slopes(static_cast<std::size_t>(n_head));
+    for (int head = 0; head < n_head; ++head)
+        slopes[static_cast<std::size_t>(head)] =
+            head < power
+                ? std::pow(base(max_bias), static_cast<float>(head + 1))
+                : std::pow(base(max_bias / 2.0f), static_cast<float>(2 * (head - power) + 1));
+    return slopes;
+}
+
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
     const int entries = kEntryTile + kGroupEntries;
     return static_cast<std::size_t>(entries * (layout.k_stride + layout.v_stride) +
@@ -58,8 +72,9 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
-            grow(worker.softmax, index(5 * kRowTile));
-            if (store_.freezes()) grow(worker.recall, index(kMostQueryRows * layout.k_stride));
+            grow(worker.softmax, index(7 * kRowTile));
+            if (store_.freezes())
+                grow(worker.recall, index(kMostQueryRows * (layout.k_stride + 2)));
         }
     }
     captures_.resize(index(store_.n_layers()));
@@ -104,8 +119,10 @@ void Attention::capture_queries(const Call& call) noexcept {
     const float* sinks = call.params->sinks;
     for (std::size_t head = 0; head < capture.sinks.size(); ++head)
         capture.sinks[head] = sinks != nullptr ? sinks[head] : kMaskedLogit;
+    const float* slopes = call.params->slopes;
+    for (std::size_t head = 0; head < capture.slopes.size(); ++head)
+        capture.slopes[head] = slopes != nullptr ? slopes[head] : 0.0f;
     capture.softcap = call.params->softcap;
-    capture.window = call.params->window;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -182,6 +199,7 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
             const LayerShape& shape = store_.shape(l);
             captures_[index(l)].queries.resize(index(n_tokens * shape.n_head * shape.k_dim));
             captures_[index(l)].sinks.resize(index(shape.n_head));
+            captures_[index(l)].slopes.resize(index(shape.n_head));
         }
         if (!observing_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
@@ -265,16 +283,21 @@ void Attention::recall_head(const Call& call, int head) noexcept {
     const int group = call.split.group;
     float* rows = workers_[index(call.thread)].recall.data();
     const int n_looking = std::clamp(kMostQueryRows / group, 1, n_tokens_);  // the last ones
+    float* positions = rows + kMostQueryRows * layout.k_stride;
+    float* slopes = call.params->slopes != nullptr ? positions + kMostQueryRows : nullptr;
     int n = 0;
     for (int token = n_tokens_ - n_looking; token < n_tokens_; ++token) {
         for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
+            positions[n] = static_cast<float>(base_position_ + token);
+            if (slopes != nullptr) slopes[n] = call.params->slopes[head * group + g];
             const float* query = call.query->row(token, head * group + g);
             float* row = rows + n * layout.k_stride;
             for (int d = 0; d < layout.k_dim; ++d) row[d] = query[d] * call.params->scale;
             std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
         }
     }
-    store_.recall(call.layer, head, n_tokens_, {rows, n, layout.k_stride, call.params->softcap},
+    store_.recall(call.layer, head, n_tokens_,
+                  {rows, n, layout.k_stride, call.params->softcap, positions, slopes},
                   base_position_ + n_tokens_ - 1, call.thread);
 }
 

@@ -21,9 +21,13 @@ std::vector<const KernelTable*> available_kernels();
 struct AttentionParams {
     float scale = 1.0f;
     float softcap = 0.0f;          // 0: none
-    int window = 0;                // sliding window in tokens; 0: none
     const float* sinks = nullptr;  // one logit per query head, or null
+    // What a logit falls by per position of distance (ALiBi), one per query head, or null.
+    const float* slopes = nullptr;
 };
+
+// ALiBi's, as ggml computes them from op_params of a flash attention node.
+std::vector<float> alibi_slopes(int n_head, float max_bias);
 
 // f32 rows of one micro-batch, [n_tokens][n_head][dim] at byte strides.
 struct RowsView {
@@ -79,8 +83,8 @@ public:
     struct Capture {
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
         std::vector<float> sinks;    // one logit per query head; kMaskedLogit: none
+        std::vector<float> slopes;   // one per query head; 0: none
         float softcap = 0.0f;
-        int window = 0;
     };
     const Capture& capture(int layer) const { return captures_.at(index(layer)); }
 
@@ -115,8 +119,8 @@ private:
         std::vector<float> query;   // a tile
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
-        std::vector<float> softmax;  // max, sum, weighted, positions, weights of a tile's rows
-        std::vector<float> recall;   // query rows
+        std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
+        std::vector<float> recall;   // query rows, their positions and slopes
     };
     struct LayerEntropy {
         std::vector<double> sums;

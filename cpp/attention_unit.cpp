@@ -83,17 +83,22 @@ void Attention::load_queries(const Call& call, const Tile& tile) noexcept {
     Worker& worker = workers_[index(call.thread)];
     float* query = worker.query.data();
     float* positions = worker.softmax.data() + 3 * kRowTile;
+    float* oldest = worker.softmax.data() + 5 * kRowTile;
+    float* slopes = worker.softmax.data() + 6 * kRowTile;
     const std::size_t lanes = call.split.by_rows ? kRowTile : 1;
     const std::size_t stride = call.split.by_rows ? 1 : index(layout.k_stride);
     std::fill(query, query + index(call.split.tile_rows) * index(layout.k_stride), 0.0f);
     for (int r = 0; r < tile.count; ++r) {
         const int row = tile.first + r;
         const int token = row / call.split.group;
-        const float* source =
-            call.query->row(token, tile.head * call.split.group + row % call.split.group);
+        const int query_head = tile.head * call.split.group + row % call.split.group;
+        const float* source = call.query->row(token, query_head);
+        if (call.params->slopes != nullptr) slopes[r] = call.params->slopes[query_head];
         for (int d = 0; d < layout.k_dim; ++d)
             query[index(d) * lanes + index(r) * stride] = source[d] * call.params->scale;
         positions[r] = static_cast<float>(base_position_ + token);
+        oldest[r] =
+            static_cast<float>(store_.shape(call.layer).oldest_seen(base_position_ + token));
     }
 }
 
@@ -104,7 +109,7 @@ void Attention::over_ranges(const Call& call, const Tile& tile, int first, int l
                             Visit visit) noexcept {
     const PageLayout& layout = store_.layout(call.layer);
     const int count = store_.count(call.layer, tile.head);
-    const bool windowed = call.params->window > 0;
+    const bool windowed = store_.shape(call.layer).window > 0;
     const auto part = [&](const std::byte* const* pages, int offset, int from, int to,
                           bool masked) {
         from = std::max(from, first - offset);
@@ -127,7 +132,8 @@ PromptTask Attention::prompt_task(const Call& call, const Tile& tile,
     task.row_positions = worker.softmax.data() + 3 * kRowTile;
     task.rows = tile.count;
     task.softcap = call.params->softcap;
-    task.window = static_cast<float>(call.params->window);
+    task.row_oldest = worker.softmax.data() + 5 * kRowTile;
+    if (call.params->slopes != nullptr) task.row_slopes = worker.softmax.data() + 6 * kRowTile;
     task.scratch = worker.kernel.data();
     task.state = state;
     return task;
@@ -179,9 +185,12 @@ void Attention::run_decode(const Call& call, const Tile& tile, int chunk, int ne
     task.query = workers_[index(call.thread)].query.data();
     task.rows = tile.count;
     task.softcap = call.params->softcap;
-    const int window = call.params->window;
+    const LayerShape& shape = store_.shape(call.layer);
     task.oldest_position =
-        window > 0 ? static_cast<float>(base_position_ - window + 1) : kMaskedLogit;
+        shape.window > 0 ? static_cast<float>(shape.oldest_seen(base_position_)) : kMaskedLogit;
+    task.position = static_cast<float>(base_position_);
+    if (call.params->slopes != nullptr)
+        task.slopes = workers_[index(call.thread)].softmax.data() + 6 * kRowTile;
     task.state = state;
     task.logits_stride = longest_;
     task.upcoming = stored_entries(call, next);

@@ -16,6 +16,7 @@
 #include "graph_hook.hpp"
 #include "head_store.hpp"
 #include "rope_probe.hpp"
+#include "window_probe.hpp"
 
 namespace py = pybind11;
 using namespace entropykv;  // NOLINT: this file only registers
@@ -61,7 +62,8 @@ public:
     // Attends to one micro-batch without a model: stages K and V, attends, commits.
     py::array_t<float> attend(int layer, const InputArray<float>& q, const InputArray<float>& k,
                               const InputArray<float>& v, AttentionParams params,
-                              const std::optional<InputArray<float>>& sinks, int position) {
+                              const std::optional<InputArray<float>>& sinks,
+                              const std::optional<InputArray<float>>& slopes, int position) {
         const LayerShape& shape = store.shape(layer);
         const auto n_tokens = static_cast<int>(q.shape(0));
         const auto check = [&](const InputArray<float>& rows, int heads, int dim) {
@@ -74,7 +76,10 @@ public:
         check(v, shape.n_head_kv, shape.v_dim);
         if (sinks && sinks->size() != shape.n_head)
             throw std::invalid_argument("sinks must be one for every query head");
+        if (slopes && slopes->size() != shape.n_head)
+            throw std::invalid_argument("slopes must be one for every query head");
         if (sinks) params.sinks = sinks->data();
+        if (slopes) params.slopes = slopes->data();
         py::array_t<float> output({n_tokens, shape.n_head, shape.v_dim});
         const auto rows = [](const InputArray<float>& a) {
             return RowsView{reinterpret_cast<const std::byte*>(a.data()),
@@ -123,12 +128,18 @@ void bind_decisions(py::module_& m) {
     m.def(
         "share_budget",
         [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
-           std::vector<double> weights) {
+           std::vector<double> weights, std::vector<int> limits) {
             return share_budget({mean_entries, max_entries, floor_entries,
-                                 std::move(entries_per_page), std::move(weights)});
+                                 std::move(entries_per_page), std::move(weights),
+                                 std::move(limits)});
         },
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
-        py::arg("entries_per_page"), py::arg("weights"));
+        py::arg("entries_per_page"), py::arg("weights"), py::arg("limits") = std::vector<int>{});
+    m.def(
+        "alibi_slopes",
+        [](int n_head, float max_bias) { return to_array(alibi_slopes(n_head, max_bias)); },
+        py::arg("n_head"), py::arg("max_bias"));
+    m.def("most_entries", &most_entries, py::arg("layer"), py::arg("max_entries"));
     m.def(
         "losses_at",
         [](const InputArray<float>& scores, const std::vector<int>& knots) {
@@ -147,13 +158,18 @@ void bind_decisions(py::module_& m) {
     m.def(
         "share_by_curves",
         [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
-           std::vector<double> knots, std::vector<double> losses) {
-            return share_by_curves(
-                {mean_entries, max_entries, floor_entries, std::move(entries_per_page), {}},
-                {std::move(knots), std::move(losses)});
+           std::vector<double> knots, std::vector<double> losses, std::vector<int> limits) {
+            return share_by_curves({mean_entries,
+                                    max_entries,
+                                    floor_entries,
+                                    std::move(entries_per_page),
+                                    {},
+                                    std::move(limits)},
+                                   {std::move(knots), std::move(losses)});
         },
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
-        py::arg("entries_per_page"), py::arg("knots"), py::arg("losses"));
+        py::arg("entries_per_page"), py::arg("knots"), py::arg("losses"),
+        py::arg("limits") = std::vector<int>{});
     m.def("pages_for", &pages_for, py::arg("entries"), py::arg("entries_per_page"));
     m.def(
         "page_geometry",
@@ -242,18 +258,29 @@ void bind_rope(py::module_& m) {
     py::class_<KShiftProbe> probe(m, "KShiftProbe");
     bind_callback(probe);
     probe.def(py::init<>()).def_property_readonly("obstacle", &KShiftProbe::obstacle);
+    py::class_<WindowProbe> windows(m, "WindowProbe");
+    bind_callback(windows);
+    windows.def(py::init<>())
+        .def_property_readonly("visible", &WindowProbe::visible)
+        .def("clear", &WindowProbe::clear);
     m.def("rope_position", &rope_position, py::arg("position"), py::arg("n_sinks"),
           py::arg("shift"));
 }
 
 void bind_graph(py::module_& m) {
     py::class_<LayerShape>(m, "LayerShape")
-        .def(py::init<int, int, int, int>(), py::arg("n_head"), py::arg("n_head_kv"),
-             py::arg("k_dim"), py::arg("v_dim"))
+        .def(
+            py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window, bool chunked) {
+                return LayerShape{n_head, n_head_kv, k_dim, v_dim, window, chunked};
+            }),
+            py::arg("n_head"), py::arg("n_head_kv"), py::arg("k_dim"), py::arg("v_dim"),
+            py::arg("window") = 0, py::arg("chunked") = false)
         .def_readonly("n_head", &LayerShape::n_head)
         .def_readonly("n_head_kv", &LayerShape::n_head_kv)
         .def_readonly("k_dim", &LayerShape::k_dim)
-        .def_readonly("v_dim", &LayerShape::v_dim);
+        .def_readonly("v_dim", &LayerShape::v_dim)
+        .def_readonly("window", &LayerShape::window)
+        .def_readonly("chunked", &LayerShape::chunked);
     py::class_<AttentionNode>(m, "AttentionNode")
         .def_readonly("cache_layer", &AttentionNode::cache_layer)
         .def_readonly("shape", &AttentionNode::shape)
@@ -301,7 +328,8 @@ void bind_observation(py::class_<Headwise>& store) {
                     throw std::invalid_argument("queries were not captured");
                 return py::make_tuple(
                     to_rows(capture.queries, {n_tokens, shape.n_head, shape.k_dim}),
-                    to_array(capture.sinks), capture.softcap, capture.window);
+                    to_array(capture.sinks), capture.softcap, shape.window, shape.chunked,
+                    to_array(capture.slopes));
             },
             py::arg("layer"))
         .def(
@@ -375,9 +403,12 @@ void bind_freeze_settings(py::module_& m) {
         "cold_page_bytes",
         [](const std::vector<LayerShape>& layers, const std::string& kv_type,
            const std::string& cold_type) {
+            const std::vector<PageLayout> layouts = page_layouts(layers, kv_type_named(kv_type));
             std::size_t bytes = 0;
-            for (const PageLayout& layout : page_layouts(layers, kv_type_named(kv_type)))
-                bytes = std::max(bytes, ColdCodec(cold_type_named(cold_type), layout).bytes());
+            for (std::size_t i = 0; i < layers.size(); ++i)
+                if (layers[i].window == 0)
+                    bytes =
+                        std::max(bytes, ColdCodec(cold_type_named(cold_type), layouts[i]).bytes());
             return bytes;
         },
         py::arg("layers"), py::arg("kv_type"), py::arg("cold_type"));
@@ -489,14 +520,14 @@ void bind_headwise(py::module_& m) {
         .def(
             "attend",
             [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
-               const InputArray<float>& v, float scale, float softcap, int window,
-               const std::optional<InputArray<float>>& sinks, int position) {
-                return self.attend(layer, q, k, v, {scale, softcap, window, nullptr}, sinks,
-                                   position);
+               const InputArray<float>& v, float scale, float softcap,
+               const std::optional<InputArray<float>>& sinks, int position,
+               const std::optional<InputArray<float>>& slopes) {
+                return self.attend(layer, q, k, v, {scale, softcap}, sinks, slopes, position);
             },
             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
-            py::arg("softcap") = 0.0f, py::arg("window") = 0, py::arg("sinks") = py::none(),
-            py::arg("position") = 0)
+            py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(), py::arg("position") = 0,
+            py::arg("slopes") = py::none())
         .def(
             "measure_losses",
             [](Headwise& self, const std::vector<int>& knots) { self.store.measure_losses(knots); },
@@ -554,6 +585,8 @@ void bind_headwise(py::module_& m) {
             py::arg("layer"), py::arg("kv_head"))
         .def_property_readonly("entries", [](const Headwise& s) { return s.store.entries(); })
         .def_property_readonly("evicted", [](const Headwise& s) { return s.store.evicted(); })
+        .def_property_readonly("windows_whole_from",
+                               [](const Headwise& s) { return s.store.windows_whole_from(); })
         .def_property_readonly("eviction_seconds",
                                [](const Headwise& s) { return s.store.eviction_seconds(); })
         .def_property_readonly("budget_bytes",

@@ -8,8 +8,9 @@
 namespace entropykv {
 namespace {
 
-// Shares `total` in proportion to the weights with no share above `cap`.
-std::vector<double> capped_shares(const std::vector<double>& weights, double total, double cap) {
+// Shares `total` in proportion to the weights with no share above its cap.
+std::vector<double> capped_shares(const std::vector<double>& weights, double total,
+                                  const std::vector<double>& caps) {
     std::vector<double> shares(weights.size(), 0.0);
     std::vector<bool> capped(weights.size(), false);
     double rest = total;
@@ -23,10 +24,10 @@ std::vector<double> capped_shares(const std::vector<double>& weights, double tot
         for (std::size_t i = 0; i < weights.size(); ++i) {
             if (capped[i]) continue;
             shares[i] = unit * weights[i];
-            if (shares[i] > cap) {
-                shares[i] = cap;
+            if (shares[i] > caps[i]) {
+                shares[i] = caps[i];
                 capped[i] = true;
-                rest -= cap;
+                rest -= caps[i];
                 again = true;
                 break;
             }
@@ -40,6 +41,40 @@ void check(const BudgetRequest& request) {
         throw std::invalid_argument("the mean budget is below the floor");
     for (const int per_page : request.entries_per_page)
         if (per_page < 1) throw std::invalid_argument("a page must hold an entry");
+    if (!request.limits.empty() && request.limits.size() != request.entries_per_page.size())
+        throw std::invalid_argument("limits must be one for every KV head, or none");
+    for (const int limit : request.limits)
+        if (limit < 1) throw std::invalid_argument("a limit below 1");
+}
+
+// What heads can take beyond their floors.
+std::vector<double> rooms(const BudgetRequest& request) {
+    std::vector<double> rooms(request.entries_per_page.size());
+    for (std::size_t i = 0; i < rooms.size(); ++i)
+        rooms[i] = request.limit_of(i) - request.floor_of(i);
+    return rooms;
+}
+
+// All that is beyond the floors.
+double to_share(const BudgetRequest& request) {
+    const std::size_t n_heads = request.entries_per_page.size();
+    double total = static_cast<double>(std::min(request.mean_entries, request.max_entries)) *
+                   static_cast<double>(n_heads);
+    for (std::size_t i = 0; i < n_heads; ++i) total -= request.floor_of(i);
+    return total;
+}
+
+// Where nothing has to be weighed: every head gets the mean, or the most that it can use.
+bool is_even(const BudgetRequest& request, int mean) {
+    for (std::size_t i = 0; i < request.limits.size(); ++i)
+        if (request.limit_of(i) < mean) return false;
+    return request.weights.empty();
+}
+
+std::vector<int> all_limits(const BudgetRequest& request) {
+    std::vector<int> limits(request.entries_per_page.size());
+    for (std::size_t i = 0; i < limits.size(); ++i) limits[i] = request.limit_of(i);
+    return limits;
 }
 
 // Entries of every head from what it should get beyond the floor, in whole pages: rounded down
@@ -47,7 +82,6 @@ void check(const BudgetRequest& request) {
 std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double>& shares) {
     const std::size_t n_heads = request.entries_per_page.size();
     const int mean = std::min(request.mean_entries, request.max_entries);
-    const int floor = request.floor_entries;
     long entries_left = static_cast<long>(mean) * static_cast<long>(n_heads);
     long pages_left = 0;
     for (const int per_page : request.entries_per_page) pages_left += pages_for(mean, per_page);
@@ -56,18 +90,19 @@ std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double
     std::vector<double> wanted(n_heads);
     for (std::size_t i = 0; i < n_heads; ++i) {
         const int per_page = request.entries_per_page[i];
-        wanted[i] = floor + shares[i];
+        wanted[i] = request.floor_of(i) + shares[i];
         const int whole = static_cast<int>(wanted[i]) / per_page * per_page;
-        budgets[i] = std::min(std::max(whole, floor), request.max_entries);
+        budgets[i] = std::max(whole, request.floor_of(i));
+        if (wanted[i] >= request.limit_of(i)) budgets[i] = request.limit_of(i);
         entries_left -= budgets[i];
         pages_left -= pages_for(budgets[i], per_page);
     }
     // Heads at a floor that fills no whole page can use more pages than their share.
     while (pages_left < 0) {
         const auto largest = std::max_element(budgets.begin(), budgets.end());
-        const int per_page =
-            request.entries_per_page[static_cast<std::size_t>(largest - budgets.begin())];
-        const int fewer = std::max(floor, (*largest - 1) / per_page * per_page);
+        const auto head = static_cast<std::size_t>(largest - budgets.begin());
+        const int per_page = request.entries_per_page[head];
+        const int fewer = std::max(request.floor_of(head), (*largest - 1) / per_page * per_page);
         pages_left += pages_for(*largest, per_page) - pages_for(fewer, per_page);
         entries_left += *largest - fewer;
         *largest = fewer;
@@ -79,7 +114,7 @@ std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double
     });
     for (const std::size_t i : order) {
         const int per_page = request.entries_per_page[i];
-        const int next = std::min((budgets[i] / per_page + 1) * per_page, request.max_entries);
+        const int next = std::min((budgets[i] / per_page + 1) * per_page, request.limit_of(i));
         const int more_pages = pages_for(next, per_page) - pages_for(budgets[i], per_page);
         if (next - budgets[i] > entries_left || more_pages > pages_left) continue;
         entries_left -= next - budgets[i];
@@ -90,6 +125,14 @@ std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double
 }
 
 }  // namespace
+
+int BudgetRequest::limit_of(std::size_t head) const {
+    return limits.empty() ? max_entries : std::min(limits[head], max_entries);
+}
+
+int BudgetRequest::floor_of(std::size_t head) const {
+    return std::min(floor_entries, limit_of(head));
+}
 
 int pages_for(int entries, int entries_per_page) {
     return (entries + entries_per_page - 1) / entries_per_page;
@@ -113,13 +156,11 @@ std::vector<int> share_budget(const BudgetRequest& request) {
         if (!(weight >= 0.0 && weight <= 1e6))
             throw std::invalid_argument("a weight outside of 0 .. 1e6");
     const int mean = std::min(request.mean_entries, request.max_entries);
-    if (request.weights.empty() || mean == request.max_entries)
-        return std::vector<int>(n_heads, mean);
-    const int floor = request.floor_entries;
-    return in_pages(request,
-                    capped_shares(request.weights,
-                                  static_cast<double>(mean - floor) * static_cast<double>(n_heads),
-                                  static_cast<double>(request.max_entries - floor)));
+    if (mean == request.max_entries) return all_limits(request);
+    if (is_even(request, mean)) return std::vector<int>(n_heads, mean);
+    const std::vector<double> even(n_heads, 1.0);
+    const std::vector<double>& weights = request.weights.empty() ? even : request.weights;
+    return in_pages(request, capped_shares(weights, to_share(request), rooms(request)));
 }
 
 std::vector<int> share_by_curves(const BudgetRequest& request, const LossCurves& curves) {
@@ -128,9 +169,8 @@ std::vector<int> share_by_curves(const BudgetRequest& request, const LossCurves&
     if (curves.losses.size() != n_heads * curves.knots.size())
         throw std::invalid_argument("losses must be [head][knot]");
     const int mean = std::min(request.mean_entries, request.max_entries);
-    if (mean == request.max_entries) return std::vector<int>(n_heads, mean);
-    const double beyond = mean - request.floor_entries;
-    return in_pages(request, curve_shares(curves, beyond * static_cast<double>(n_heads)));
+    if (mean == request.max_entries) return all_limits(request);
+    return in_pages(request, curve_shares(curves, to_share(request), rooms(request)));
 }
 
 }  // namespace entropykv

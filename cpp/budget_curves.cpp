@@ -28,8 +28,9 @@ void check(const LossCurves& curves) {
             throw std::invalid_argument("a loss outside of 0 .. 1e9");
 }
 
-// Appends the segments of one head's lower convex hull; they get less steep from left to right.
-void add_hull(const std::vector<double>& knots, const double* losses, std::size_t head,
+// Appends the segments of one head's lower convex hull up to `most` entries; they get less steep
+// from left to right.
+void add_hull(const std::vector<double>& knots, const double* losses, std::size_t head, double most,
               std::vector<Segment>& segments) {
     std::vector<std::size_t> hull{0};
     const auto slope = [&](std::size_t a, std::size_t b) {
@@ -41,9 +42,9 @@ void add_hull(const std::vector<double>& knots, const double* losses, std::size_
             hull.pop_back();
         hull.push_back(i);
     }
-    for (std::size_t i = 1; i < hull.size(); ++i)
+    for (std::size_t i = 1; i < hull.size() && knots[hull[i - 1]] < most; ++i)
         segments.push_back({std::max(slope(hull[i - 1], hull[i]), 0.0),
-                            knots[hull[i]] - knots[hull[i - 1]], head});
+                            std::min(knots[hull[i]], most) - knots[hull[i - 1]], head});
 }
 
 }  // namespace
@@ -58,13 +59,15 @@ void losses_at(float* scores, int n, const std::vector<int>& knots, float* losse
     }
 }
 
-std::vector<double> curve_shares(const LossCurves& curves, double total) {
+std::vector<double> curve_shares(const LossCurves& curves, double total,
+                                 const std::vector<double>& most) {
     check(curves);
     const std::size_t n_knots = curves.knots.size();
     const std::size_t n_heads = curves.losses.size() / n_knots;
     std::vector<Segment> segments;
     for (std::size_t head = 0; head < n_heads; ++head)
-        add_hull(curves.knots, curves.losses.data() + head * n_knots, head, segments);
+        add_hull(curves.knots, curves.losses.data() + head * n_knots, head,
+                 most.empty() ? curves.knots.back() : most[head], segments);
     std::stable_sort(segments.begin(), segments.end(),
                      [](const Segment& a, const Segment& b) { return a.slope > b.slope; });
     std::vector<double> shares(n_heads, 0.0);

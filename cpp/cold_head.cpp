@@ -196,6 +196,13 @@ void ColdHead::summarise(int page, const std::byte* rows, const KernelTable& ker
     }
 }
 
+std::int32_t ColdHead::newest_in(int page) const noexcept {
+    std::int32_t newest = 0;
+    for (int i = page * per_page(); i < (page + 1) * per_page(); ++i)
+        newest = std::max(newest, record(i).position);
+    return newest;
+}
+
 void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
                         float* logits, float* out) const noexcept {
     std::fill_n(out, n_pages(), kMaskedLogit);
@@ -205,9 +212,13 @@ void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, co
         const float* sizes = layout_->summary.importance(summary);
         kernels.products(layout_->summary, summary, queries.data, queries.n, logits, kGroupEntries);
         const int n_means = std::min(kGroupEntries, n - first);
+        std::int32_t newest[kGroupEntries] = {};  // of the pages: where a bias is least
+        for (int i = 0; queries.slopes != nullptr && i < n_means; ++i)
+            newest[i] = newest_in((first + i) / layout_->n_means);
         for (int r = 0; r < queries.n; ++r) {
             for (int i = 0; i < n_means; ++i) {
-                const float logit = soft_capped(logits[r * kGroupEntries + i], queries.softcap);
+                const float logit = soft_capped(logits[r * kGroupEntries + i], queries.softcap) +
+                                    queries.bias(r, newest[i]);
                 float& of_page = out[(first + i) / layout_->n_means];
                 of_page = std::max(of_page, logit + sizes[i] - masses[r]);
             }

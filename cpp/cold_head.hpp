@@ -49,8 +49,14 @@ struct QueryRows {
     int n;
     int stride;
     float softcap;
+    const float* positions;
+    const float* slopes;  // what a logit falls by per position of distance (ALiBi), or null
     const float* row(int r) const {
         return data + static_cast<std::size_t>(r) * static_cast<std::size_t>(stride);
+    }
+    // What is added to the logit of query r and an entry at a position.
+    float bias(int r, std::int32_t position) const {
+        return slopes == nullptr ? 0.0f : slopes[r] * (static_cast<float>(position) - positions[r]);
     }
 };
 
@@ -140,6 +146,7 @@ private:
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     Page& page_of(int record) { return pages_[index(record / per_page())]; }
+    std::int32_t newest_in(int page) const noexcept;
     void open_next() noexcept;
     void close_open(const KernelTable& kernels) noexcept;
     void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;

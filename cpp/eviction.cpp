@@ -20,7 +20,7 @@ int select_survivors(const float* scores, const std::int32_t* positions, int n, 
         kept[i] = protection.covers(positions[i], newest) ? 1 : 0;
         if (kept[i] != 0) {
             ++n_kept;
-        } else {
+        } else if (!protection.has_left(positions[i])) {
             scratch[n_candidates++] = scores[i];
         }
     }
@@ -29,15 +29,15 @@ int select_survivors(const float* scores, const std::int32_t* positions, int n, 
     std::nth_element(scratch, scratch + (wanted - 1), scratch + n_candidates,
                      std::greater<float>());
     const float threshold = scratch[wanted - 1];
-    const auto above = [&](int i) { return kept[i] == 0 && scores[i] > threshold; };
+    const auto open = [&](int i) { return kept[i] == 0 && !protection.has_left(positions[i]); };
     for (int i = 0; i < n; ++i) {
-        if (!above(i)) continue;
+        if (!open(i) || scores[i] <= threshold) continue;
         kept[i] = 1;
         ++n_kept;
         --wanted;
     }
     for (int i = 0; i < n && wanted > 0; ++i) {
-        if (kept[i] != 0 || scores[i] != threshold) continue;
+        if (!open(i) || scores[i] != threshold) continue;
         kept[i] = 1;
         ++n_kept;
         --wanted;

@@ -30,9 +30,16 @@ void release_cells(const ggml_tensor* cache) {
 #endif
 }
 
-bool is_recurrent(ggml_op op) {
-    return op == GGML_OP_SSM_CONV || op == GGML_OP_SSM_SCAN || op == GGML_OP_RWKV_WKV6 ||
-           op == GGML_OP_RWKV_WKV7 || op == GGML_OP_GATED_LINEAR_ATTN;
+// Whether a tensor is an input of the graph, or only that in another type or shape.
+bool is_input(const ggml_tensor* tensor) {
+    while (tensor != nullptr) {
+        if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0) return true;
+        const bool passes_on = tensor->op == GGML_OP_CPY || tensor->op == GGML_OP_CONT;
+        tensor = tensor->view_src != nullptr ? tensor->view_src
+                 : passes_on                 ? tensor->src[0]
+                                             : nullptr;
+    }
+    return false;
 }
 
 }  // namespace
@@ -63,7 +70,6 @@ void GraphHook::note_obstacle(const std::string& why) {
 
 bool GraphHook::look(const ggml_tensor* node) {
     if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
-    if (is_recurrent(node->op)) refuse("it has recurrent layers");
     if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
     if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
     if (node->op == GGML_OP_SOFT_MAX && std::strncmp(node->name, "kq_soft_max", 11) == 0)
@@ -106,7 +112,8 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
         return refuse("its V is not cached on its own (multi-head latent attention)");
     float params[3];
     std::memcpy(params, node->op_params, sizeof params);
-    if (params[1] > 0.0f) return refuse("it uses ALiBi");
+    if (!is_input(node->src[3]))
+        return refuse("which positions it attends to is computed in its graph");
     if (k->ne[3] != 1 || q->ne[3] != 1) return refuse("it has several streams of K and V");
     if (q->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float))
         return refuse("its queries are not f32");
@@ -121,6 +128,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
                   static_cast<int>(k->ne[0]), static_cast<int>(v->ne[0])};
     seen.scale = params[0];
+    seen.max_bias = params[1];
     seen.softcap = params[2];
     seen.has_sinks = node->src[4] != nullptr;
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
@@ -138,7 +146,10 @@ void GraphHook::serve(Attention& attention) {
         AttentionParams params;
         params.scale = nodes_[i].scale;
         params.softcap = nodes_[i].softcap;
-        layers_.push_back({this, static_cast<int>(i), nodes_[i].cache_layer, params});
+        const float max_bias = nodes_[i].max_bias;
+        layers_.push_back({this, static_cast<int>(i), nodes_[i].cache_layer, params,
+                           max_bias > 0.0f ? alibi_slopes(nodes_[i].shape.n_head, max_bias)
+                                           : std::vector<float>{}});
     }
     attention_ = &attention;
 }
@@ -232,6 +243,7 @@ void GraphHook::attend_op(ggml_tensor* node, int thread, int, void* user_data) {
     const ggml_tensor* q = node->src[0];  // [dim, n_tokens, n_head]
     const RowsView query{static_cast<const std::byte*>(q->data), q->nb[1], q->nb[2]};
     AttentionParams params = layer->params;
+    if (!layer->slopes.empty()) params.slopes = layer->slopes.data();
     if (node->src[4] != nullptr) params.sinks = static_cast<const float*>(node->src[4]->data);
     hook->attention_->attend(layer->layer, params, query, static_cast<float*>(node->data), thread);
 }

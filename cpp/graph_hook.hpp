@@ -24,6 +24,7 @@ struct AttentionNode {
     LayerShape shape;
     float scale;
     float softcap;
+    float max_bias;  // of ALiBi; 0: none
     bool has_sinks;
     RopeParams rope;  // of its stored keys
 };
@@ -61,6 +62,7 @@ private:
         int layer;  // of the store
         int cache_layer;
         AttentionParams params;
+        std::vector<float> slopes;  // of ALiBi, or none
     };
     struct Keys {  // what a layer writes as K
         int cache_layer;

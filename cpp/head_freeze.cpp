@@ -14,10 +14,12 @@ void HeadStore::start_freezing() {
     std::size_t page_bytes = 0;
     std::size_t n_heads = 0;
     for (Layer& layer : layers_) {
+        if (layer.shape.window > 0) continue;  // what leaves a window is never seen again
         layer.cold = std::make_unique<ColdLayout>(freezing.type, layer.layout);
         page_bytes = std::max(page_bytes, layer.cold->codec.bytes());
         n_heads += layer.heads.size();
     }
+    if (n_heads == 0) throw std::invalid_argument("every layer has a window: nothing to freeze");
     if (freezing.descriptor >= 0) {
         cold_ = std::make_unique<FileStorage>(page_bytes, freezing.descriptor, freezing.nonce);
     } else {
@@ -34,7 +36,8 @@ void HeadStore::start_freezing() {
         most_pages = (of_head - pool_.page_bytes()) / page_bytes;
     }
     for (Layer& layer : layers_)
-        for (Head& head : layer.heads) head.cold.emplace(*layer.cold, *cold_, most_pages);
+        if (layer.cold)
+            for (Head& head : layer.heads) head.cold.emplace(*layer.cold, *cold_, most_pages);
 }
 
 // Cold room for all that a micro-batch can freeze, and how many entries may come back by timers.

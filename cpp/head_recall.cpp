@@ -85,6 +85,11 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
         for (int r = 0; r < rows; ++r, logits += stride) {
             for (int i = 0; queries.softcap > 0.0f && i < head.count; ++i)
                 logits[i] = soft_capped(logits[i], queries.softcap);
+            for (int i = 0; queries.slopes != nullptr && i < head.count; ++i) {
+                const Slot slot = stored_slot(layer, head, i);
+                const std::int32_t position = layer.layout.positions(slot.page)[slot.index];
+                logits[i] += queries.bias(first_row + r, position);
+            }
             const float mass = kernels_->log_sum(logits, head.count);
             workspace.masses[index(first_row + r)] = mass;
             for (int i = 0; i < head.count; ++i) gains[i] = std::max(gains[i], logits[i] - mass);
@@ -140,13 +145,15 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         std::fill_n(gains, per_page, kMaskedLogit);
         if (rows == nullptr) continue;
         kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
-        for (int r = 0; r < queries.n; ++r)
-            for (int slot = 0; slot < per_page; ++slot)
-                gains[slot] = std::max(gains[slot],
-                                       soft_capped(logits[r * per_page + slot], queries.softcap) -
-                                           workspace.masses[index(r)]);
-        for (int slot = 0; slot < per_page; ++slot)
-            if (!head.cold->record(page * per_page + slot).frozen()) gains[slot] = kMaskedLogit;
+        for (int slot = 0; slot < per_page; ++slot) {
+            const ColdRecord& record = head.cold->record(page * per_page + slot);
+            if (!record.frozen()) continue;
+            for (int r = 0; r < queries.n; ++r) {
+                const float logit = soft_capped(logits[r * per_page + slot], queries.softcap) +
+                                    queries.bias(r, record.position);
+                gains[slot] = std::max(gains[slot], logit - workspace.masses[index(r)]);
+            }
+        }
     }
 }
 
@@ -238,7 +245,8 @@ void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_i
         if (workspace.active_gains[index(i)] >= least_gain)
             workspace.scores[index(i)] = std::numeric_limits<float>::max();
     select_survivors(workspace.scores.data(), workspace.positions.data(), head.count, keep,
-                     protection_of(head), newest, workspace.kept.data(), workspace.scratch.data());
+                     protection_of(layer, head, newest), newest, workspace.kept.data(),
+                     workspace.scratch.data());
     head.count = n_all;
     for (int i = 0; i < n_held && n < n_incoming; ++i) {
         if (workspace.kept[index(i)] != 0) continue;

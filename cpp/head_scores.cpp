@@ -164,7 +164,7 @@ void HeadStore::weigh_by_distinctness(const Layer& layer, const Head& head, int 
                                       Workspace& workspace) const noexcept {
     std::int32_t* order = workspace.order.data();
     const int n = find_contest(workspace.scores.data(), workspace.positions.data(), total, keep,
-                               protection_of(head), newest, order);
+                               protection_of(layer, head, newest), newest, order);
     if (n == 0) return;
     const int dim = layer.shape.k_dim;
     float* keys = workspace.keys.data();
@@ -214,15 +214,15 @@ void HeadStore::measure_losses(const std::vector<int>& knots) {
 }
 
 // The losses of a head whose `total` entries were scored.
-void HeadStore::measure(Head& head, int total, std::int32_t newest, float output_squares,
-                        Workspace& workspace) const noexcept {
-    const Protection protection = protection_of(head);
+void HeadStore::measure(const Layer& layer, Head& head, int total, std::int32_t newest,
+                        float output_squares, Workspace& workspace) const noexcept {
+    const Protection protection = protection_of(layer, head, newest);
     const ImportanceSettings& importance = settings_.importance;
     const bool relative = importance.kind == ScoreKind::mass && importance.by_values;
     const float unit = relative && output_squares > 0.0f ? 1.0f / output_squares : 1.0f;
     int n = 0;
     for (int i = 0; i < total; ++i)
-        if (!protection.covers(workspace.positions[index(i)], newest))
+        if (protection.leaves_open(workspace.positions[index(i)], newest))
             workspace.scratch[index(n++)] = workspace.scores[index(i)] * unit;
     losses_at(workspace.scratch.data(), n, knots_, head.losses.data());
 }

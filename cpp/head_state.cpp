@@ -58,18 +58,18 @@ std::size_t HeadStore::active_state_bytes(const Layer& layer, int count) const {
            layer.heads.front().queries.state_bytes();
 }
 
-std::size_t HeadStore::home_state_bytes(int count) const {
-    if (!cold_) return 0;
+std::size_t HeadStore::home_state_bytes(const Layer& layer, int count) const {
+    if (!layer.cold) return 0;
     return index(count) * (sizeof(int) + (settings_.freezing->schedule ? sizeof(Detections) : 0));
 }
 
 std::size_t HeadStore::state_bytes(int layer_index, int head_index) const {
     const Layer& layer = layers_.at(index(layer_index));
     const Head& head = layer.heads.at(index(head_index));
-    return active_state_bytes(layer, head.count) + home_state_bytes(head.count) +
-           (head.cold ? head.cold->state_bytes()
-            : cold_   ? ColdHead::empty_state_bytes()
-                      : 0);
+    return active_state_bytes(layer, head.count) + home_state_bytes(layer, head.count) +
+           (head.cold    ? head.cold->state_bytes()
+            : layer.cold ? ColdHead::empty_state_bytes()
+                         : 0);
 }
 
 void HeadStore::save_head(int layer_index, int head_index, std::byte* state) const {
@@ -78,13 +78,13 @@ void HeadStore::save_head(int layer_index, int head_index, std::byte* state) con
     copy_pages(layer.layout, head.pages, head.count,
                [&](std::size_t page) { return state + page * layer.layout.bytes; });
     head.queries.save(state + pages_of(layer.layout, head.count) * layer.layout.bytes);
-    if (!cold_) return;
+    if (!layer.cold) return;
     state += active_state_bytes(layer, head.count);
     if (!head.cold) {  // given up: none of its entries has a record
-        std::fill_n(state, home_state_bytes(head.count), std::byte{0});
+        std::fill_n(state, home_state_bytes(layer, head.count), std::byte{0});
         for (int i = 0; i < head.count; ++i)
             std::memcpy(state + index(i) * sizeof(int), &ColdHead::kNone, sizeof(int));
-        ColdHead::save_empty(state + home_state_bytes(head.count));
+        ColdHead::save_empty(state + home_state_bytes(layer, head.count));
         return;
     }
     const std::size_t of_homes = index(head.count) * sizeof(int);
@@ -92,7 +92,7 @@ void HeadStore::save_head(int layer_index, int head_index, std::byte* state) con
     if (schedule_ && head.count > 0)
         std::memcpy(state + of_homes, head.detections.data(),
                     index(head.count) * sizeof(Detections));
-    if (!head.cold->save(state + home_state_bytes(head.count)))
+    if (!head.cold->save(state + home_state_bytes(layer, head.count)))
         throw ColdStorageError(cold_->failed());
 }
 
@@ -103,8 +103,8 @@ std::string HeadStore::state_problem(int layer_index, int count, const std::byte
     const Layer& layer = layers_.at(index(layer_index));
     const PageLayout& layout = layer.layout;
     const std::size_t active = active_state_bytes(layer, count);
-    const std::size_t warm = active + home_state_bytes(count);
-    if (cold_ ? size < warm : size != warm) return kSize;
+    const std::size_t warm = active + home_state_bytes(layer, count);
+    if (layer.cold ? size < warm : size != warm) return kSize;
     std::vector<bool> seen(index(std::max(end, 0)));
     const std::byte* page = state;
     for (int first = 0; first < count; first += layout.entries, page += layout.bytes) {
@@ -113,7 +113,7 @@ std::string HeadStore::state_problem(int layer_index, int count, const std::byte
     }
     if (!QueryStatistics::is_possible(page, active - index(static_cast<int>(page - state))))
         return "impossible queries";
-    if (!cold_) return {};
+    if (!layer.cold) return {};
     if (!layer.heads.front().cold) return "nothing to freeze into any more";
     const std::string problem =
         layer.heads.front().cold->state_problem(state + warm, size - warm, seen);
@@ -123,7 +123,7 @@ std::string HeadStore::state_problem(int layer_index, int count, const std::byte
 // Every home is a record of the same position that is not frozen.
 std::string HeadStore::homes_problem(const Layer& layer, int count, const std::byte* state) const {
     const std::byte* homes = state + active_state_bytes(layer, count);
-    const std::byte* cold = homes + home_state_bytes(count);
+    const std::byte* cold = homes + home_state_bytes(layer, count);
     for (int i = 0; i < count; ++i) {
         int home = 0;
         std::memcpy(&home, homes + index(i) * sizeof home, sizeof home);
@@ -147,7 +147,7 @@ void HeadStore::begin_load(const std::vector<int>& counts,
             size_homes(layer, head);
             if (head.cold)
                 head.cold->begin_load(
-                    state + active_state_bytes(layer, count) + home_state_bytes(count),
+                    state + active_state_bytes(layer, count) + home_state_bytes(layer, count),
                     std::max(0, count - head.budget));
         }
     }
@@ -181,7 +181,7 @@ void HeadStore::load_head(int layer_index, int head_index, int count, std::byte*
 void HeadStore::load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded) {
     const std::size_t n = index(loaded.count);
     const std::byte* homes = state + active_state_bytes(layer, loaded.count);
-    const int n_dropped = head.cold->load(homes + home_state_bytes(loaded.count), *kernels_,
+    const int n_dropped = head.cold->load(homes + home_state_bytes(layer, loaded.count), *kernels_,
                                           workspaces_[0].candidates.data());
     evicted_.fetch_add(index(n_dropped), std::memory_order_relaxed);
     loaded.cold = std::move(head.cold);

@@ -20,10 +20,15 @@ void check_shapes(const std::vector<LayerShape>& shapes) {
         if (shape.k_dim < 1 || shape.v_dim < 1 || shape.k_dim > kMaxHeadDim ||
             shape.v_dim > kMaxHeadDim)
             throw std::invalid_argument("a head size outside of 1 .. 1024");
+        if (shape.window < 0) throw std::invalid_argument("a window of less than 0 tokens");
     }
 }
 
 }  // namespace
+
+int most_entries(const LayerShape& shape, int max_entries) {
+    return shape.window > 0 ? std::min(max_entries, shape.window + kWindowSlack) : max_entries;
+}
 
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
     std::size_t bytes = 0;
@@ -119,8 +124,8 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             if (budget > settings_.max_entries || budget < 1)
                 throw std::invalid_argument("a budget outside of 1 .. max_entries");
             if (!settings_.own_windows &&
-                budget <
-                    std::min(protection.n_sinks + protection.recent_window, settings_.max_entries))
+                budget < std::min(protection.n_sinks + protection.recent_window,
+                                  most_entries(layer.shape, settings_.max_entries)))
                 throw std::invalid_argument("a budget below sinks + recent window");
             wanted_pages += static_cast<std::size_t>(pages_for(budget, layer.layout.entries));
         }
@@ -231,12 +236,20 @@ void HeadStore::keep_scored(const Layer& layer, Head& head, int head_index, int 
                                 protection, newest, workspace.kept.data(),
                                 workspace.scratch.data());
     };
-    int n_kept = select(protection_of(head));
-    if (n_kept > head.budget) n_kept = select({0, 0});  // the pool's bytes come first
+    const Protection protection = protection_of(layer, head, newest);
+    int n_kept = select(protection);
+    // The pool's bytes come first.
+    if (n_kept > head.budget) n_kept = select({0, 0, protection.oldest});
     if (head.cold) {
         freeze_victims(layer, head, head_index, total, newest, workspace.kept.data());
     } else {
-        evicted_.fetch_add(static_cast<std::size_t>(total - n_kept), std::memory_order_relaxed);
+        int n_left = 0;
+        for (int i = 0; i < total; ++i) {
+            if (!protection.has_left(workspace.positions[index(i)])) continue;
+            note_left(layer, workspace.positions[index(i)]);
+            ++n_left;
+        }
+        evicted_.fetch_add(index(total - n_kept - n_left), std::memory_order_relaxed);
     }
     apply(layer, head, head_index, n_staged, workspace.kept.data());
 }
@@ -247,31 +260,36 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     Head& head = layers_[index(layer_index)].heads[index(head_index)];
     Workspace& workspace = workspaces_[index(workspace_index)];
     if (observed != nullptr) add_observed(layer, head, head_index, n_staged, observed);
-    const bool scheduled = schedule_ && observed != nullptr;
+    const bool scheduled = schedule_ && head.cold && observed != nullptr;
     const Slot last = staged_slot(layer, head_index, n_staged - 1);
     const std::int32_t newest = layer.layout.positions(last.page)[last.index];
     if (scheduled) follow_schedule(layer, head, head_index, n_staged, observed, newest, workspace);
-    take_in(layer, head, head_index, n_staged, output_squares, workspace);
+    take_in(layer, head, head_index, n_staged, newest, output_squares, workspace);
     if (scheduled) restore_due(layer, head, newest, workspace);
 }
 
 // Staged entries, and what the budget holds of them and the stored ones.
 void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_staged,
-                        float output_squares, Workspace& workspace) noexcept {
+                        std::int32_t newest, float output_squares, Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
     const bool evicts = total > head.budget;
-    if (!evicts && !measures(n_staged)) {
+    const bool measured = measures(n_staged);
+    if (!evicts && !measured) {
         append(layer, head, head_index, n_staged);
         return;
     }
     const auto start = std::chrono::steady_clock::now();
-    const int keep = entries_to_keep(head.budget, n_staged, protection_of(head));
-    const std::int32_t newest = score(layer, head, head_index, n_staged, keep, workspace);
-    if (measures(n_staged)) measure(head, total, newest, output_squares, workspace);
+    const int keep = entries_to_keep(head.budget, n_staged, protection_of(layer, head, newest));
+    if (measured) {
+        score(layer, head, head_index, n_staged, keep, workspace);
+        measure(layer, head, total, newest, output_squares, workspace);
+    }
     if (!evicts) {
         append(layer, head, head_index, n_staged);
         return;
     }
+    if (leave_window(layer, head, head_index, n_staged, newest, workspace)) return;
+    if (!measured) score(layer, head, head_index, n_staged, keep, workspace);
     keep_scored(layer, head, head_index, n_staged, keep, newest, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     eviction_nanoseconds_.fetch_add(
@@ -279,8 +297,49 @@ void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_st
         std::memory_order_relaxed);
 }
 
+void HeadStore::note_left(const Layer& layer, std::int32_t position) noexcept {
+    const std::int32_t from = layer.shape.first_blind(position);
+    std::int32_t known = whole_from_.load(std::memory_order_relaxed);
+    while (known < from &&
+           !whole_from_.compare_exchange_weak(known, from, std::memory_order_relaxed)) {
+    }
+}
+
+// Drops what no query after `newest` sees, if the others then fit the budget; whether they do.
+// Where there is room, what the last queries saw stays. (Where windows are chunked, a part of the
+// one before would be of no use.)
+bool HeadStore::leave_window(const Layer& layer, Head& head, int head_index, int n_staged,
+                             std::int32_t newest, Workspace& workspace) noexcept {
+    const std::int32_t oldest = layer.shape.oldest_seen(newest + 1);
+    if (oldest <= 0) return false;
+    const int margin = layer.shape.chunked ? 0 : kWindowMargin;
+    return keep_from(layer, head, head_index, n_staged, oldest - margin, workspace) ||
+           keep_from(layer, head, head_index, n_staged, oldest, workspace);
+}
+
+// Drops what is older, if the others fit the budget; whether they do.
+bool HeadStore::keep_from(const Layer& layer, Head& head, int head_index, int n_staged,
+                          std::int32_t oldest, Workspace& workspace) noexcept {
+    int n_kept = 0;
+    std::int32_t left = -1;
+    over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = layer.layout.positions(page);
+        for (int i = 0; i < n; ++i) {
+            const bool stays = positions[i] >= oldest;
+            workspace.kept[index(first + i)] = stays ? 1 : 0;
+            n_kept += stays ? 1 : 0;
+            if (!stays) left = std::max(left, positions[i]);
+        }
+    });
+    if (n_kept > head.budget) return false;
+    if (left >= 0) note_left(layer, left);
+    apply(layer, head, head_index, n_staged, workspace.kept.data());
+    return true;
+}
+
 void HeadStore::truncate(std::int32_t position) {
     Workspace& workspace = workspaces_[0];
+    whole_from_.store(std::min(windows_whole_from(), position), std::memory_order_relaxed);
     for (Layer& layer : layers_) {
         for (int h = 0; h < layer.shape.n_head_kv; ++h) {
             Head& head = layer.heads[index(h)];

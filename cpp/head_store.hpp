@@ -29,7 +29,27 @@ struct LayerShape {
     int n_head_kv;  // KV heads
     int k_dim;
     int v_dim;
+    int window = 0;        // sliding window in tokens; 0: none
+    bool chunked = false;  // the window begins at multiples of its size, and does not slide
+
+    // The oldest position that a query sees.
+    std::int32_t oldest_seen(std::int32_t query) const {
+        if (window == 0) return 0;
+        return chunked ? query / window * window : query - window + 1;
+    }
+    // The first query that sees nothing at or before a position.
+    std::int32_t first_blind(std::int32_t position) const {
+        return chunked ? (position / window + 1) * window : position + window;
+    }
 };
+
+// Of a layer with a window, KV heads hold more than what queries still see, so that they need not
+// be looked through with every token. Where they are, some stay: a session may go back that far.
+constexpr int kWindowSlack = 64;
+constexpr int kWindowMargin = 32;
+
+// Entries that a KV head of a layer can use, of max_entries.
+int most_entries(const LayerShape& shape, int max_entries);
 
 struct StoreSettings {
     KvType type = KvType::f16;
@@ -119,6 +139,9 @@ public:
 
     // Drops entries at positions >= position, frozen ones too.
     void truncate(std::int32_t position);
+    // Entries that left the window of their layer are dropped before any other, and not counted as
+    // evicted. Queries at this position or later see none of those that were.
+    std::int32_t windows_whole_from() const { return whole_from_.load(std::memory_order_relaxed); }
 
     // --- cold storage ---
     bool freezes() const { return settings_.freezing.has_value(); }
@@ -210,8 +233,8 @@ private:
         LayerShape shape;
         PageLayout layout;
         std::vector<Head> heads;
-        std::size_t turns = 0;  // of its rope
-        std::unique_ptr<ColdLayout> cold{};
+        std::size_t turns = 0;               // of its rope
+        std::unique_ptr<ColdLayout> cold{};  // none where nothing of it is frozen
     };
     struct Incoming {  // an entry that recall brings back
         int home = ColdHead::kNone;
@@ -273,22 +296,30 @@ private:
                                int keep, std::int32_t newest, Workspace& workspace) const noexcept;
     std::int32_t score(const Layer& layer, const Head& head, int head_index, int n_staged, int keep,
                        Workspace& workspace) const noexcept;
-    Protection protection_of(const Head& head) const {
-        return settings_.own_windows ? settings_.protection.within(head.budget)
-                                     : settings_.protection;
+    // Until a query comes after `newest`.
+    Protection protection_of(const Layer& layer, const Head& head, std::int32_t newest) const {
+        Protection protection =
+            settings_.own_windows ? settings_.protection.within(head.budget) : settings_.protection;
+        protection.oldest = layer.shape.oldest_seen(newest + 1);
+        return protection;
     }
-    void measure(Head& head, int total, std::int32_t newest, float output_squares,
-                 Workspace& workspace) const noexcept;
+    void measure(const Layer& layer, Head& head, int total, std::int32_t newest,
+                 float output_squares, Workspace& workspace) const noexcept;
+    bool leave_window(const Layer& layer, Head& head, int head_index, int n_staged,
+                      std::int32_t newest, Workspace& workspace) noexcept;
+    bool keep_from(const Layer& layer, Head& head, int head_index, int n_staged,
+                   std::int32_t oldest, Workspace& workspace) noexcept;
+    void note_left(const Layer& layer, std::int32_t position) noexcept;
     void append(const Layer& layer, Head& head, int head_index, int n_staged) noexcept;
-    void take_in(const Layer& layer, Head& head, int head_index, int n_staged, float output_squares,
-                 Workspace& workspace) noexcept;
+    void take_in(const Layer& layer, Head& head, int head_index, int n_staged, std::int32_t newest,
+                 float output_squares, Workspace& workspace) noexcept;
     void begin_entry(Head& head, int i) const noexcept {
         if (head.cold) head.homes[index(i)] = ColdHead::kNone;
-        if (schedule_) head.detections[index(i)] = Detections{};
+        if (head.cold && schedule_) head.detections[index(i)] = Detections{};
     }
     void move_entry(Head& head, int from, int to) const noexcept {
         if (head.cold) head.homes[index(to)] = head.homes[index(from)];
-        if (schedule_) head.detections[index(to)] = head.detections[index(from)];
+        if (head.cold && schedule_) head.detections[index(to)] = head.detections[index(from)];
     }
     void apply(const Layer& layer, Head& head, int head_index, int n_staged,
                const std::uint8_t* kept) noexcept;
@@ -297,7 +328,7 @@ private:
     void keep_scored(const Layer& layer, Head& head, int head_index, int n_staged, int keep,
                      std::int32_t newest, Workspace& workspace) noexcept;
     std::size_t active_state_bytes(const Layer& layer, int count) const;
-    std::size_t home_state_bytes(int count) const;
+    std::size_t home_state_bytes(const Layer& layer, int count) const;
     std::string homes_problem(const Layer& layer, int count, const std::byte* state) const;
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void start_freezing();
@@ -373,6 +404,7 @@ private:
     std::atomic<std::size_t> recalled_{0};
     std::atomic<std::int64_t> cold_nanoseconds_{0};
     std::atomic<std::size_t> evicted_{0};
+    std::atomic<std::int32_t> whole_from_{0};
     std::atomic<std::int64_t> eviction_nanoseconds_{0};
 };
 

@@ -139,10 +139,18 @@ inline void over_logits(int n, Step step) {
 }
 
 // A tile's logits of one row; what the task does not see, or the tile does not hold, is masked.
-inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, float* row) {
+inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int number, float* row) {
     if (task.softcap > 0.0f)
         for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
             store(row + e, soft_cap(load(row + e), task.softcap));
+    if (task.slopes != nullptr) {
+        const Vec slope = broadcast(task.slopes[number]);
+        for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes) {
+            const std::int32_t* at = tile.groups[e / kGroupEntries].positions + e % kGroupEntries;
+            const Vec distance = to_float(load_ints(at)) - broadcast(task.position);
+            store(row + e, multiply_add(slope, distance, load(row + e)));
+        }
+    }
     if (task.oldest_position > kMaskedLogit) {
         const Vec oldest = broadcast(task.oldest_position);
         for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes) {
@@ -197,7 +205,7 @@ inline void decode_softmax(const DecodeTask& task, const DecodeTile& tile, int f
     const int n = softmax_entries(tile);
     for (int r = 0; r < task.rows; ++r) {
         float* row = scratch.logits + r * kDecodeTile;
-        finish_logits(task, tile, row);
+        finish_logits(task, tile, r, row);
         if (task.logits != nullptr)
             std::memcpy(task.logits + static_cast<std::size_t>(r) * task.logits_stride +
                             (first - task.entries.first),

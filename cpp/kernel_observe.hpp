@@ -52,7 +52,7 @@ void prompt_observe_typed(const PromptTask& task, const float* row_weights, floa
         open_tile(task.entries, first, kEntryTile, tile);
         const int count = tile.count - tile.skipped;
         tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
-        if (task.masked) mask_scores(task, tile, count, scratch.logits);
+        finish_scores(task, tile, count, scratch.logits);
         for (int e = 0; e < count; ++e) {
             const Vec reach = broadcast(position_of(tile, e) + neighbourhood - 0.5f);
             Vec total = zero();

@@ -85,17 +85,33 @@ inline float position_of(const PromptTile& tile, int e) {
 
 inline void mask_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
     const Vec masked = broadcast(kMaskedLogit);
-    const float window = task.window > 0.0f ? task.window : 1e9f;
     for (int e = 0; e < count; ++e) {
         const Vec position = broadcast(position_of(tile, e));
-        const Vec expiry = position + broadcast(window - 0.5f);
         for (int row = 0; row < task.rows; row += kLanes) {
-            const Vec own = load(task.row_positions + row);
             Vec logit = load(logits + e * kRowTile + row);
-            logit = where_less(own, position, masked, logit);
-            store(logits + e * kRowTile + row, where_less(expiry, own, masked, logit));
+            logit = where_less(load(task.row_positions + row), position, masked, logit);
+            logit = where_less(position, load(task.row_oldest + row), masked, logit);
+            store(logits + e * kRowTile + row, logit);
         }
     }
+}
+
+inline void bias_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
+    for (int e = 0; e < count; ++e) {
+        const Vec position = broadcast(position_of(tile, e));
+        for (int row = 0; row < task.rows; row += kLanes) {
+            float* at = logits + e * kRowTile + row;
+            const Vec distance = position - load(task.row_positions + row);
+            store(at, multiply_add(load(task.row_slopes + row), distance, load(at)));
+        }
+    }
+}
+
+// After tile_scores().
+inline void finish_scores(const PromptTask& task, const PromptTile& tile, int count,
+                          float* logits) {
+    if (task.row_slopes != nullptr) bias_scores(task, tile, count, logits);
+    if (task.masked) mask_scores(task, tile, count, logits);
 }
 
 // Online softmax of one vector of rows over the entries of a tile; returns the rescaling factor.
@@ -170,7 +186,7 @@ void prompt_typed(const PromptTask& task) {
         open_tile(task.entries, first, kEntryTile, tile);
         const int count = tile.count - tile.skipped;
         tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
-        if (task.masked) mask_scores(task, tile, count, scratch.logits);
+        finish_scores(task, tile, count, scratch.logits);
         for (int row = 0; row < task.rows; row += kLanes)
             store(scratch.factors + row, rows_softmax(task.state, row, count, scratch.logits));
         tile_values(task, scratch.logits, convert_v<Type>(tile, layout, scratch.v), count,

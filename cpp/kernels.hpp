@@ -38,6 +38,8 @@ struct DecodeTask {
     int rows;
     float softcap;          // 0: none
     float oldest_position;  // entries before it are not seen (sliding window)
+    const float* slopes;    // [rows]: what a logit falls by per position (ALiBi); null: nothing
+    float position;         // of the token
     float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
     SoftmaxState state;   // output [rows][layout.v_stride]
@@ -49,12 +51,13 @@ struct PromptTask {
     EntryRange entries;
     const float* query;          // [layout.k_stride][kRowTile], scaled
     const float* row_positions;  // [kRowTile]
+    const float* row_oldest;     // [kRowTile], positions; entries before them are not seen
     int rows;
     bool masked;  // false: every row sees every entry
     float softcap;
-    float window;        // a row sees positions > its own - window; 0: all
-    float* scratch;      // prompt_scratch_floats(layout)
-    SoftmaxState state;  // output [layout.v_stride][kRowTile]
+    const float* row_slopes;  // [kRowTile]: what a logit falls by per position (ALiBi), or null
+    float* scratch;           // prompt_scratch_floats(layout)
+    SoftmaxState state;       // output [layout.v_stride][kRowTile]
 };
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);

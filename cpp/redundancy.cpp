@@ -8,9 +8,15 @@ namespace entropykv {
 int find_contest(const float* scores, const std::int32_t* positions, int n, int keep,
                  const Protection& protection, std::int32_t newest, std::int32_t* order) {
     int n_candidates = 0;
-    for (std::int32_t i = 0; i < n; ++i)
-        if (!protection.covers(positions[i], newest)) order[n_candidates++] = i;
-    const int wanted = keep - (n - n_candidates);
+    int n_protected = 0;
+    for (std::int32_t i = 0; i < n; ++i) {
+        if (protection.covers(positions[i], newest)) {
+            ++n_protected;
+        } else if (!protection.has_left(positions[i])) {
+            order[n_candidates++] = i;
+        }
+    }
+    const int wanted = keep - n_protected;
     if (wanted <= 0 || wanted >= n_candidates) return 0;
     const int last = std::min(n_candidates, std::max(wanted + kContest / 2, kContest));
     const int first = std::max(0, last - kContest);

@@ -6,7 +6,7 @@ Arrays are named as in cpp/: n tokens of a micro-batch, T entries, `group` query
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,29 +133,58 @@ class Attention(NamedTuple):
 
 NEIGHBOURHOOD = 32  # queries nearer to an entry do not score it
 SCORING_INTERVAL = 4
+WINDOW_MARGIN = 32  # entries that stay beyond a sliding window where there is room
 
 
 @dataclass(frozen=True)
 class Options:
-    """Constants of a layer's attention, by the names that HeadwiseStore.attend gives them."""
+    """Constants of a layer's attention."""
 
     scale: float
     softcap: float = 0.0
     window: int = 0
     sinks: npt.NDArray[Any] | None = None
     """One logit per query head."""
+    chunked: bool = False
+    """The window begins at multiples of its size."""
+    slopes: npt.NDArray[Any] | None = None
+    """What logits fall by per position, one per query head."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What HeadwiseStore.attend takes; the window is the layer's."""
+        names = ("scale", "softcap", "sinks", "slopes")
+        return {name: getattr(self, name) for name in names}
 
     def of_heads(self, heads: slice) -> Options:
         """The same, with the sinks of those query heads."""
         sinks = None if self.sinks is None else self.sinks[heads]
-        return Options(self.scale, self.softcap, self.window, sinks)
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return replace(self, sinks=sinks, slopes=slopes)
 
 
-def visible(query_positions: Ints, positions: Ints, window: int) -> Bools:
+def oldest_seen(query_position: int, window: int, chunked: bool) -> int:
+    """The first position that a query sees."""
+    if window == 0:
+        return 0
+    return query_position // window * window if chunked else query_position - window + 1
+
+
+def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
     """[n][T]: whether a query sees an entry: not a later one, nor one that left its window."""
-    distance = query_positions[:, None] - positions[None, :]
-    seen = distance >= 0
-    return seen & (distance < window) if window > 0 else seen
+    window = (options.window, options.chunked)
+    oldest = np.array([oldest_seen(int(query), *window) for query in query_positions])
+    seen = positions[None, :] <= query_positions[:, None]
+    return seen & (positions[None, :] >= oldest[:, None])
+
+
+def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> Floats:
+    """ALiBi: logits [n][group][T] fall linearly with the distance."""
+    if options.slopes is None:
+        return logits
+    distance = queries[:, None, None] - positions[None, None, :]
+    biased: Floats = logits - options.slopes.astype(np.float64)[None, :, None] * distance
+    return biased
 
 
 def given(measure: str, weights: Floats, logits: Floats) -> Floats:
@@ -181,7 +210,8 @@ def attend_kv_head(
     logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
     if options.softcap > 0.0:
         logits = options.softcap * np.tanh(logits / options.softcap)
-    seen = visible(first_query + np.arange(len(q)), positions, options.window)
+    logits = biased(logits, first_query + np.arange(len(q)), positions, options)
+    seen = visible(first_query + np.arange(len(q)), positions, options)
     logits = np.where(seen[:, None, :], logits, -np.inf)
     if options.sinks is not None:
         column = np.broadcast_to(options.sinks.astype(np.float64)[None, :, None], (*q.shape[:2], 1))
@@ -420,6 +450,10 @@ class ReferenceHead:
     k_dim: int
     v_dim: int
     budget: int
+    window: int = 0
+    chunked: bool = False
+    whole_from: int = 0
+    """Later queries see nothing that was dropped because it had left the window."""
     positions: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     k: Floats = field(init=False)
     v: Floats = field(init=False)
@@ -494,12 +528,15 @@ class ReferenceHead:
         """
         rules, newest = self.rules, int(self.positions.max())
         free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
+        free &= self.positions >= oldest_seen(newest + 1, self.window, self.chunked)
         losses = losses_at(self.scores(self.budget)[free], knots)
         squares = rules.score == "mass" and rules.by_values
         return losses / (outputs**2).sum() if squares else losses
 
     def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
         """Evict after a micro-batch of n_new tokens, to `theirs` if that is a right choice."""
+        if len(self.positions) > self.budget:
+            self._leave_window(0 if self.chunked else WINDOW_MARGIN)
         if len(self.positions) > self.budget:
             sinks, recent = self.rules.n_sinks, self.recent_window
             self._evict(entries_to_keep(self.budget, n_new, sinks, recent), theirs)
@@ -509,12 +546,15 @@ class ReferenceHead:
         """Evict down to another budget, to `theirs` if that is a right choice."""
         self.budget = budget
         if len(self.positions) > budget:
+            self._leave_window(0)
+        if len(self.positions) > budget:
             self._evict(budget, theirs)
         np.testing.assert_array_equal(theirs, self.positions)
 
     def truncate(self, position: int) -> None:
         """Forget what was read from `position` on."""
         self._keep(self.positions < position)
+        self.whole_from = min(self.whole_from, position)
         if position == 0:
             self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
 
@@ -560,6 +600,21 @@ class ReferenceHead:
     def _let_go(self, kept: Bools, newest: int) -> None:  # noqa: ARG002
         self.evicted += int((~kept).sum())
         self._keep(kept)
+
+    def _leave_window(self, margin: int) -> None:
+        """Drop what no later query sees, but for `margin` positions if the budget has room."""
+        newest = int(self.positions.max())
+        oldest = oldest_seen(newest + 1, self.window, self.chunked)
+        if (self.positions >= oldest - margin).sum() <= self.budget:
+            oldest -= margin
+        stays = self.positions >= oldest
+        gone = self.positions[~stays]
+        if gone.size:
+            query = int(gone.max())
+            while oldest_seen(query, self.window, self.chunked) <= gone.max():
+                query += 1
+            self.whole_from = max(self.whole_from, query)
+        self._keep(stays)
 
     def _keep(self, kept: Bools) -> None:
         self.positions, self.importance = self.positions[kept], self.importance[kept]
@@ -744,12 +799,19 @@ def pages_for(entries: int, entries_per_page: int) -> int:
 
 
 def check_shares(
-    budgets: Sequence[int], mean: int, most: int, floor: int, pages: list[int]
+    budgets: Sequence[int],
+    mean: int,
+    most: int,
+    floor: int,
+    pages: list[int],
+    limits: Sequence[int] = (),
 ) -> None:
     """Assert what must hold for every shared budget; `pages`: entries per page of every head."""
     mean = min(mean, most)
     assert len(budgets) == len(pages)
-    assert all(floor <= budget <= most for budget in budgets)
+    limits = [min(limit, most) for limit in limits or [most] * len(pages)]
+    for budget, limit in zip(budgets, limits, strict=True):
+        assert min(floor, limit) <= budget <= limit
     assert sum(budgets) <= mean * len(budgets)
     used = sum(pages_for(budget, n) for budget, n in zip(budgets, pages, strict=True))
     assert used <= sum(pages_for(mean, n) for n in pages)
@@ -825,7 +887,8 @@ def curve_losses(
     logits = np.einsum("ngd,td->ngt", q, k) * options.scale
     if options.softcap > 0.0:
         logits = options.softcap * np.tanh(logits / options.softcap)
-    seen = visible(first + np.arange(len(q)), positions, options.window)
+    logits = biased(logits, first + np.arange(len(q)), positions, options)
+    seen = visible(first + np.arange(len(q)), positions, options)
     weights = np.exp(np.where(seen[:, None, :], logits, -np.inf))
     sinks = 0.0 if options.sinks is None else np.exp(options.sinks)[None, :]
     p = weights / (weights.sum(axis=2) + sinks)[:, :, None]

@@ -38,7 +38,16 @@ class ImportanceSettings:
 class LayerShape:
     """Heads and head sizes of one attention layer."""
 
-    def __init__(self, n_head: int, n_head_kv: int, k_dim: int, v_dim: int) -> None: ...
+    def __init__(
+        self,
+        n_head: int,
+        n_head_kv: int,
+        k_dim: int,
+        v_dim: int,
+        window: int = 0,
+        chunked: bool = False,
+    ) -> None:
+        """`window`: in tokens, 0: none; `chunked`: it begins at multiples of its size."""
     @property
     def n_head(self) -> int: ...
     @property
@@ -47,6 +56,10 @@ class LayerShape:
     def k_dim(self) -> int: ...
     @property
     def v_dim(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def chunked(self) -> bool: ...
 
 class RopeParams:
     """How a layer's keys depend on their position, by ggml's names; n_dims 0: they do not."""
@@ -115,6 +128,19 @@ class KShiftProbe:
     @property
     def obstacle(self) -> str:
         """Why it does not; empty if it does."""
+
+class WindowProbe:
+    """Looks at decodes of single tokens: how many cells each attention layer sees."""
+
+    def __init__(self) -> None: ...
+    @property
+    def callback(self) -> int: ...
+    @property
+    def user_data(self) -> int: ...
+    @property
+    def visible(self) -> list[tuple[int, int]]:
+        """llama.cpp's number of the layer, and cells (-1: unreadable), since clear()."""
+    def clear(self) -> None: ...
 
 class GateHook:
     """Makes the SwiGLU gates in the graphs of one llama_context squared ReLU."""
@@ -235,9 +261,9 @@ class HeadwiseStore:
         v: _Floats,
         scale: float,
         softcap: float = 0.0,
-        window: int = 0,
         sinks: _Floats | None = None,
         position: int = 0,
+        slopes: _Floats | None = None,
     ) -> _Floats:
         """Attention of one micro-batch without a model: [n_tokens][heads][dim] each."""
 
@@ -258,9 +284,10 @@ class HeadwiseStore:
         """Bits of every attention row of the last micro-batch, (n_tokens, n_head)."""
 
     def capture_queries(self, on: bool) -> None: ...
-    def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int]:
+    def queries(self, layer: int) -> tuple[_Floats, _Floats, float, int, bool, _Floats]:
         """Of the last micro-batch: scaled queries (n_tokens, n_head, k_dim), attention sinks
-        (n_head,), soft cap (0: none) and sliding window in tokens (0: none).
+        (n_head,), soft cap (0: none), window in tokens (0: none), whether it is chunked, and what
+        logits fall by per position (n_head,).
         """
 
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
@@ -283,6 +310,10 @@ class HeadwiseStore:
 
     def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
         """Replace a head's entries by a state without problems; evicts down to its budget."""
+
+    @property
+    def windows_whole_from(self) -> int:
+        """Queries from this position on see nothing that was dropped because it left a window."""
 
     def rebase(
         self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
@@ -430,8 +461,18 @@ def share_budget(
     floor_entries: int,
     entries_per_page: Sequence[int],
     weights: Sequence[float],
+    limits: Sequence[int] = (),
 ) -> list[int]:
-    """Entries of every KV head; ValueError where the mean is below the floor."""
+    """Entries of every KV head; ValueError where the mean is below the floor.
+
+    `limits`: what each head can use; none: max_entries.
+    """
+
+def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
+    """What the logits of every query head fall by per position."""
+
+def most_entries(layer: LayerShape, max_entries: int) -> int:
+    """Entries that a KV head of a layer can use."""
 
 def losses_at(scores: npt.ArrayLike, knots: Sequence[int]) -> npt.NDArray[np.float32]:
     """Sums of all but the largest k scores, for every k of the knots, which ascend."""
@@ -446,6 +487,7 @@ def share_by_curves(
     entries_per_page: Sequence[int],
     knots: Sequence[float],
     losses: Sequence[float],
+    limits: Sequence[int] = (),
 ) -> list[int]:
     """As share_budget, for the least summed loss; knots count entries beyond the floor."""
 

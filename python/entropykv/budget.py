@@ -48,6 +48,8 @@ class HeadwisePlan:
     """What no KV head gets less than."""
     entries_per_page: tuple[int, ...]
     """Of every KV head, all layers in order."""
+    limits: tuple[int, ...]
+    """Entries that each of them can use: all of the context, or a window."""
     protection: Protection
     pool_pages: int
     page_bytes: int
@@ -79,13 +81,17 @@ def plan_headwise(
 ) -> HeadwisePlan:
     """Share a budget among the KV heads.
 
-    `layers` are the model's attention layers. Raises BudgetError where the budget cannot hold
+    `layers` are the model's attention layers. Those with a window get no more than it holds, and
+    the others what is left. Raises BudgetError where the budget cannot hold
     sinks and recent window in every KV head, ProfileError where the policy needs loss curves.
     """
     page_bytes, per_head = _page_geometry(layers, kv_type)
 
+    limits = [_core.most_entries(s, n_ctx) for s in layers for _ in range(s.n_head_kv)]
+    most_pages = sum(_core.pages_for(n, p) for n, p in zip(limits, per_head, strict=True))
+
     def pages(entries: int) -> int:
-        return _pages(entries, per_head)
+        return min(_pages(entries, per_head), most_pages)
 
     def bytes_of(entries: int) -> int:
         return pages(entries) * page_bytes
@@ -95,9 +101,16 @@ def plan_headwise(
     floor = min(protection.entries, n_ctx)
     if policy.rule.by_layer:  # half of its own budget is the layer's recent window
         floor = min(2 * (n_sinks + 1), floor)
-    budgets = by_layer(_share(policy, profile, mean, n_ctx, floor, per_head), layers)
+    shares = _share(policy, profile, mean, n_ctx, floor, per_head, limits)
     return HeadwisePlan(
-        tuple(budgets), mean, floor, tuple(per_head), protection, pages(mean), page_bytes
+        tuple(by_layer(shares, layers)),
+        mean,
+        floor,
+        tuple(per_head),
+        tuple(limits),
+        protection,
+        pages(mean),
+        page_bytes,
     )
 
 
@@ -224,11 +237,12 @@ def _share(
     n_ctx: int,
     floor: int,
     per_page: list[int],
+    limits: list[int],
 ) -> list[int]:
     """Entries of every KV head, all layers in order."""
     if policy.rule is not BudgetRule.PROFILE_CURVES:
         weights = _weights(policy, profile)
-        return _core.share_budget(mean, n_ctx, floor, per_page, weights)
+        return _core.share_budget(mean, n_ctx, floor, per_page, weights, limits)
     if profile is None or profile.curves is None:
         missing = "a profile" if profile is None else "loss curves, which the profile does not have"
         raise ProfileError(
@@ -236,7 +250,7 @@ def _share(
             "calibrate` and give it with --entropy-config (entropy_config)"
         )
     knots, losses = profile.curves.knots(n_ctx, n_ctx - floor)
-    return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses)
+    return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses, limits)
 
 
 def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:

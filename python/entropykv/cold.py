@@ -51,11 +51,16 @@ class ColdSide:
                 "frozen comes back for each head by itself; use another policy, or no --freeze "
                 "(freeze=)"
             )
+        if all(shape.window for shape in layers):
+            raise SettingsError(
+                f"{model.name}: every layer has a sliding window, and what has left it is never "
+                "needed again, so nothing can be frozen; use no --freeze (freeze=)"
+            )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
         # Of every KV head: a page that is filled, as wide as the store's, and one that is stored.
         of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
-        least = of_head * sum(shape.n_head_kv for shape in layers)
+        least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
             raise BudgetError(
                 f"a limit of {freezing.limit} holds no frozen entries of this model; give "

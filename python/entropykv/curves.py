@@ -112,11 +112,17 @@ class Queries(NamedTuple):
     sinks: Rows
     """(n_head,): one more logit of every row."""
     softcap: float
-    window: int
+    window: int = 0
+    """In tokens; 0: none."""
+    chunked: bool = False
+    """The window begins at multiples of its size."""
+    slopes: Rows | None = None
+    """(n_head,): what logits fall by per position (ALiBi); None: nothing."""
 
     def of_heads(self, heads: slice) -> Queries:
         """The queries of some heads."""
-        return Queries(self.rows[:, heads], self.sinks[heads], self.softcap, self.window)
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return self._replace(rows=self.rows[:, heads], sinks=self.sinks[heads], slopes=slopes)
 
 
 class Entries(NamedTuple):
@@ -149,9 +155,14 @@ def probabilities(queries: Queries, k: Rows) -> Rows:
         logits = np.float32(queries.softcap) * np.tanh(logits / np.float32(queries.softcap))
     own = len(k) - n_queries + np.repeat(np.arange(n_queries), n_heads)
     distance = own[:, None] - np.arange(len(k))[None, :]
+    if queries.slopes is not None:
+        logits -= np.tile(queries.slopes, n_queries)[:, None] * distance
     hidden = distance < 0
     if queries.window > 0:
-        hidden |= distance >= queries.window
+        begin = (
+            own // queries.window * queries.window if queries.chunked else own - queries.window + 1
+        )
+        hidden |= np.arange(len(k))[None, :] < begin[:, None]
     logits[hidden] = -np.inf
     sinks = np.tile(queries.sinks, n_queries)[:, None]
     largest = np.maximum(logits.max(axis=1, keepdims=True), sinks)

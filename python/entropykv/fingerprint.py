@@ -44,14 +44,18 @@ def _fingerprint(geometry: ModelGeometry, header: bytes) -> Fingerprint:
     )
 
 
-def check_model(profile: EntropyProfile, geometry: ModelGeometry) -> None:
+def check_model(
+    profile: EntropyProfile, geometry: ModelGeometry, heads: tuple[int, int, int] | None = None
+) -> None:
     """Raise ProfileError, naming the field, where the profile was made with another model.
 
-    Another quantisation of the same model is no other model: see other_file().
+    Another quantisation of the same model is no other model: see other_file(). `heads`: attention
+    layers, and query and KV heads of each, by the graph; not every header tells which layers of a
+    hybrid attend.
     """
-    profile.check_geometry(
-        geometry.n_layer, geometry.n_head, max(geometry.kv_heads_per_layer), geometry.name
-    )
+    n_attending = sum(n > 0 for n in geometry.kv_heads_per_layer)
+    of_header = (n_attending, geometry.n_head, max(geometry.kv_heads_per_layer))
+    profile.check_geometry(*(heads or of_header), geometry.name)
     if profile.fingerprint is None:
         return
     for field in ("architecture", "n_vocab", "head_dim_k", "head_dim_v"):

@@ -14,12 +14,13 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
-from entropykv.errors import ContextError, SessionFileError
+from entropykv.errors import ContextError, SessionFileError, SettingsError, UnsupportedModelError
 from entropykv.fingerprint import check_model
 from entropykv.k_shift import flat_range, k_shift_obstacle
 from entropykv.model import Model, captured_log
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
+from entropykv.recurrent import cannot_go_back, is_recurrent
 from entropykv.session_file import SavedContents, SessionReader
 from entropykv.store import (
     GGML_TYPES,
@@ -27,8 +28,17 @@ from entropykv.store import (
     StoreState,
     context_parameters,
     let_hook_change,
+    refuse_diffusion,
     relu2_layers,
 )
+
+Q8_0_BLOCK = 32
+"""llama.cpp's: no block holds values of two heads."""
+
+
+WITHOUT_HOLES = frozenset({"qwen4exp"})
+"""Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36 an assertion
+of its indices ends the process once positions are missing; no API tells."""
 
 
 class FlatStore(Store):
@@ -49,12 +59,15 @@ class FlatStore(Store):
     ) -> None:
         """Make a context whose cells are the budget plus one micro-batch.
 
-        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded.
+        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for
+        a diffusion model, and for one of WITHOUT_HOLES in less than the context.
         """
         geometry = model.geometry
+        refuse_diffusion(model)
         if profile:
             check_model(profile, model.geometry)
         self._model = model
+        self._is_recurrent = is_recurrent(model)
         self._settings = settings
         self._n_ctx = n_ctx
         self._n_ubatch = n_ubatch
@@ -92,7 +105,7 @@ class FlatStore(Store):
         self._store.shift = shift
 
     def _plan(self, budget: Budget) -> FlatPlan:
-        return plan_flat(
+        plan = plan_flat(
             budget,
             self._cell_bytes,
             self._n_ctx,
@@ -100,6 +113,13 @@ class FlatStore(Store):
             self._settings.n_sinks,
             self._settings.recent_window,
         )
+        if plan.entries < self._n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
+            raise UnsupportedModelError(
+                f"{self._model.name}: llama.cpp fails where positions of this architecture "
+                f"({self._model.geometry.architecture}) are missing from its cache, so nothing can "
+                "be evicted; use --kv-budget 1.0 (kv_budget=1.0)"
+            )
+        return plan
 
     def _new_context(self, cells: int) -> Any:
         parameters = context_parameters(self._model, self._settings, self._n_ubatch, cells)
@@ -140,8 +160,11 @@ class FlatStore(Store):
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
 
-        ContextError where the one before it was evicted: llama.cpp reads on after that one only.
+        ContextError where the one before it was evicted: llama.cpp reads on after that one only;
+        and where a recurrent state is beyond it.
         """
+        if self._is_recurrent and position > 0:
+            raise cannot_go_back(self._model, position)
         if position > 0 and position - 1 not in self._store.positions:
             raise ContextError(
                 f"cannot go back to position {position}: the flat store has evicted the token "
@@ -150,6 +173,10 @@ class FlatStore(Store):
         self._store.truncate(position)
         if position == 0:
             self.shift = 0
+
+    def can_return_to(self, position: int) -> bool:  # noqa: ARG002
+        """Not where there are recurrent layers."""
+        return not self._is_recurrent
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
         """Positions kept, ascending: the same for every layer and head."""
@@ -216,6 +243,25 @@ class FlatStore(Store):
             "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
         }
+
+
+def flat_kv_type(asked: str, chosen: str, model: Model) -> str:
+    """The type of llama.cpp's cache: f16 where `auto` chose one whose blocks heads do not fill.
+
+    SettingsError where such a type was asked for.
+    """
+    geometry = model.geometry
+    of_windows = (model.metadata(f"attention.{name}_length_swa") for name in ("key", "value"))
+    sizes = [geometry.head_dim_k, geometry.head_dim_v, *map(int, filter(None, of_windows))]
+    odd = [size for size in sizes if size % Q8_0_BLOCK]
+    if chosen == "f16" or not odd:
+        return chosen
+    if asked == "auto":
+        return "f16"
+    raise SettingsError(
+        f"{model.name}: the flat store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} values,"
+        f" with heads of {odd[0]}; use --kv-type f16 (kv_type='f16')"
+    )
 
 
 def _address(context: Any) -> int:

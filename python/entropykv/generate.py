@@ -227,7 +227,7 @@ class _Generation:
         session = self._session
         last = self._start + self._n_yielded - 1
         token = session.tokens[last]
-        session.truncate(last)
+        go_back(session, last)
         self._held.clear()
         self._read(token)
         self._chooser.remember(session)
@@ -239,7 +239,18 @@ class _Generation:
         n_ahead = session.position - known
         if n_ahead > 0 and session.tokens[known:] == [*self._last, *self._held][:n_ahead]:
             with contextlib.suppress(EntropyKVError):  # unusable: its next use will say why
-                session.truncate(known)
+                go_back(session, known)
+
+
+def go_back(session: Decoder, position: int) -> None:
+    """Truncate; where the model or its store cannot, read the text before `position` again."""
+    tokens = session.tokens[:position]
+    try:
+        session.truncate(position)
+    except ContextError:
+        session.truncate(0)
+        for _ in session.decode_micro_batches(tokens, all_logits=False):
+            pass
 
 
 class _Chooser:

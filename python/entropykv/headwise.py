@@ -1,9 +1,8 @@
-"""The headwise store in a session: probing the graph, planning budgets, serving the attention."""
+"""The headwise store in a session: planning budgets, serving the attention."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
@@ -14,30 +13,20 @@ from entropykv import _core
 from entropykv.budget import HeadwisePlan, plan_headwise
 from entropykv.cold import ColdSide
 from entropykv.config import Budget, Settings
-from entropykv.errors import (
-    EntropyKVError,
-    SettingsError,
-    UnsupportedModelError,
-)
+from entropykv.errors import ContextError, SettingsError
 from entropykv.fingerprint import check_model
 from entropykv.freezing import Freezing
+from entropykv.headwise_probe import hooked_context, probed_layers, refuse_by_kind
+from entropykv.headwise_state import HeadwiseState
 from entropykv.model import Model
 from entropykv.online import LEAST_TOKENS, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.recovery import Rung
+from entropykv.recurrent import WHY, RecurrentState, cannot_go_back, is_recurrent
 from entropykv.rope import RopeRange
 from entropykv.session_file import SavedContents, SessionReader
-from entropykv.store import (
-    Store,
-    StoreState,
-    context_parameters,
-    decode_one_token,
-    let_hook_change,
-    relu2_layers,
-)
-
-_USE_FLAT = "use --store flat (store='flat'), which serves any model"
+from entropykv.store import Store, StoreState, relu2_layers
 
 
 class HeadwiseStore(Store):
@@ -68,21 +57,21 @@ class HeadwiseStore(Store):
         self._policy = policy
         self._profile = profile
         self._n_ctx = n_ctx
-        if settings.n_gpu_layers:
-            raise UnsupportedModelError(
-                "the headwise store runs on the CPU, but layers are offloaded; use --store flat "
-                "or no --n-gpu-layers"
-            )
-        _refuse_by_kind(model)
+        refuse_by_kind(model, settings)
+        self._model = model
         self._hook = _core.GraphHook(relu2_layers(model, settings))
-        self.context = self._hooked_context(model, n_ubatch)
+        self.context = hooked_context(model, settings, self._hook, n_ubatch)
         try:
-            self.layers = self._probe(model)
-            self.rope_obstacle = self._hook.rope_obstacle
+            self._recurrent = RecurrentState(self.context) if is_recurrent(model) else None
+            self.layers = probed_layers(model, settings, self._hook, self.context)
+            self._check_profile()
+            self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
             self._check_importance(model)
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, settings.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
+            self._windowed = any(s.window for s in self.layers)
+            self._loaded = 0
             self.bytes_full_per_token = sum(
                 2 * s.n_head_kv * (s.k_dim + s.v_dim) for s in self.layers
             )
@@ -106,40 +95,29 @@ class HeadwiseStore(Store):
             )
             self.cold.serve(self._store)
             self._online = online_budgets(policy, self._store, self.layers, n_ctx)
+            self._state = HeadwiseState(
+                self._store, self.layers, policy, self.cold, self._online, self._recurrent
+            )
             self._follow(plan)
         except BaseException:
             self.close()
             raise
         self._hook.serve(self._store)
 
-    def _hooked_context(self, model: Model, n_ubatch: int) -> Any:
-        parameters = context_parameters(model, self._settings, n_ubatch, n_ubatch)
-        parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
-        let_hook_change(parameters, self._hook)
-        return model.new_context(parameters)
-
-    def _probe(self, model: Model) -> list[_core.LayerShape]:
-        """Decode one token and look at the graph; returns the shapes of the attention layers."""
-        if not decode_one_token(self.context):
-            raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
-        self._forget_cells()
-        if self._hook.refusal or not self._hook.nodes:
-            why = self._hook.refusal or "it has no attention layers"
-            raise _unsupported(model, why)
-        layers = [node.shape for node in self._hook.nodes]
-        if self._profile:
-            first = layers[0]
-            self._profile.check_geometry(len(layers), first.n_head, first.n_head_kv, model.name)
-            check_model(self._profile, model.geometry)
-        return layers
+    def _check_profile(self) -> None:
+        if self._profile is None:
+            return
+        first = self.layers[0]
+        heads = (len(self.layers), first.n_head, first.n_head_kv)
+        check_model(self._profile, self._model.geometry, heads)
 
     def _check_importance(self, model: Model) -> None:
         measure = self._policy.importance.measure
-        if measure == "expected" and self.rope_obstacle:
+        obstacle = self._hook.rope_obstacle
+        if measure == "expected" and obstacle:
             raise SettingsError(
                 f"{model.name}: policy {self._policy.name} turns queries to later positions, which "
-                f"this model does not allow: {self.rope_obstacle}; use measure mass"
+                f"this model does not allow: {obstacle}; use measure mass"
             )
 
     def _plan(self, budget: Budget) -> HeadwisePlan:
@@ -172,6 +150,14 @@ class HeadwiseStore(Store):
             recent_window=plan.protection.recent_window,
         )
 
+    def keep_everything(self) -> None:
+        """Drop nothing, not even what has left a window: for those who look at whole texts."""
+        pages = sum(_core.pages_for(self._n_ctx, n) for n in self._followed.entries_per_page)
+        protection = self._followed.protection
+        self._store.set_budgets(
+            [self._n_ctx] * self.n_kv_heads, pages, protection.n_sinks, protection.recent_window
+        )
+
     def _forget_cells(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
@@ -198,7 +184,10 @@ class HeadwiseStore(Store):
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """Free llama.cpp's cells, check that every layer was served, and share the budget again."""
-        self._forget_cells()
+        if self._recurrent:
+            self._recurrent.forget_cells()
+        else:
+            self._forget_cells()
         self._hook.check_step()
         if self._online and n_tokens >= LEAST_TOKENS:
             self._online.observe(n_tokens)
@@ -216,14 +205,35 @@ class HeadwiseStore(Store):
             self._follow(plan)
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position."""
+        """Drop entries at and beyond a position.
+
+        ContextError where a recurrent state is beyond, or where layers with windows have dropped
+        what the tokens after it would see.
+        """
+        if self._recurrent and position > 0:
+            raise cannot_go_back(self._model, position)
+        if position > 0 and not self.can_return_to(position):
+            raise ContextError(
+                f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
+                f"window have dropped what they would see from there, but not from position "
+                f"{self._whole_from} on; call reset() and read the text again"
+            )
         self._forget_cells()  # a decode that failed leaves some
         self._store.truncate(position)
+        self._loaded = min(self._loaded, position)
         if position == 0:
             self.shift = 0
             if self._online:
                 self._online.forget()
                 self._share()
+
+    def can_return_to(self, position: int) -> bool:
+        """Whether windows held all then that they would hold again; states do not."""
+        return not self._recurrent and position >= self._whole_from
+
+    @property
+    def _whole_from(self) -> int:
+        return max(self._loaded, self._store.windows_whole_from)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""
@@ -237,64 +247,20 @@ class HeadwiseStore(Store):
         ]
 
     def state(self) -> StoreState:
-        """A section for every KV head, layer by layer, and what online budgets have seen."""
-        entries = [
-            [self._store.count(layer, head) for head in range(shape.n_head_kv)]
-            for layer, shape in enumerate(self.layers)
-        ]
-        seen = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
-        return StoreState(
-            entries=entries,
-            evicted=self._store.evicted,
-            section_bytes=[
-                *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
-                *map(len, seen),
-            ],
-            sections=itertools.chain(
-                (self._section(i, head) for i, head, _ in _per_head(entries)), seen
-            ),
-        )
-
-    def _section(self, layer: int, kv_head: int) -> bytes:
-        with self.cold.reading():
-            return self._store.save_head(layer, kv_head)
+        """See HeadwiseState."""
+        return self._state.save()
 
     def check_state(
         self, reader: SessionReader, contents: SavedContents, sections: Sequence[bytearray]
     ) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
-        self.cold.check_loading(reader.where)
-        heads = [len(layer) for layer in contents.entries]
-        n_sections = self.n_kv_heads + (self._online is not None)
-        if heads != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
-            raise reader.damaged("other KV heads than the model has")
-        if self._policy.rule.by_layer and any(len(set(layer)) > 1 for layer in contents.entries):
-            raise reader.damaged("KV heads of a layer that keep different positions")
-        if self._online:
-            *sections, seen = sections
-            problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))
-            if problem:
-                raise reader.damaged(problem)
-        for (layer, head, count), section in zip(
-            _per_head(contents.entries), sections, strict=True
-        ):
-            problem = self._store.state_problem(layer, count, section, contents.position)
-            if problem:
-                raise reader.damaged(f"KV head {head} of layer {layer} has {problem}")
+        self._state.check(reader, contents, sections)
 
     def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
-        heads = list(_per_head(contents.entries))
-        if self._online:
-            *sections, seen = sections
-            self._online.load(_floats(seen))
-        with self.cold.growing():
-            if self._online:
-                self._share()
-            self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
-        for (layer, head, count), section in zip(heads, sections, strict=True):
-            self._store.load_head(layer, head, count, section)
+        self._state.load(contents, sections, self._share)
         self.shift = contents.shift
+        self._loaded = contents.position if self._windowed else 0  # what left is not in the file
 
     @property
     def evicted(self) -> int:
@@ -325,34 +291,3 @@ class HeadwiseStore(Store):
         super().close()
         if hasattr(self, "cold"):
             self.cold.close()
-
-
-def _floats(section: bytearray) -> npt.NDArray[np.float64]:
-    return np.frombuffer(section, "<f8").astype(np.float64)
-
-
-def _per_head(entries: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Layer, KV head and number of entries of every KV head."""
-    for layer, counts in enumerate(entries):
-        for head, count in enumerate(counts):
-            yield layer, head, count
-
-
-def _unsupported(model: Model, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{model.name}: the headwise store cannot serve this model: {why}; {_USE_FLAT}"
-    )
-
-
-def _refuse_by_kind(model: Model) -> None:
-    """Refuse what the graph does not show."""
-    kinds = {
-        "it has sliding-window layers": llama_cpp.llama_model_n_swa(model.handle) > 0,
-        "it has recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle)
-        or llama_cpp.llama_model_is_hybrid(model.handle),
-        "it is a diffusion model": llama_cpp.llama_model_is_diffusion(model.handle),
-        "it has an encoder": llama_cpp.llama_model_has_encoder(model.handle),
-    }
-    for why, applies in kinds.items():
-        if applies:
-            raise _unsupported(model, why)

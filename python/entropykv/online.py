@@ -80,7 +80,7 @@ class MeasuredLosses:
         self._n_ctx = n_ctx
         heads = [shape.n_head_kv for shape in layers]
         self._n_heads = sum(heads)
-        self._groups = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else [self._n_heads]
+        self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
         self._knots: Floats
         self._losses: Floats
@@ -112,17 +112,25 @@ class MeasuredLosses:
         losses = np.concatenate([self._losses[:, inside], nothing], axis=1)
         losses /= losses.max() or 1.0  # only ratios count, and sums of |q.k| have no limit
         shares: list[int] = []
-        for n_heads in self._groups:
+        for n_heads, mean in self._groups(plan):
             heads = slice(len(shares), len(shares) + n_heads)
             shares += _core.share_by_curves(
-                plan.mean_entries,
+                mean,
                 self._n_ctx,
-                plan.floor_entries,
+                min(plan.floor_entries, mean),
                 plan.entries_per_page[heads],
                 knots,
                 losses[heads].ravel().tolist(),
+                plan.limits[heads],
             )
         return shares
+
+    def _groups(self, plan: HeadwisePlan) -> list[tuple[int, int]]:
+        """KV heads that share a budget, and the mean of it."""
+        if self._layers is None:
+            return [(self._n_heads, plan.mean_entries)]
+        means = [sum(layer) // len(layer) for layer in plan.budgets]  # equal, but for windows
+        return list(zip(self._layers, means, strict=True))
 
     def forget(self) -> None:
         """Nothing was measured."""
@@ -192,7 +200,12 @@ class LayerEntropies:
             for _ in range(shape.n_head_kv)
         ]
         shares = _core.share_budget(
-            plan.mean_entries, self._n_ctx, plan.floor_entries, plan.entries_per_page, of_heads
+            plan.mean_entries,
+            self._n_ctx,
+            plan.floor_entries,
+            plan.entries_per_page,
+            of_heads,
+            plan.limits,
         )
         return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
 

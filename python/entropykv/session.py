@@ -25,7 +25,7 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.fingerprint import other_file
-from entropykv.flat import FlatStore
+from entropykv.flat import FlatStore, flat_kv_type
 from entropykv.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
 from entropykv.generate import Sampling, generate
 from entropykv.headwise import HeadwiseStore
@@ -34,6 +34,7 @@ from entropykv.policy import AUTO, Policy, policy_named
 from entropykv.profile import EntropyProfile
 from entropykv.profile_search import find_profile, load_profile
 from entropykv.recovery import Climb, Recovery, Rung
+from entropykv.recurrent import is_recurrent
 from entropykv.rope import check_sinks, largest_micro_batch
 from entropykv.session_file import (
     SavedContents,
@@ -105,6 +106,7 @@ class Session:
             n_sinks=n_sinks,
             recent_window=recent_window,
         )
+        self._asked_kv_type = kv_type
         self._budget = Budget.parse(kv_budget)
         profile = load_profile(entropy_config)
         schedule = policy_named(policy, profile, store).schedule
@@ -151,6 +153,11 @@ class Session:
 
     def _make_store(self, policy: str) -> tuple[Store, Policy]:
         """The store that was asked for; with `auto`, flat where headwise cannot serve the model."""
+        if self.recovery and self.recovery.held_back and is_recurrent(self._model):
+            raise SettingsError(
+                f"{self._model.name}: recovery that generates tokens again goes back, which "
+                "recurrent layers cannot; use recovery without its last rung, or none"
+            )
         self.fallback: str | None = None
         wanted = self.settings.store
         if wanted != "auto":
@@ -168,6 +175,9 @@ class Session:
 
     def _store_named(self, store: str, name: str) -> tuple[Store, Policy]:
         policy = policy_named(name, self.profile, store, freezes=self.freezing is not None)
+        if store == "flat":
+            kv_type = flat_kv_type(self._asked_kv_type, self.settings.kv_type, self._model)
+            self.settings = replace(self.settings, kv_type=kv_type)
         arguments = (
             self._model,
             self.settings,
@@ -425,12 +435,15 @@ class Session:
         """
         if position == 0:
             return True
-        return not self._broken and self._reusable_from <= position <= self._position
+        if self._broken or not self._reusable_from <= position <= self._position:
+            return False
+        return position == self._position or self._store.can_return_to(position)
 
     def truncate(self, position: int) -> None:
         """Go back to `position` tokens; 0 is possible after a decode that failed, too.
 
-        What was evicted before `position` does not come back: see can_return_to().
+        What was evicted before `position` does not come back: see can_return_to(). ContextError
+        where a model's recurrent layers or sliding windows cannot go back that far.
         """
         if position == 0:
             self._broken = False

@@ -81,7 +81,16 @@ class Store(Protocol):
         """Apply a new budget: grows at once, shrinks by evicting."""
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position."""
+        """Drop entries at and beyond a position; ContextError, and nothing has changed, where that
+        would leave other entries than are needed to go on.
+        """
+
+    def can_return_to(self, position: int) -> bool:  # noqa: ARG002
+        """Whether truncate() to an earlier position, not 0, leaves what was there, had nothing been
+
+        evicted meanwhile.
+        """
+        return True
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""
@@ -157,6 +166,15 @@ def decode_one_token(context: Any) -> bool:
     return bool(llama_cpp.llama_decode(context, batch) == 0)
 
 
+def refuse_diffusion(model: Model) -> None:
+    """Raise UnsupportedModelError for a model whose tokens are not read one after the other."""
+    if llama_cpp.llama_model_is_diffusion(model.handle):
+        raise UnsupportedModelError(
+            f"{model.name}: it is a diffusion model, whose tokens all see each other, so there is "
+            "no KV cache to keep inside a budget; run it with llama.cpp alone"
+        )
+
+
 def relu2_layers(model: Model, settings: Settings) -> int:
     """Layers whose gates a hook must make squared ReLU: all of them, or 0.
 
@@ -173,7 +191,8 @@ def relu2_layers(model: Model, settings: Settings) -> int:
 
 
 def let_hook_change(
-    parameters: Any, hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe
+    parameters: Any,
+    hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe | _core.WindowProbe,
 ) -> None:
     """Let a hook look at a context's graphs, or change them; it must live as long as that."""
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from entropykv import EntropyKVError, ModelFileError, Session, UnsupportedModelError
+from entropykv import ContextError, Session, SettingsError, UnsupportedModelError
 from entropykv.stock import StockSession
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.integration.test_headwise import relative_error, tokens_for
@@ -17,19 +17,17 @@ Logits = npt.NDArray[np.float32]
 
 # Why the headwise store refuses, by kind; what is not here, it serves.
 REFUSALS = {
-    "windowed": "sliding-window layers",
-    "shared keys": "sliding-window layers",
-    "hybrid": "recurrent layers|sliding-window layers",
-    "recurrent": "recurrent layers",
+    "shared keys": "two layers share one K and V",
+    "recurrent": "only recurrent layers",
     "latent": "multi-head latent attention",
-    "latent hybrid": "recurrent layers",
-    "ALiBi": "ALiBi",
-    "sparse": "recurrent layers|sliding-window layers|latent attention|not the KV cache",
+    "latent hybrid": "multi-head latent attention",
+    "sparse": "latent attention|not the KV cache|computed in its graph",
     "unfused": "not one flash attention node per layer",
     "diffusion": "diffusion model",
 }
 ALL = [(kind, model) for kind, models in ARCHITECTURES.items() for model in models]
 SERVED = [model for kind, model in ALL if kind not in REFUSALS]
+WINDOWED = [model for model in SERVED if model in ARCHITECTURES["windowed"]]
 CACHED = [model for kind, model in ALL if kind != "diffusion"]
 
 every_model = pytest.mark.parametrize(("kind", "model"), ALL, ids=[model.name for _, model in ALL])
@@ -119,7 +117,7 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
     text, rows = greedy(session, tokens[:30], 64)
     session.close()
     sure = decided(rows, model.rounding)
-    assert sure.mean() > 0.9
+    assert sure.mean() > 0.85
     for n_ubatch in (7, 64):
         with Session(
             path, n_ctx=256, store="headwise", kv_type="f16", n_ubatch=n_ubatch, n_threads=1
@@ -133,8 +131,74 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
             assert relative_error(read(ours, tokens, 1), expected) < model.rounding
 
 
+@pytest.mark.parametrize("model", SERVED, ids=lambda model: model.name)
+def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> None:  # noqa: ARG001
+    """The same numbers for every number of threads."""
+    tokens = tokens_for(138)
+    runs = []
+    for kv_budget, n_threads in ((0.5, 1), (0.25, 1), (0.25, 2), (0.25, 3), (0.25, 4)):
+        with Session(
+            path,
+            n_ctx=256,
+            kv_budget=kv_budget,
+            store="headwise",
+            kv_type="f16",
+            n_ubatch=32,
+            n_threads=n_threads,
+        ) as ours:
+            runs.append(
+                np.concatenate([read(ours, tokens[:130], 130), read(ours, tokens[130:], 1)])
+            )
+            stats = ours.stats()
+            only_windows = all(shape.window == 32 for shape in ours._store.layers)
+            if kv_budget == 0.25:  # with more, layers without windows hold everything
+                assert (stats.evictions == 0) == only_windows
+            assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+            check_entries(ours, len(tokens))
+    assert np.isfinite(runs).all()
+    assert all(np.array_equal(runs[1], run) for run in runs[2:])
+
+
+def check_entries(session: Session, position: int) -> None:
+    """Sinks and the recent window are there, as far as they are seen."""
+    protection = session._store._followed.protection
+    sinks = range(protection.n_sinks)
+    recent = range(position - protection.recent_window, position)
+    for layer, shape in enumerate(session._store.layers):
+        oldest = position + 1 - shape.window if shape.window and not shape.chunked else 0
+        wanted = {p for p in (*sinks, *recent) if p >= oldest}
+        for head in range(shape.n_head_kv):
+            entries = session.entries(layer, head)
+            assert wanted <= set(entries.tolist())
+            assert len(entries) <= session.budgets()[layer][head]
+
+
+@pytest.mark.parametrize("model", WINDOWED, ids=lambda model: model.name)
+def test_what_a_window_cannot_use_goes_to_other_layers(model: Architecture, path: Path) -> None:  # noqa: ARG001
+    with Session(path, n_ctx=512, kv_budget=0.5, store="headwise", n_threads=1) as session:
+        layers = session._store.layers
+        budgets = session.budgets()
+        heads = sum(shape.n_head_kv for shape in layers)
+        assert sum(map(sum, budgets)) <= 256 * heads
+        for shape, of_layer in zip(layers, budgets, strict=True):
+            if shape.window == 32:
+                assert set(of_layer) == {96}
+            elif any(other.window == 32 for other in layers):
+                assert min(of_layer) > 256
+        session.decode(tokens_for(150))
+        assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
+        if any(shape.window == 32 for shape in layers):
+            assert not session.can_return_to(40)
+        read(session, tokens_for(20), 1)
+        assert session.can_return_to(155)  # what is held besides the window is dropped at 150 only
+
+
 @every_model
 def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, path: Path) -> None:  # noqa: ARG001
+    if kind == "diffusion":
+        with pytest.raises(UnsupportedModelError, match=REFUSALS[kind]):
+            Session(path, n_ctx=256, n_threads=1)
+        return
     with Session(path, n_ctx=256, kv_type="f16", n_threads=1) as session:
         store, fallback = session.stats().store, session.fallback
     if kind not in REFUSALS:
@@ -161,23 +225,40 @@ def some(kinds: tuple[str, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("model", models, ids=lambda model: model.name)
 
 
-@pytest.mark.xfail(strict=True, reason="flat reads each micro-batch as a text of its own")
 @some(("diffusion",))
 def test_flat_refuses_models_without_a_cache(model: Architecture, path: Path) -> None:  # noqa: ARG001
     with pytest.raises(UnsupportedModelError, match="diffusion model"):
         Session(path, n_ctx=256, store="flat", kv_type="f16", n_threads=1)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="not a typed error")
 @some(("hybrid", "latent hybrid", "recurrent"))
 def test_recurrent_layers_cannot_go_back(model: Architecture, path: Path) -> None:  # noqa: ARG001
-    with Session(path, n_ctx=256, store="flat", kv_type="f16", n_threads=1) as session:
-        session.decode(tokens_for(60))
-        with pytest.raises(EntropyKVError, match="reset"):
-            session.truncate(40)
+    for store in ("flat", "auto"):
+        with Session(path, n_ctx=256, store=store, kv_type="f16", n_threads=1) as session:
+            expected = session.decode(tokens_for(60))
+            assert [session.can_return_to(p) for p in (0, 40, 60)] == [True, False, True]
+            with pytest.raises(ContextError, match=r"position 40: it has recurrent .* reset\(\)"):
+                session.truncate(40)
+            assert session.position == 60
+            session.reset()
+            assert np.array_equal(session.decode(tokens_for(60)), expected)
 
 
-@pytest.mark.xfail(strict=True, raises=ModelFileError, reason="llama.cpp's q8_0 has blocks of 32")
+@some(("hybrid", "windowed"))
+def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path: Path) -> None:  # noqa: ARG001
+    tokens = tokens_for(120)
+    options = {"n_ctx": 256, "kv_budget": 0.3, "kv_type": "f16", "n_ubatch": 32, "n_threads": 1}
+    with Session(path, store="headwise", **options) as first:
+        first.decode(tokens[:90])
+        state = first.save_state()
+        expected = read(first, tokens[90:], 7)
+    with Session(path, store="headwise", **options) as second:
+        second.decode(tokens[50:70])
+        second.load_state(state)
+        assert np.array_equal(read(second, tokens[90:], 7), expected)
+        assert not second.can_return_to(80)
+
+
 @pytest.mark.parametrize(
     "model",
     [model for _, model in ALL if model.name in ("llama-80", "mimo2", "jamba")],
@@ -185,4 +266,23 @@ def test_recurrent_layers_cannot_go_back(model: Architecture, path: Path) -> Non
 )
 def test_flat_has_a_type_for_heads_of_any_size(model: Architecture, path: Path) -> None:  # noqa: ARG001
     with Session(path, n_ctx=256, store="flat", n_threads=1) as session:
+        session.decode(tokens_for(60))
+    with pytest.raises(SettingsError, match="kv-type f16"):
+        Session(path, n_ctx=256, store="flat", kv_type="q8_0", n_threads=1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [model for _, model in ALL if model.name == "qwen4exp"],
+    ids=lambda model: model.name,
+)
+def test_flat_does_not_evict_where_llama_cpp_would_end_the_process(
+    model: Architecture,  # noqa: ARG001
+    path: Path,
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"kv-budget 1\.0"):
+        Session(path, n_ctx=512, kv_budget=0.5, n_threads=1)
+    with Session(path, n_ctx=512, n_threads=1) as session:
+        with pytest.raises(UnsupportedModelError, match=r"kv-budget 1\.0"):
+            session.resize(0.5)
         session.decode(tokens_for(60))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,13 @@ OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}
 ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 2e-3}
 IMPORTANCE_TOLERANCE = 1e-4
 
+WINDOWS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 1},
+    {"window": 50},
+    {"window": 50, "chunked": True},
+)
+
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_type = pytest.mark.parametrize("kv_type", KV_TYPES)
 
@@ -53,6 +60,8 @@ class Layer:
     observation_window: int = MAX_TOKENS
     measure: str = "mass"
     query_size: float = 2.0
+    window: int = 0
+    chunked: bool = False
     slack: float = 1.0
     """Factor of the tolerances of entropies and importance."""
     importance_rtol: float = 1e-5
@@ -65,7 +74,12 @@ class Layer:
     def __post_init__(self) -> None:
         """An empty store whose budget holds everything."""
         shape = _core.LayerShape(
-            self.n_head_kv * self.group, self.n_head_kv, self.k_dim, self.v_dim
+            self.n_head_kv * self.group,
+            self.n_head_kv,
+            self.k_dim,
+            self.v_dim,
+            self.window,
+            self.chunked,
         )
         self.store = _core.HeadwiseStore(
             [shape],
@@ -98,6 +112,7 @@ class Layer:
     ) -> tuple[Array, Floats]:
         """Read a random micro-batch; returns the outputs of the store and of the oracle."""
         options = options or Options(self.k_dim**-0.5)
+        options = replace(options, window=self.window, chunked=self.chunked)
         q = self.normal(n_tokens, self.n_head_kv * self.group, self.k_dim) * self.query_size
         k = self.normal(n_tokens, self.n_head_kv, self.k_dim) * np.float32(k_size)
         v = self.normal(n_tokens, self.n_head_kv, self.v_dim)
@@ -106,7 +121,7 @@ class Layer:
         self.v = np.concatenate([self.v, stored(v, self.kv_type)])
         expected = attend_layer(q, self.k, self.v, position, options, self.measure)
         self.store.track_entropy(True)
-        output = self.store.attend(0, q, k, v, position=position, **vars(options))
+        output = self.store.attend(0, q, k, v, position=position, **options.arguments)
         self.importance = np.stack(
             [
                 updated_importance(
@@ -184,21 +199,43 @@ def test_micro_batches(kernel: str, kv_type: str, batches: list[int]) -> None:
 @each_type
 @pytest.mark.parametrize("group", [3, 12])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("window", [0, 1, 50])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_kinds_of_layers(
-    kernel: str, kv_type: str, group: int, sinks: bool, window: int, softcap: float
+    kernel: str, kv_type: str, group: int, sinks: bool, window: dict[str, Any], softcap: float
+) -> None:
+    layer = Layer(kernel, kv_type, group=group, k_dim=32, v_dim=32, **window)
+    logits = layer.normal(2 * group) * 3 if sinks else None
+    layer.check([130, 1, 9, 1], softcap=softcap, sinks=logits)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("group", [1, 3, 12])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_logits_that_fall_with_the_distance(
+    kernel: str, kv_type: str, group: int, softcap: float
 ) -> None:
     layer = Layer(kernel, kv_type, group=group, k_dim=32, v_dim=32)
-    logits = layer.normal(2 * group) * 3 if sinks else None
-    layer.check([130, 1, 9, 1], softcap=softcap, window=window, sinks=logits)
+    slopes = _core.alibi_slopes(2 * group, 8.0)
+    layer.check([130, 1, 9, 1], softcap=softcap, slopes=slopes)
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 71])
+def test_slopes_are_those_of_alibi(n_head: int) -> None:
+    """Powers of 2^(-8/n), for other numbers of heads every second one of twice as many."""
+    power = 2 ** int(np.log2(n_head))
+    whole = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    between = 2.0 ** (-4.0 / power * np.arange(1, 2 * power, 2))
+    expected = np.concatenate([whole, between])[:n_head]
+    np.testing.assert_allclose(_core.alibi_slopes(n_head, 8.0), expected, rtol=1e-5)
 
 
 @each_kernel
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_long_layer_of_many_heads_is_not_split_by_entries(kernel: str, window: int) -> None:
-    layer = Layer(kernel, "f16", n_head_kv=4, k_dim=32, v_dim=32)
-    layer.check([200, 200, 200, 3, 1, 1], window=window)
+    layer = Layer(kernel, "f16", n_head_kv=4, k_dim=32, v_dim=32, window=window)
+    layer.check([200, 200, 200, 3, 1, 1])
 
 
 @each_kernel
@@ -216,14 +253,17 @@ def test_importance_of_an_observation_window(
 @each_kernel
 @each_type
 @pytest.mark.parametrize("measure", ["attention", "products"])
-@pytest.mark.parametrize("kind", [{}, {"window": 50}, {"softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("window", [WINDOWS[0], *WINDOWS[2:]], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_importance_by_other_measures(
-    kernel: str, kv_type: str, measure: str, kind: dict[str, Any]
+    kernel: str, kv_type: str, measure: str, window: dict[str, Any], softcap: float
 ) -> None:
     """Entries that a query does not see get nothing from it; |q.k| is of what softmax sees."""
-    layer = Layer(kernel, kv_type, measure=measure, decay=0.99, observation_window=80, group=3)
+    layer = Layer(
+        kernel, kv_type, measure=measure, decay=0.99, observation_window=80, group=3, **window
+    )
     layer.importance_rtol = 1e-5 if kv_type == "f16" else 2e-3
-    layer.check([100, 17, 1, 1, 1, 1, 5, 70, 1], **kind)
+    layer.check([100, 17, 1, 1, 1, 1, 5, 70, 1], softcap=softcap)
     assert (layer.importance > 0.0).any()
 
 

@@ -32,20 +32,28 @@ NO_SINK = np.float32(-1e30)
 
 
 @pytest.mark.parametrize(
-    ("softcap", "window", "with_sinks"),
-    [(0.0, 0, False), (5.0, 0, False), (0.0, 40, False), (0.0, 0, True)],
+    ("softcap", "window", "chunked", "with_sinks"),
+    [
+        (0.0, 0, False, False),
+        (5.0, 0, False, False),
+        (0.0, 40, False, False),
+        (0.0, 48, True, False),
+        (0.0, 0, False, True),
+    ],
 )
-def test_head_loss_is_that_of_the_oracle(softcap: float, window: int, with_sinks: bool) -> None:
+def test_head_loss_is_that_of_the_oracle(
+    softcap: float, window: int, chunked: bool, with_sinks: bool
+) -> None:
     rng = np.random.default_rng(0)
     rules = CurveRules(length=96, queries=16, n_sinks=3, recent_window=10, keep=(0, 5, 20, 200))
     q = rng.standard_normal((16, 3, 8)) * 2
     k, v = rng.standard_normal((96, 8)), rng.standard_normal((96, 6))
     importance = rng.uniform(size=80)
     sinks = rng.standard_normal(3) * 2 if with_sinks else None
-    options = Options(1.0, softcap, window, sinks)
+    options = Options(1.0, softcap, window, sinks, chunked)
     mass, dropped, whole = reference.curve_losses(q, k, v, importance, rules, options)
     extra = np.full(3, NO_SINK) if sinks is None else sinks.astype(np.float32)
-    queries = Queries(q.astype(np.float32), extra, softcap, window)
+    queries = Queries(q.astype(np.float32), extra, softcap, window, chunked)
     entries = Entries(*(a.astype(np.float32) for a in (k, v, importance)))
     loss = head_loss(queries, entries, rules)
     np.testing.assert_allclose(loss.mass, mass, rtol=1e-4, atol=1e-6)

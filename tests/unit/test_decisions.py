@@ -93,6 +93,11 @@ def test_entropy_weights() -> None:
 
 # sharing a budget
 
+
+def limits_of(pages: list[int]) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, 700), min_size=len(pages), max_size=len(pages))
+
+
 page_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=24)
 
 
@@ -104,8 +109,32 @@ def test_shares_stay_within_every_limit(
     assume(floor <= min(mean, most))
     weight = st.one_of(st.floats(0.3, 2.5), st.floats(1e-3, 1e6), st.just(0.0))
     weights = data.draw(st.lists(weight, min_size=len(pages), max_size=len(pages)))
-    budgets = _core.share_budget(mean, most, floor, pages, weights)
-    reference.check_shares(budgets, mean, most, floor, pages)
+    limits = data.draw(st.one_of(st.just([]), limits_of(pages)))
+    budgets = _core.share_budget(mean, most, floor, pages, weights, limits)
+    reference.check_shares(budgets, mean, most, floor, pages, limits)
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=24),
+    st.integers(1, 40),
+    st.integers(1, 600),
+    st.integers(1, 700),
+    st.integers(0, 600),
+)
+def test_what_heads_with_a_limit_cannot_use_goes_to_the_others(
+    limits: list[int], per_page: int, mean: int, most: int, floor: int
+) -> None:
+    assume(floor <= min(mean, most))
+    pages = [per_page] * len(limits)
+    by_weights = _core.share_budget(mean, most, floor, pages, [], limits)
+    knots, losses = [0.0, float(most)], [1.0, 0.0] * len(pages)
+    by_curves = _core.share_by_curves(mean, most, floor, pages, knots, losses, limits)
+    for budgets in (by_weights, by_curves):
+        reference.check_shares(budgets, mean, most, floor, pages, limits)
+        # rounding to whole pages of entries, and within the pages of equal shares, aside
+        wanted = min(min(mean, most) * len(pages), sum(min(limit, most) for limit in limits))
+        assert sum(budgets) >= wanted - 2 * sum(pages)
 
 
 @given(page_sizes, st.integers(0, 600), st.integers(1, 600))

@@ -350,6 +350,29 @@ def test_what_a_query_looks_for_is_there_in_the_same_step(
         assert sorted([*active, *store.frozen_positions(0, 0)]) == list(range(240 + n_tokens))
 
 
+@pytest.mark.parametrize("n_tokens", [1, 20])
+@pytest.mark.parametrize(
+    ("needle", "slope", "found"), [(60, 0.05, True), (60, 0.3, False), (190, 0.3, True)]
+)
+def test_what_a_query_looks_for_counts_with_its_distance(
+    n_tokens: int, needle: int, slope: float, found: bool
+) -> None:
+    """By hand: ALiBi takes 54 from the logit of 32 of a needle 180 positions away, or less."""
+    store, k, v = store_with_a_needle(240, 80, needle, freeze_settings(recall=1))
+    store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
+    slopes = np.array([slope, 2.0], np.float32)
+    q = np.zeros((n_tokens, 2, 32), np.float32)
+    q[..., 3] = 4.0
+    more = np.full((n_tokens, 1, 32), 0.1, np.float32)
+    output = store.attend(0, q, more, more, 1.0, position=240, slopes=slopes)
+    active = store.positions(0, 0)
+    assert (needle in active) == found
+    k, v = np.concatenate([k, more]), np.concatenate([v, more])
+    rows = (q, stored(k[active, 0], "f16"), stored(v[active, 0], "f16"), active)
+    expected = attend_kv_head(*rows, 240, Options(1.0, slopes=slopes)).outputs
+    np.testing.assert_allclose(output, expected, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("interval", [0, 4])
 def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> None:
     store, _, _ = store_with_a_needle(240, 80, 60, freeze_settings(recall=interval))

@@ -50,9 +50,10 @@ def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
         assert rows.shape == (n, 6)
         atol = 5e-5 if kv_type == "f16" else 2e-3  # as in test_attention.py
         np.testing.assert_allclose(rows, expected.entropies, atol=atol)
-        queries, seen_sinks, softcap, window = store.queries(0)
+        queries, seen_sinks, softcap, window, chunked, slopes = store.queries(0)
         np.testing.assert_allclose(queries, q * np.float32(0.2), rtol=1e-6)
-        assert (softcap, window) == (0.0, 0)
+        assert (softcap, window, chunked) == (0.0, 0, False)
+        np.testing.assert_array_equal(slopes, np.zeros(6, np.float32))
         expected_sinks = np.full(6, np.float32(-1e30)) if sinks is None else sinks
         np.testing.assert_array_equal(seen_sinks, expected_sinks)
     for head in (0, 1):

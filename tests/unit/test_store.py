@@ -21,7 +21,9 @@ FLOOR = N_SINKS + RECENT
 
 # Three layers of different entries: their pages hold 16 entries and more.
 SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
+WINDOWS = ((0, False), (30, False), (40, True))
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
+WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, strict=True)]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 
 SCORES = ("streaming", "recency", "mass")
@@ -58,6 +60,7 @@ class Pair:
     rules: Rules
     budgets: list[int]
     seed: int = 0
+    windowed: bool = False
     position: int = 0
     largest_budget: int = 0
     store: _core.HeadwiseStore = field(init=False)
@@ -67,7 +70,7 @@ class Pair:
         """Both empty, with the same budgets."""
         self.random = np.random.default_rng(self.seed)
         self.store = _core.HeadwiseStore(
-            LAYERS,
+            WINDOWED_LAYERS if self.windowed else LAYERS,
             self.rules.kv_type,
             importance_of(self.rules),
             n_sinks=N_SINKS,
@@ -75,13 +78,18 @@ class Pair:
             max_tokens=MAX_TOKENS,
             max_entries=MAX_ENTRIES,
             n_threads=1,
-            ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(LAYERS),
+            ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
         )
         self.heads = {
-            (layer, head): ReferenceHead(self.rules, *SHAPES[layer][2:], budget=budget)
+            (layer, head): ReferenceHead(
+                self.rules, *SHAPES[layer][2:], budget, *self.window(layer)
+            )
             for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
         }
         self.set_budgets(self.budgets, 0)
+
+    def window(self, layer: int) -> tuple[int, bool]:
+        return WINDOWS[layer] if self.windowed else (0, False)
 
     def set_budgets(self, budgets: list[int], spare_pages: int) -> None:
         pages = pages_of(budgets, self.rules.kv_type) + spare_pages
@@ -107,7 +115,8 @@ class Pair:
         q = normal((n_tokens, n_head, k_dim), np.float32) * 2
         k = self.keys(n_tokens, n_head_kv, k_dim)
         v = normal((n_tokens, n_head_kv, v_dim), np.float32)
-        options = Options(k_dim**-0.5)
+        window, chunked = self.window(layer)
+        options = Options(k_dim**-0.5, window=window, chunked=chunked)
         output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
         group = n_head // n_head_kv
         for head in range(n_head_kv):
@@ -142,6 +151,8 @@ class Pair:
                 importance = self.store.importance(*key)
                 tolerance = self.rules.tolerance
                 np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
+        whole_from = max(oracle.whole_from for oracle in self.heads.values())
+        assert self.store.windows_whole_from == whole_from
         assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())
         assert self.store.evicted == sum(oracle.evicted for oracle in self.heads.values())
         assert self.store.used_bytes <= self.store.budget_bytes
@@ -185,6 +196,7 @@ def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
     decay=st.sampled_from([0.0, 0.9, 0.99, 1.0]),
     observation_window=st.sampled_from([1, 16, 128]),
     seed=st.integers(0, 2**32 - 1),
+    windowed=st.booleans(),
 )
 def test_random_operations_keep_what_the_oracle_keeps(
     score: str,
@@ -195,9 +207,10 @@ def test_random_operations_keep_what_the_oracle_keeps(
     decay: float,
     observation_window: int,
     seed: int,
+    windowed: bool,
 ) -> None:
     rules = Rules(score, kv_type, N_SINKS, RECENT, variation, decay, observation_window)
-    pair = Pair(rules, budgets, seed)
+    pair = Pair(rules, budgets, seed, windowed)
     for operation in todo:
         perform(pair, operation)
 
@@ -371,9 +384,9 @@ def test_decoding_evicts_for_several_tokens_at_once() -> None:
 
 
 def store_of_one_head(
-    score: _core.ScoreKind, max_entries: int, dim: int = 32
+    score: _core.ScoreKind, max_entries: int, dim: int = 32, window: int = 0
 ) -> _core.HeadwiseStore:
-    shape = _core.LayerShape(1, 1, dim, dim)
+    shape = _core.LayerShape(1, 1, dim, dim, window)
     importance = _core.ImportanceSettings(score, observation_window=64)
     return _core.HeadwiseStore(
         [shape], "f16", importance, N_SINKS, RECENT, 512, max_entries, n_threads=1
@@ -389,7 +402,7 @@ def test_memory_goes_back_after_a_large_shrink() -> None:
     assert store.mapped_bytes == 0  # nothing is taken before it is needed
     rows = np.ones((512, 1, 128), np.float32)
     for position in range(0, 16_384, 512):
-        store.attend(0, rows, rows, rows, 0.0, position=position, window=1)
+        store.attend(0, rows, rows, rows, 0.0, position=position)
     full = store.mapped_bytes
     assert full >= 16_384 * 512 > 3 * 2**20
     store.set_budgets([1000], _core.pages_for(1000, per_page), N_SINKS, RECENT)

@@ -66,9 +66,11 @@ class Observer:
     def _full_store(self, settings: Settings) -> HeadwiseStore:
         """A store that evicts nothing; importance is that of the policies by attention mass."""
         budget, policy = Budget("fraction", 1.0), POLICIES["uniform"]
-        return HeadwiseStore(
+        store = HeadwiseStore(
             self._model, settings, settings.n_ctx, self._n_ubatch, budget, policy, None
         )
+        store.keep_everything()
+        return store
 
     def _shape(self) -> tuple[int, int, int]:
         """Layers, query heads and KV heads."""

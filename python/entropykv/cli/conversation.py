@@ -9,7 +9,7 @@ from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError
-from entropykv.generate import Sampling
+from entropykv.generate import Sampling, go_back
 from entropykv.session import Session
 from entropykv.session_file import check_target, open_session
 
@@ -78,7 +78,7 @@ class Conversation:
         with noted_interrupts():
             if answer.unread is None:
                 if self.session.position > start:
-                    self.session.truncate(start)
+                    go_back(self.session, start)
                 return
             self.turns.append(Turn(text, self.session.detokenize(answer.tokens)))
             read_rest(self.session, answer.unread)
