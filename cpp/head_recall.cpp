@@ -10,13 +10,16 @@
 namespace entropykv {
 namespace {
 
-constexpr int kRowsAtOnce = 4;    // queries whose logits are held
-constexpr int kCandidates = 128;  // stored pages that are looked into for one recall, at most
-// Logs of shares of a query's attention: what makes an entry worth it, and how much less than it a
-// page's clusters may promise.
-const float kLeastGain = std::log(0.003f);
-constexpr float kSlack = 2.5f;
-constexpr int kFewPages = 32;  // that are all looked into: summaries would not save much
+constexpr int kRowsAtOnce = 4;         // queries whose logits are held
+constexpr int kCandidates = 128;       // stored pages that are looked into for one recall, at most
+constexpr float kLeastShare = 0.003f;  // of a query's attention: what is worth a copy
+constexpr float kSlack = 2.5f;         // log of how much less than it a page's clusters may promise
+constexpr float kAdvantage = 1.25f;    // of need, over that of the entry whose place is taken
+constexpr int kFewPages = 32;          // that are all looked into: summaries would not save much
+
+// How much queries need an entry: their squared shares of attention, as what is kept otherwise is
+// measured. A share is of what the head holds.
+constexpr Statistic kNeed = Statistic::squared_probability;
 
 // Early: the hardware does not see one page coming after another.
 void ask_for_keys(const PageLayout& layout, const std::byte* page) {
@@ -39,10 +42,11 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
         std::max(index(kRowsAtOnce) * (workspace.scores.size() + entries),
                  kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)));
     workspace.masses.resize(kMostQueryRows);
-    workspace.active_gains.resize(workspace.scores.size());
+    workspace.active_needs.resize(workspace.scores.size());
+    workspace.victims.resize(workspace.scores.size());
     workspace.pages.resize(n);
     workspace.rows.resize(n);
-    workspace.gains.resize(n * entries);
+    workspace.needs.resize(n * entries);
     workspace.best.resize(n * entries);
     workspace.candidates = AlignedBytes(n * candidate_bytes());
     workspace.aside = AlignedBytes(n * pool_.page_bytes());
@@ -61,17 +65,19 @@ int HeadStore::most_recalled(const Layer& layer, const Head& head) {
     return std::min(head.cold->n_frozen(), (kCandidates + 1) * layer.layout.entries);
 }
 
-// What an entry must gain to come back. What the schedule would detect again does not.
-float HeadStore::least_gain_of(const Head& head) const noexcept {
-    if (!schedule_ || settings_.importance.kind != ScoreKind::attention) return kLeastGain;
-    return std::max(kLeastGain, std::log(schedule_->threshold / static_cast<float>(head.count)));
+// The share of a query's attention that brings an entry back. What the schedule would detect again
+// does not come.
+float HeadStore::least_share(const Head& head) const noexcept {
+    if (!schedule_ || settings_.importance.kind != ScoreKind::attention) return kLeastShare;
+    return std::max(kLeastShare, schedule_->threshold / static_cast<float>(head.count));
 }
 
-// What every query attends to now: its mass, and the gains of the entries that the head holds.
+// What every query attends to now: its mass, and how much the entries that the head holds are
+// needed.
 void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                              Workspace& workspace) const noexcept {
-    float* gains = workspace.active_gains.data();
-    std::fill_n(gains, head.count, kMaskedLogit);
+    float* needs = workspace.active_needs.data();
+    std::fill_n(needs, head.count, 0.0f);
     for (int first_row = 0; first_row < queries.n; first_row += kRowsAtOnce) {
         const int rows = std::min(kRowsAtOnce, queries.n - first_row);
         float* logits = workspace.logits.data();
@@ -92,13 +98,13 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
             }
             const float mass = kernels_->log_sum(logits, head.count);
             workspace.masses[index(first_row + r)] = mass;
-            for (int i = 0; i < head.count; ++i) gains[i] = std::max(gains[i], logits[i] - mass);
+            kernels_->logits_observe(logits, head.count, kNeed, mass, 1.0f, needs);
         }
     }
 }
 
 // The pages that may hold what the queries need most, by their summaries; the open one first.
-int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float least_gain,
+int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float least,
                                Workspace& workspace) const noexcept {
     const ColdHead& cold = *head.cold;
     const float* worth = workspace.worth.data();
@@ -116,7 +122,7 @@ int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float
     const int first = n;
     for (int page = 0; page < cold.n_pages(); ++page) {
         if (page == cold.open_page() || cold.n_frozen(page) == 0) continue;
-        if (worth[page] < least_gain - kSlack) continue;
+        if (worth[page] < std::log(least) - kSlack) continue;
         if (n == first + kCandidates && worth[page] <= worth[found[n - 1]]) continue;
         int place = n < first + kCandidates ? n++ : n - 1;
         for (; place > first && worth[found[place - 1]] < worth[page]; --place)
@@ -126,7 +132,7 @@ int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float
     return n;
 }
 
-// Reads the candidates; the gain of each of their frozen entries.
+// Reads the candidates; how much each of their frozen entries is needed.
 void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
                                  int n_candidates, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
@@ -141,18 +147,20 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         if (c + 1 < n_candidates) read(c + 1);
         const int page = workspace.pages[index(c)];
         const std::byte* rows = workspace.rows[index(c)];
-        float* gains = workspace.gains.data() + c * per_page;
-        std::fill_n(gains, per_page, kMaskedLogit);
+        float* needs = workspace.needs.data() + c * per_page;
+        std::fill_n(needs, per_page, 0.0f);
         if (rows == nullptr) continue;
         kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
-        for (int slot = 0; slot < per_page; ++slot) {
-            const ColdRecord& record = head.cold->record(page * per_page + slot);
-            if (!record.frozen()) continue;
-            for (int r = 0; r < queries.n; ++r) {
-                const float logit = soft_capped(logits[r * per_page + slot], queries.softcap) +
-                                    queries.bias(r, record.position);
-                gains[slot] = std::max(gains[slot], logit - workspace.masses[index(r)]);
+        for (int r = 0; r < queries.n; ++r) {
+            float* of_query = logits + r * per_page;
+            for (int slot = 0; slot < per_page; ++slot) {
+                const ColdRecord& record = head.cold->record(page * per_page + slot);
+                of_query[slot] = record.frozen() ? soft_capped(of_query[slot], queries.softcap) +
+                                                       queries.bias(r, record.position)
+                                                 : kMaskedLogit;
             }
+            kernels_->logits_observe(of_query, per_page, kNeed, workspace.masses[index(r)], 1.0f,
+                                     needs);
         }
     }
 }
@@ -164,39 +172,58 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
     Workspace& workspace = workspaces_[index(workspace_index)];
     if (!head.cold || head.cold->n_frozen() == 0 || head.count == 0) return;
     workspace.room = room_to_recall(layer, head, n_staged);
-    const Protection& protection = settings_.protection;
-    const int beyond = head.count - protection.n_sinks - protection.recent_window;
-    const int most = std::max(beyond, 0) + workspace.room;
-    if (most == 0) return;  // nothing could come back, whatever there is
+    const int n_victims = find_victims(layer, head, now - n_staged, workspace);
+    if (n_victims + workspace.room == 0) return;  // nothing could come back, whatever there is
     const auto start = std::chrono::steady_clock::now();
     weigh_active(layer, head, queries, workspace);
-    const float least_gain = least_gain_of(head);
-    const int n_candidates = find_candidates(head, queries, least_gain, workspace);
+    const float least = least_share(head);
+    const int n_candidates = find_candidates(head, queries, least, workspace);
     weigh_candidates(layer, head, queries, n_candidates, workspace);
-    const int n_incoming = take_best(layer, head, n_candidates, least_gain, most, workspace);
-    if (n_incoming > 0) exchange(layer, head, head_index, n_incoming, least_gain, now, workspace);
+    const int n_incoming = take_best(layer, head, n_candidates, least, n_victims, workspace);
+    if (n_incoming > 0) exchange(layer, head, n_incoming, now, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     cold_nanoseconds_.fetch_add(
         std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count(),
         std::memory_order_relaxed);
 }
 
-// The entries with the largest gains, `most` at most: as many as the head has room for and may give
-// away.
-int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates, float least_gain,
-                         int most, Workspace& workspace) const noexcept {
+// The entries of a head that may give their places away.
+int HeadStore::find_victims(const Layer& layer, const Head& head, std::int32_t newest,
+                            Workspace& workspace) const noexcept {
+    const Protection protection = protection_of(layer, head, newest);
+    int n = 0;
+    for (int i = 0; i < head.count; ++i) {
+        const Slot slot = stored_slot(layer, head, i);
+        if (!protection.covers(layer.layout.positions(slot.page)[slot.index], newest))
+            workspace.victims[index(n++)] = i;
+    }
+    return n;
+}
+
+// What is needed most of the candidates: as much as the head has room for, and then as long as it
+// is needed more than what it takes the place of. Victims are in the order of their need then.
+int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates, float least,
+                         int n_victims, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     std::int32_t* best = workspace.best.data();
     int n = 0;
     for (int i = 0; i < n_candidates * per_page; ++i)
-        if (workspace.gains[index(i)] >= least_gain) best[n++] = i;
-    if (n > most) {
-        std::nth_element(best, best + most, best + n, [&](int a, int b) {
-            const float of_a = workspace.gains[index(a)];
-            const float of_b = workspace.gains[index(b)];
-            return of_a > of_b || (of_a == of_b && a < b);
-        });
-        n = most;
+        if (workspace.needs[index(i)] >= least * least) best[n++] = i;
+    if (n > workspace.room) {
+        const float* needs = workspace.needs.data();
+        const float* active = workspace.active_needs.data();
+        std::int32_t* victims = workspace.victims.data();
+        const int most = std::min(n - workspace.room, n_victims);
+        const auto rather = [&](int a, int b) {
+            return needs[a] > needs[b] || (needs[a] == needs[b] && a < b);
+        };
+        const auto sooner = [&](int a, int b) {
+            return active[a] < active[b] || (active[a] == active[b] && a < b);
+        };
+        std::partial_sort(best, best + workspace.room + most, best + n, rather);
+        std::partial_sort(victims, victims + most, victims + n_victims, sooner);
+        for (n = workspace.room; n < workspace.room + most; ++n)
+            if (needs[best[n]] < kAdvantage * active[victims[n - workspace.room]]) break;
         std::sort(best, best + n);
     }
     for (int i = 0; i < n; ++i) {
@@ -216,45 +243,36 @@ int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
     return n;
 }
 
-// The entries that were found: into the room that there is, then for as many of the least important
-// ones.
-void HeadStore::exchange(const Layer& layer, Head& head, int head_index, int n_incoming,
-                         float least_gain, std::int32_t now, Workspace& workspace) noexcept {
+// The entries that were found: into the room that there is, then for the victims.
+void HeadStore::exchange(const Layer& layer, Head& head, int n_incoming, std::int32_t now,
+                         Workspace& workspace) noexcept {
     for (int n = 0; n < n_incoming; ++n) {
         Incoming& entry = workspace.incoming[index(n)];
         entry.record = head.cold->record(entry.home);
         head.cold->restore(entry.home);
     }
     recalled_.fetch_add(index(n_incoming), std::memory_order_relaxed);
-    int n = 0;
+    const int n_added = std::min(n_incoming, workspace.room);
+    std::int32_t* victims = workspace.victims.data();
+    std::sort(victims, victims + (n_incoming - n_added));
     EntryCopies copies(layer.layout, *kernels_);
-    const auto put_next = [&](int i) {
+    for (int n = 0; n < n_incoming; ++n) {
+        const int target = n < n_added ? head.count++ : victims[n - n_added];
+        if (n >= n_added) give_place(layer, head, target, n, n_incoming, now, workspace);
         const Incoming& entry = workspace.incoming[index(n)];
-        put_restored(layer, head, i, entry.rows, entry.slot, entry.record, entry.home, now, copies);
-        ++n;
-    };
-    const int n_held = head.count;
-    while (n < std::min(n_incoming, workspace.room)) put_next(head.count++);
-    if (n == n_incoming) return;
-    const int keep = n_held - (n_incoming - n);
-    const int n_all = head.count;
-    head.count = n_held;  // the others have just come
-    const std::int32_t newest = score(layer, head, head_index, 0, keep, workspace);
-    // What these queries need stays before what others needed.
-    for (int i = 0; i < head.count; ++i)
-        if (workspace.active_gains[index(i)] >= least_gain)
-            workspace.scores[index(i)] = std::numeric_limits<float>::max();
-    select_survivors(workspace.scores.data(), workspace.positions.data(), head.count, keep,
-                     protection_of(layer, head, newest), newest, workspace.kept.data(),
-                     workspace.scratch.data());
-    head.count = n_all;
-    for (int i = 0; i < n_held && n < n_incoming; ++i) {
-        if (workspace.kept[index(i)] != 0) continue;
-        const int dropped = freeze_entry(layer, head, i, stored_slot(layer, head, i), now, kNever);
-        for (int later = n; dropped != ColdHead::kNone && later < n_incoming; ++later)
-            if (in_page(workspace.incoming[index(later)].home, dropped, layer))
-                workspace.incoming[index(later)].home = ColdHead::kNone;
-        put_next(i);
+        put_restored(layer, head, target, entry.rows, entry.slot, entry.record, entry.home, now,
+                     copies);
+    }
+}
+
+// Freezes a victim. The records of what comes next may be dropped for it.
+void HeadStore::give_place(const Layer& layer, Head& head, int victim, int next, int n_incoming,
+                           std::int32_t now, Workspace& workspace) noexcept {
+    const int dropped =
+        freeze_entry(layer, head, victim, stored_slot(layer, head, victim), now, kNever);
+    for (; dropped != ColdHead::kNone && next < n_incoming; ++next) {
+        int& home = workspace.incoming[index(next)].home;
+        if (in_page(home, dropped, layer)) home = ColdHead::kNone;
     }
 }
 

@@ -252,14 +252,15 @@ private:
         std::vector<std::int32_t> order;
         std::vector<float> keys;  // [k_dim][kContest]
         std::vector<std::uint8_t> kept;
-        // of recall; gains: logs of the largest share of a query's attention
+        // of recall
         std::vector<float> logits;
         std::vector<float> masses;        // of queries: log of the sum of e^(q.k)
-        std::vector<float> active_gains;  // of the head's entries
-        std::vector<float> worth;         // of pages of cold storage
-        std::vector<int> pages;           // candidates
+        std::vector<float> active_needs;  // of the head's entries
+        std::vector<std::int32_t> victims;
+        std::vector<float> worth;  // of pages of cold storage
+        std::vector<int> pages;    // candidates
         std::vector<const std::byte*> rows;
-        std::vector<float> gains;  // [candidate][slot]
+        std::vector<float> needs;  // [candidate][slot]
         std::vector<std::int32_t> best;
         AlignedBytes candidates;
         AlignedBytes aside;
@@ -373,15 +374,19 @@ private:
                          const float* observed, std::int32_t newest, Workspace& workspace) noexcept;
     void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                       Workspace& workspace) const noexcept;
-    float least_gain_of(const Head& head) const noexcept;
-    int find_candidates(const Head& head, const QueryRows& queries, float least_gain,
+    float least_share(const Head& head) const noexcept;
+    int find_candidates(const Head& head, const QueryRows& queries, float least,
                         Workspace& workspace) const noexcept;
     void weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
                           int n_candidates, Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, const Head& head, int n_candidates, float least_gain,
-                  int most, Workspace& workspace) const noexcept;
-    void exchange(const Layer& layer, Head& head, int head_index, int n_incoming, float least_gain,
-                  std::int32_t now, Workspace& workspace) noexcept;
+    int find_victims(const Layer& layer, const Head& head, std::int32_t newest,
+                     Workspace& workspace) const noexcept;
+    int take_best(const Layer& layer, const Head& head, int n_candidates, float least,
+                  int n_victims, Workspace& workspace) const noexcept;
+    void exchange(const Layer& layer, Head& head, int n_incoming, std::int32_t now,
+                  Workspace& workspace) noexcept;
+    void give_place(const Layer& layer, Head& head, int victim, int next, int n_incoming,
+                    std::int32_t now, Workspace& workspace) noexcept;
     void grow_pages(const Layer& layer, Head& head, int entries);
     void drop_pages(const Layer& layer, Head& head, int entries);
     void compact_pool();
