@@ -119,7 +119,10 @@ public:
     void clear_detections();
 
     // Whether a page that was read stays where it is while entries are added.
-    bool stays(int page) const { return page != open_ && most_pages_ == 0; }
+    bool stays(int page) const {
+        return page != open_ && most_pages_ == 0 && layout_->codec.as_stored() &&
+               storage_->in_place();
+    }
 
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }

@@ -35,6 +35,7 @@ public:
     virtual bool write(std::uint32_t page, const std::byte* data) noexcept = 0;
     // The page's bytes, in place or in `buffer` (page_bytes()).
     virtual const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept = 0;
+    virtual bool in_place() const { return false; }
 
     std::size_t page_bytes() const { return page_bytes_; }
     // What a file has at least by now; 0 in memory.
@@ -61,6 +62,7 @@ public:
     using ColdStorage::ColdStorage;
     bool write(std::uint32_t page, const std::byte* data) noexcept override;
     const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept override;
+    bool in_place() const override { return true; }
 
 protected:
     void grow(std::size_t n_pages) override;

@@ -11,9 +11,9 @@ namespace entropykv {
 namespace {
 
 constexpr int kRowsAtOnce = 4;         // queries whose logits are held
-constexpr int kCandidates = 128;       // stored pages that are looked into for one recall, at most
+constexpr int kMostAdded = 2048;       // entries that come back at a time where there is room
 constexpr float kLeastShare = 0.003f;  // of a query's attention: what is worth a copy
-constexpr float kSlack = 2.5f;         // log of how much less than it a page's clusters may promise
+constexpr float kSlack = 5.0f;         // log of how much less than it a page's clusters may promise
 constexpr float kAdvantage = 1.25f;    // of need, over that of the entry whose place is taken
 constexpr int kFewPages = 32;          // that are all looked into: summaries would not save much
 
@@ -36,33 +36,43 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     if (!cold_) return;
     std::size_t entries = 0;
     for (const Layer& layer : layers_) entries = std::max(entries, index(layer.layout.entries));
-    const std::size_t n = index(kCandidates + 1);
+    const std::size_t n = workspace.scores.size();
     // All slots of every page, also of the last one.
     workspace.logits.resize(
-        std::max(index(kRowsAtOnce) * (workspace.scores.size() + entries),
+        std::max(index(kRowsAtOnce) * (n + entries),
                  kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)));
     workspace.masses.resize(kMostQueryRows);
-    workspace.active_needs.resize(workspace.scores.size());
-    workspace.victims.resize(workspace.scores.size());
-    workspace.pages.resize(n);
-    workspace.rows.resize(n);
-    workspace.needs.resize(n * entries);
-    workspace.best.resize(n * entries);
-    workspace.candidates = AlignedBytes(n * candidate_bytes());
-    workspace.aside = AlignedBytes(n * pool_.page_bytes());
-    workspace.incoming.resize(n * entries);
+    workspace.active_needs.resize(n);
+    workspace.victims.resize(n);
+    workspace.incoming.resize(n);
+    workspace.pages_read = AlignedBytes(2 * cold_buffer_bytes());
+    workspace.aside = AlignedBytes((n / index(kPageEntries) + 1) * pool_.page_bytes());
+}
+
+// For so many pages of cold storage.
+void HeadStore::size_for_candidates(const Layer& layer, std::size_t n_pages) {
+    for (Workspace& workspace : workspaces_) {
+        if (workspace.worth.size() < n_pages) {
+            workspace.worth.resize(2 * n_pages);
+            workspace.candidates.resize(2 * n_pages);
+        }
+        const std::size_t entries = n_pages * index(layer.layout.entries);
+        if (workspace.needs.size() < entries) {
+            workspace.needs.resize(2 * entries);
+            workspace.best.resize(2 * entries);
+        }
+    }
 }
 
 // Entries that recall may add to what a head holds, so that the micro-batch still fits.
 int HeadStore::room_to_recall(const Layer& layer, const Head& head, int n_staged) const {
     const int per_page = layer.layout.entries;
     const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
-    return std::clamp(room - head.count - n_staged, 0, (kCandidates + 1) * per_page);
+    return std::clamp(room - head.count - n_staged, 0, kMostAdded);
 }
 
-int HeadStore::most_recalled(const Layer& layer, const Head& head) {
-    if (!head.cold) return 0;
-    return std::min(head.cold->n_frozen(), (kCandidates + 1) * layer.layout.entries);
+int HeadStore::most_recalled(const Head& head) {
+    return head.cold ? std::min(head.cold->n_frozen(), kMostAdded) : 0;
 }
 
 // The share of a query's attention that brings an entry back. What the schedule would detect again
@@ -103,32 +113,20 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
     }
 }
 
-// The pages that may hold what the queries need most, by their summaries; the open one first.
+// The pages that may hold what the queries need, by their summaries; the open one has none.
 int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float least,
                                Workspace& workspace) const noexcept {
     const ColdHead& cold = *head.cold;
-    const float* worth = workspace.worth.data();
-    int* found = workspace.pages.data();
+    const bool all = cold.n_pages() <= kFewPages;
+    if (!all)
+        cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
+                      workspace.worth.data());
+    const float promise = std::log(least) - kSlack;
     int n = 0;
-    if (cold.n_pages() <= kFewPages) {
-        for (int page = 0; page < cold.n_pages(); ++page)
-            if (cold.n_frozen(page) > 0) found[n++] = page;
-        return n;
-    }
-    cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
-                  workspace.worth.data());
-    if (cold.open_page() != ColdHead::kNone && cold.n_frozen(cold.open_page()) > 0)
-        found[n++] = cold.open_page();
-    const int first = n;
-    for (int page = 0; page < cold.n_pages(); ++page) {
-        if (page == cold.open_page() || cold.n_frozen(page) == 0) continue;
-        if (worth[page] < std::log(least) - kSlack) continue;
-        if (n == first + kCandidates && worth[page] <= worth[found[n - 1]]) continue;
-        int place = n < first + kCandidates ? n++ : n - 1;
-        for (; place > first && worth[found[place - 1]] < worth[page]; --place)
-            found[place] = found[place - 1];
-        found[place] = page;
-    }
+    for (int page = 0; page < cold.n_pages(); ++page)
+        if (cold.n_frozen(page) > 0 &&
+            (all || page == cold.open_page() || workspace.worth[index(page)] >= promise))
+            workspace.candidates[index(n++)] = page;
     return n;
 }
 
@@ -138,23 +136,25 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
     const int per_page = layer.layout.entries;
     float* logits = workspace.logits.data();
     const auto read = [&](int c) {
-        std::byte* buffer = workspace.candidates.data() + index(c) * candidate_bytes();
-        workspace.rows[index(c)] = head.cold->read(workspace.pages[index(c)], *kernels_, buffer);
-        ask_for_keys(layer.layout, workspace.rows[index(c)]);
+        const std::byte* rows =
+            head.cold->read(workspace.candidates[index(c)], *kernels_,
+                            workspace.pages_read.data() + index(c % 2) * cold_buffer_bytes());
+        ask_for_keys(layer.layout, rows);
+        return rows;
     };
-    if (n_candidates > 0) read(0);
+    const std::byte* next = n_candidates > 0 ? read(0) : nullptr;
     for (int c = 0; c < n_candidates; ++c) {
-        if (c + 1 < n_candidates) read(c + 1);
-        const int page = workspace.pages[index(c)];
-        const std::byte* rows = workspace.rows[index(c)];
+        const std::byte* rows = next;
+        if (c + 1 < n_candidates) next = read(c + 1);
         float* needs = workspace.needs.data() + c * per_page;
         std::fill_n(needs, per_page, 0.0f);
         if (rows == nullptr) continue;
         kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
+        const int first_record = workspace.candidates[index(c)] * per_page;
         for (int r = 0; r < queries.n; ++r) {
             float* of_query = logits + r * per_page;
             for (int slot = 0; slot < per_page; ++slot) {
-                const ColdRecord& record = head.cold->record(page * per_page + slot);
+                const ColdRecord& record = head.cold->record(first_record + slot);
                 of_query[slot] = record.frozen() ? soft_capped(of_query[slot], queries.softcap) +
                                                        queries.bias(r, record.position)
                                                  : kMaskedLogit;
@@ -202,7 +202,7 @@ int HeadStore::find_victims(const Layer& layer, const Head& head, std::int32_t n
 
 // What is needed most of the candidates: as much as the head has room for, and then as long as it
 // is needed more than what it takes the place of. Victims are in the order of their need then.
-int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates, float least,
+int HeadStore::take_best(const Layer& layer, Head& head, int n_candidates, float least,
                          int n_victims, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     std::int32_t* best = workspace.best.data();
@@ -226,21 +226,35 @@ int HeadStore::take_best(const Layer& layer, const Head& head, int n_candidates,
             if (needs[best[n]] < kAdvantage * active[victims[n - workspace.room]]) break;
         std::sort(best, best + n);
     }
+    return find_rows(layer, head, n, workspace);
+}
+
+// Where the first n of what is needed most lies, or a copy of it: what is frozen meanwhile may take
+// the place of other pages. Returns how many could be read.
+int HeadStore::find_rows(const Layer& layer, Head& head, int n,
+                         Workspace& workspace) const noexcept {
+    const int per_page = layer.layout.entries;
+    const std::byte* rows = nullptr;
+    int of_page = ColdHead::kNone;
+    int n_found = 0;
     for (int i = 0; i < n; ++i) {
-        const int c = best[i] / per_page;
-        Incoming& entry = workspace.incoming[index(i)];
-        entry = {workspace.pages[index(c)] * per_page + best[i] % per_page,
-                 workspace.rows[index(c)],
-                 best[i] % per_page,
-                 {}};
-        // What is frozen meanwhile may take the place of other pages.
-        if (i < workspace.room || head.cold->stays(workspace.pages[index(c)])) continue;
-        std::byte* page = aside(layer, i, workspace);
-        copy_entry(layer.layout, entry.rows, entry.slot, page, i % per_page);
-        entry.rows = page;
-        entry.slot = i % per_page;
+        const int needed = workspace.best[index(i)];
+        const int page = workspace.candidates[index(needed / per_page)];
+        if (page != of_page) rows = head.cold->read(page, *kernels_, workspace.pages_read.data());
+        of_page = page;
+        if (rows == nullptr) continue;
+        const int slot = needed % per_page;
+        Incoming& entry = workspace.incoming[index(n_found)];
+        entry = {page * per_page + slot, rows, slot, {}};
+        if (!head.cold->stays(page)) {
+            std::byte* copy = aside(layer, n_found, workspace);
+            copy_entry(layer.layout, rows, slot, copy, n_found % per_page);
+            entry.rows = copy;
+            entry.slot = n_found % per_page;
+        }
+        ++n_found;
     }
-    return n;
+    return n_found;
 }
 
 // The entries that were found: into the room that there is, then for the victims.

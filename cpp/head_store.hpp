@@ -154,9 +154,7 @@ public:
     void recall(int layer, int head, int n_staged, const QueryRows& queries, std::int32_t now,
                 int workspace) noexcept;
     // How many entries a head may hold more then.
-    int most_recalled(int layer, int head) const {
-        return most_recalled(layers_[index(layer)], head_at(layer, head));
-    }
+    int most_recalled(int layer, int head) const { return most_recalled(head_at(layer, head)); }
     // Between micro-batches: everything that is held, in the order of its places.
     void freeze_all(std::int32_t now);
     // Restores what is asked for, page by page, as far as the budgets have room; returns
@@ -202,7 +200,7 @@ public:
                 std::byte* page = head.pages[index(i / per_page)];
                 visit(page, i % per_page, layout(layer).positions(page)[i % per_page]);
             }
-            if (head.cold) head.cold->rewrite(*kernels_, workspaces_[0].candidates.data(), visit);
+            if (head.cold) head.cold->rewrite(*kernels_, workspaces_[0].pages_read.data(), visit);
         }
     }
 
@@ -257,12 +255,11 @@ private:
         std::vector<float> masses;        // of queries: log of the sum of e^(q.k)
         std::vector<float> active_needs;  // of the head's entries
         std::vector<std::int32_t> victims;
-        std::vector<float> worth;  // of pages of cold storage
-        std::vector<int> pages;    // candidates
-        std::vector<const std::byte*> rows;
-        std::vector<float> needs;  // [candidate][slot]
+        std::vector<float> worth;     // of pages of cold storage
+        std::vector<int> candidates;  // pages
+        std::vector<float> needs;     // [candidate][slot]
         std::vector<std::int32_t> best;
-        AlignedBytes candidates;
+        AlignedBytes pages_read;
         AlignedBytes aside;
         int room = 0;  // entries that the head may take besides
         std::vector<Incoming> incoming;
@@ -334,7 +331,8 @@ private:
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void start_freezing();
     void size_for_recall(Workspace& workspace) const;
-    static int most_recalled(const Layer& layer, const Head& head);
+    static int most_recalled(const Head& head);
+    void size_for_candidates(const Layer& layer, std::size_t n_pages);
     int room_to_recall(const Layer& layer, const Head& head, int n_staged) const;
     int prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest);
     void size_homes(const Layer& layer, Head& head);
@@ -342,7 +340,7 @@ private:
         return page != ColdHead::kNone && home != ColdHead::kNone &&
                home / layer.layout.entries == page;
     }
-    std::size_t candidate_bytes() const { return pool_.page_bytes() + cold_->page_bytes(); }
+    std::size_t cold_buffer_bytes() const { return pool_.page_bytes() + cold_->page_bytes(); }
     std::byte* aside(const Layer& layer, int i, Workspace& workspace) const {
         return workspace.aside.data() + index(i / layer.layout.entries) * layer.layout.bytes;
     }
@@ -381,8 +379,9 @@ private:
                           int n_candidates, Workspace& workspace) const noexcept;
     int find_victims(const Layer& layer, const Head& head, std::int32_t newest,
                      Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, const Head& head, int n_candidates, float least,
-                  int n_victims, Workspace& workspace) const noexcept;
+    int take_best(const Layer& layer, Head& head, int n_candidates, float least, int n_victims,
+                  Workspace& workspace) const noexcept;
+    int find_rows(const Layer& layer, Head& head, int n, Workspace& workspace) const noexcept;
     void exchange(const Layer& layer, Head& head, int n_incoming, std::int32_t now,
                   Workspace& workspace) noexcept;
     void give_place(const Layer& layer, Head& head, int victim, int next, int n_incoming,
