@@ -57,7 +57,8 @@ std::vector<float> alibi_slopes(int n_head, float max_bias) {
 
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
     const int entries = kEntryTile + kGroupEntries;
-    return static_cast<std::size_t>(entries * (layout.k_stride + layout.v_stride) +
+    const int values = layout.k_stride + (layout.latent ? 0 : layout.v_stride);
+    return static_cast<std::size_t>(entries * values +
                                     kEntryTile * kRowTile + 2 * kRowTile);
 }
 
@@ -134,7 +135,8 @@ Attention::Split Attention::split_of(int layer) const {
     Split split{};
     split.group = shape.n_head / shape.n_head_kv;
     split.rows = n_tokens_ * split.group;
-    split.by_rows = n_tokens_ > 1 || split.group >= kWideGroup;
+    // The decode kernel reads V as it lies in pages of its own.
+    split.by_rows = n_tokens_ > 1 || split.group >= kWideGroup || shape.latent;
     split.tile_rows = split.by_rows ? kRowTile : split.rows;
     split.tiles = (split.rows + split.tile_rows - 1) / split.tile_rows;
     split.by_entries = !split.by_rows || split.tiles * shape.n_head_kv < kFewUnits;

@@ -60,7 +60,8 @@ public:
     // RoPE sees at rope_position. Nothing after it allocates.
     void begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position);
 
-    // In the graph, in this order, with a barrier between them. thread < n_threads().
+    // In the graph, in this order, with a barrier between them; no stage_v() for layers whose V is
+    // a part of K. thread < n_threads().
     void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;
     void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
     void attend(int layer, const AttentionParams& params, const RowsView& query, float* output,

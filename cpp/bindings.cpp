@@ -61,7 +61,7 @@ public:
 
     // Attends to one micro-batch without a model: stages K and V, attends, commits.
     py::array_t<float> attend(int layer, const InputArray<float>& q, const InputArray<float>& k,
-                              const InputArray<float>& v, AttentionParams params,
+                              const std::optional<InputArray<float>>& v, AttentionParams params,
                               const std::optional<InputArray<float>>& sinks,
                               const std::optional<InputArray<float>>& slopes, int position) {
         const LayerShape& shape = store.shape(layer);
@@ -73,7 +73,9 @@ public:
         };
         check(q, shape.n_head, shape.k_dim);
         check(k, shape.n_head_kv, shape.k_dim);
-        check(v, shape.n_head_kv, shape.v_dim);
+        if (v.has_value() == shape.latent)
+            throw std::invalid_argument("v must be given unless it is a part of k");
+        if (v) check(*v, shape.n_head_kv, shape.v_dim);
         if (sinks && sinks->size() != shape.n_head)
             throw std::invalid_argument("sinks must be one for every query head");
         if (slopes && slopes->size() != shape.n_head)
@@ -88,7 +90,7 @@ public:
         };
         attention.begin(n_tokens, position, position);
         attention.stage_k(layer, rows(k), 0, 1);
-        attention.stage_v(layer, rows(v), 0, 1);
+        if (v) attention.stage_v(layer, rows(*v), 0, 1);
         attention.attend(layer, params, rows(q), output.mutable_data(), 0);
         return output;
     }
@@ -270,17 +272,20 @@ void bind_rope(py::module_& m) {
 void bind_graph(py::module_& m) {
     py::class_<LayerShape>(m, "LayerShape")
         .def(
-            py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window, bool chunked) {
-                return LayerShape{n_head, n_head_kv, k_dim, v_dim, window, chunked};
+            py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window, bool chunked,
+                        bool latent) {
+                return LayerShape{n_head, n_head_kv, k_dim, v_dim, window, chunked, latent};
             }),
             py::arg("n_head"), py::arg("n_head_kv"), py::arg("k_dim"), py::arg("v_dim"),
-            py::arg("window") = 0, py::arg("chunked") = false)
+            py::arg("window") = 0, py::arg("chunked") = false, py::arg("latent") = false)
         .def_readonly("n_head", &LayerShape::n_head)
         .def_readonly("n_head_kv", &LayerShape::n_head_kv)
         .def_readonly("k_dim", &LayerShape::k_dim)
         .def_readonly("v_dim", &LayerShape::v_dim)
         .def_readonly("window", &LayerShape::window)
-        .def_readonly("chunked", &LayerShape::chunked);
+        .def_readonly("chunked", &LayerShape::chunked)
+        .def_readonly("latent", &LayerShape::latent)
+        .def_property_readonly("entry_values", &LayerShape::entry_values);
     py::class_<AttentionNode>(m, "AttentionNode")
         .def_readonly("cache_layer", &AttentionNode::cache_layer)
         .def_readonly("shape", &AttentionNode::shape)
@@ -520,7 +525,7 @@ void bind_headwise(py::module_& m) {
         .def(
             "attend",
             [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
-               const InputArray<float>& v, float scale, float softcap,
+               const std::optional<InputArray<float>>& v, float scale, float softcap,
                const std::optional<InputArray<float>>& sinks, int position,
                const std::optional<InputArray<float>>& slopes) {
                 return self.attend(layer, q, k, v, {scale, softcap}, sinks, slopes, position);

@@ -14,7 +14,8 @@
 namespace entropykv {
 namespace {
 
-constexpr int kOpsPerLayer = 3;  // K write, V write, attention
+// K write, V write unless V is a part of K, attention.
+int ops_of(const LayerShape& shape) { return shape.latent ? 2 : 3; }
 
 // llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
 // back to the system (it reads as zeros, should anything touch it).
@@ -40,6 +41,14 @@ bool is_input(const ggml_tensor* tensor) {
                                              : nullptr;
     }
     return false;
+}
+
+// Whether a view shows the first values of every row of another one, and nothing else.
+bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
+    if (part->view_offs != all->view_offs || part->ne[0] > all->ne[0]) return false;
+    for (int i = 1; i < GGML_MAX_DIMS; ++i)
+        if (part->ne[i] != all->ne[i] || part->nb[i] != all->nb[i]) return false;
+    return part->nb[0] == all->nb[0];
 }
 
 }  // namespace
@@ -108,8 +117,10 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     const ggml_tensor* v = node->src[2];
     const int cache_layer = cache_layer_of(k, kCacheK);
     if (cache_layer < 0) return refuse("a layer attends to something that is not the KV cache");
-    if (cache_layer_of(v, kCacheV) != cache_layer)
-        return refuse("its V is not cached on its own (multi-head latent attention)");
+    const bool latent = cache_layer_of(v, kCacheK) == cache_layer;
+    if (latent && !is_start_of(k, v)) return refuse("its V is not the first values of its K");
+    if (!latent && cache_layer_of(v, kCacheV) != cache_layer)
+        return refuse("its V is not cached");
     float params[3];
     std::memcpy(params, node->op_params, sizeof params);
     if (!is_input(node->src[3]))
@@ -127,6 +138,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.cache_layer = cache_layer;
     seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
                   static_cast<int>(k->ne[0]), static_cast<int>(v->ne[0])};
+    seen.shape.latent = latent;
     seen.scale = params[0];
     seen.max_bias = params[1];
     seen.softcap = params[2];
@@ -197,7 +209,8 @@ void GraphHook::begin_step() {
 
 void GraphHook::check_step() const {
     if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
-    const int expected = kOpsPerLayer * static_cast<int>(layers_.size());
+    int expected = 0;
+    for (const AttentionNode& node : nodes_) expected += ops_of(node.shape);
     if (served_ != expected)
         throw std::runtime_error("only " + std::to_string(served_) + " of " +
                                  std::to_string(expected) + " attention nodes were served");

@@ -20,8 +20,14 @@ void check_shapes(const std::vector<LayerShape>& shapes) {
         if (shape.k_dim < 1 || shape.v_dim < 1 || shape.k_dim > kMaxHeadDim ||
             shape.v_dim > kMaxHeadDim)
             throw std::invalid_argument("a head size outside of 1 .. 1024");
+        if (shape.latent && shape.v_dim > shape.k_dim)
+            throw std::invalid_argument("V cannot be more values than the K that it is a part of");
         if (shape.window < 0) throw std::invalid_argument("a window of less than 0 tokens");
     }
+}
+
+PageLayout layout_of(const LayerShape& shape, KvType type, int entries) {
+    return make_page_layout(type, shape.k_dim, shape.v_dim, entries, shape.latent);
 }
 
 }  // namespace
@@ -33,8 +39,7 @@ int most_entries(const LayerShape& shape, int max_entries) {
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
     std::size_t bytes = 0;
     for (const LayerShape& shape : layers)
-        bytes =
-            std::max(bytes, make_page_layout(type, shape.k_dim, shape.v_dim, kPageEntries).bytes);
+        bytes = std::max(bytes, layout_of(shape, type, kPageEntries).bytes);
     return bytes;
 }
 
@@ -44,10 +49,10 @@ std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvTy
     for (const LayerShape& shape : layers) {
         int entries = kPageEntries;
         const auto fits = [&](int n) {
-            return make_page_layout(type, shape.k_dim, shape.v_dim, n).bytes <= bytes;
+            return layout_of(shape, type, n).bytes <= bytes;
         };
         while (fits(entries + kGroupEntries)) entries += kGroupEntries;
-        layouts.push_back(make_page_layout(type, shape.k_dim, shape.v_dim, entries));
+        layouts.push_back(layout_of(shape, type, entries));
     }
     return layouts;
 }

@@ -30,7 +30,10 @@ struct LayerShape {
     int v_dim;
     int window = 0;        // sliding window in tokens; 0: none
     bool chunked = false;  // the window begins at multiples of its size, and does not slide
+    bool latent = false;   // V is the first v_dim values of K (multi-head latent attention)
 
+    // Values that an entry of a KV head is made of.
+    int entry_values() const { return k_dim + (latent ? 0 : v_dim); }
     // The oldest position that a query sees.
     std::int32_t oldest_seen(std::int32_t query) const {
         if (window == 0) return 0;

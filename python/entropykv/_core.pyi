@@ -46,8 +46,12 @@ class LayerShape:
         v_dim: int,
         window: int = 0,
         chunked: bool = False,
+        latent: bool = False,
     ) -> None:
-        """`window`: in tokens, 0: none; `chunked`: it begins at multiples of its size."""
+        """`window`: in tokens, 0: none; `chunked`: it begins at multiples of its size.
+
+        `latent`: V is the first `v_dim` values of K, and not held on its own.
+        """
     @property
     def n_head(self) -> int: ...
     @property
@@ -60,6 +64,11 @@ class LayerShape:
     def window(self) -> int: ...
     @property
     def chunked(self) -> bool: ...
+    @property
+    def latent(self) -> bool: ...
+    @property
+    def entry_values(self) -> int:
+        """Values that an entry of a KV head is made of."""
 
 class RopeParams:
     """How a layer's keys depend on their position, by ggml's names; n_dims 0: they do not."""
@@ -258,14 +267,17 @@ class HeadwiseStore:
         layer: int,
         q: _Floats,
         k: _Floats,
-        v: _Floats,
+        v: _Floats | None,
         scale: float,
         softcap: float = 0.0,
         sinks: _Floats | None = None,
         position: int = 0,
         slopes: _Floats | None = None,
     ) -> _Floats:
-        """Attention of one micro-batch without a model: [n_tokens][heads][dim] each."""
+        """Attention of one micro-batch without a model: [n_tokens][heads][dim] each.
+
+        `v`: None where the layer's V is a part of K.
+        """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
         """Let micro-batches measure what heads lose with so many entries beyond the protected.

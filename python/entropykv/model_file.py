@@ -38,7 +38,8 @@ class ModelGeometry:
     this file (of a split model: of this part); `weight_types` is (type, bytes), largest first.
     `activation` is the file's `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for
     what llama.cpp's graph of the architecture computes. `learned_positions`: the file has an
-    embedding for each position.
+    embedding for each position. `latent`: multi-head latent attention, where V is the first
+    `head_dim_v` values of K and not cached on its own.
     """
 
     path: Path
@@ -57,6 +58,13 @@ class ModelGeometry:
     weight_types: tuple[tuple[str, int], ...]
     activation: str | None
     learned_positions: bool
+    latent: bool
+
+    @property
+    def cached_values(self) -> int:
+        """Values that llama.cpp's own cache holds for one token, all layers together."""
+        of_head = self.head_dim_k + (0 if self.latent else self.head_dim_v)
+        return sum(self.kv_heads_per_layer) * of_head
 
 
 def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
@@ -107,6 +115,7 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         weight_types=tuple(reader.type_bytes.most_common()),
         activation=_activation(reader),
         learned_positions="position_embd.weight" in reader.tensor_names,
+        latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
     )
 
 
