@@ -96,8 +96,7 @@ ColdCodec::ColdCodec(ColdType type, const PageLayout& layout)
     : type_(type), layout_(layout), bytes_(layout.bytes) {
     if (type == ColdType::as_stored) return;
     bytes_ = static_cast<std::size_t>(layout.entries) *
-             (row_bytes(type, layout.k_dim) +
-              (layout.latent ? 0 : row_bytes(type, layout.v_dim)));
+             (row_bytes(type, layout.k_dim) + (layout.latent ? 0 : row_bytes(type, layout.v_dim)));
 }
 
 void ColdCodec::pack(const std::byte* page, std::byte* packed) const noexcept {

@@ -25,7 +25,8 @@ inline void score_block(const float* query, const float* k, int stride, float* l
         for (int i = 0; i < Vectors; ++i) store(logits + e * kRowTile + i * kLanes, sums[e][i]);
 }
 
-// Where value d of entry e of a tile lies: V as [entries][v_stride], or in K as convert_k() makes it.
+// Where value d of entry e of a tile lies: V as [entries][v_stride], or in K as convert_k() makes
+// it.
 template <bool Latent>
 inline int value_place(int stride, int e, int d) {
     return Latent ? d * kPromptEntries + e : e * stride + d;

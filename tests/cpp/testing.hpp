@@ -101,7 +101,7 @@ inline std::vector<float> read_batch(Attention& attention, const LayerShape& sha
     attention.begin(n, position, position);
     run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
     run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
-    run_node(n_threads, [&](int t) { attention.attend(0, params, q_rows, output.data(), t); });
+    run_node(n_threads, [&](int t) { attention.attend(0, 0, params, q_rows, output.data(), t); });
     return output;
 }
 
