@@ -139,14 +139,14 @@ def test_a_byte_budget_includes_the_micro_batch(tiny_llama: Path) -> None:
 def test_auto_goes_on_with_flat_and_says_why(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama_cpp, "llama_model_n_swa", lambda _: 128)
-    with pytest.raises(UnsupportedModelError, match=r"sliding-window layers; use --store flat"):
+    monkeypatch.setattr(llama_cpp, "llama_model_has_encoder", lambda _: True)
+    with pytest.raises(UnsupportedModelError, match="it has an encoder; use --store flat"):
         Session(tiny_llama, n_ctx=64, store="headwise")
     with Session(tiny_llama, n_ctx=64) as session:
         assert session.store == "flat"
         assert session.policy.name == "recency"
         assert session.fallback is not None
-        assert "sliding-window" in session.fallback
+        assert "it has an encoder" in session.fallback
     with pytest.raises(SettingsError, match="cannot follow policy uniform"):
         Session(tiny_llama, n_ctx=64, policy="uniform")
 

@@ -207,7 +207,7 @@ def test_a_type_that_turns_out_too_wide_is_refused(tiny_llama: Path) -> None:
 def test_auto_does_not_go_on_without_what_was_asked_for(
     tiny_llama: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_cpp.llama_model_n_swa", lambda _: 128)
-    words = r"sliding-window.*flat store cannot freeze: use it without --freeze"
+    monkeypatch.setattr("llama_cpp.llama_model_has_encoder", lambda _: True)
+    words = r"an encoder.*flat store cannot freeze: use it without --freeze"
     with pytest.raises(UnsupportedModelError, match=words):
         Session(tiny_llama, n_ctx=64, **arguments)
