@@ -17,11 +17,8 @@ Logits = npt.NDArray[np.float32]
 
 # Why the headwise store refuses, by kind; what is not here, it serves.
 REFUSALS = {
-    "shared keys": "two layers share one K and V",
     "recurrent": "only recurrent layers",
-    "latent": "multi-head latent attention",
-    "latent hybrid": "multi-head latent attention",
-    "sparse": "latent attention|not the KV cache|computed in its graph",
+    "sparse": "not the KV cache|computed in its graph",
     "unfused": "not one flash attention node per layer",
     "diffusion": "diffusion model",
 }
@@ -244,7 +241,7 @@ def test_recurrent_layers_cannot_go_back(model: Architecture, path: Path) -> Non
             assert np.array_equal(session.decode(tokens_for(60)), expected)
 
 
-@some(("hybrid", "windowed"))
+@some(("hybrid", "windowed", "latent", "latent hybrid", "shared keys"))
 def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path: Path) -> None:  # noqa: ARG001
     tokens = tokens_for(120)
     options = {"n_ctx": 256, "kv_budget": 0.3, "kv_type": "f16", "n_ubatch": 32, "n_threads": 1}
