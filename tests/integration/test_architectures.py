@@ -114,7 +114,8 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
     text, rows = greedy(session, tokens[:30], 64)
     session.close()
     sure = decided(rows, model.rounding)
-    assert sure.mean() > 0.85
+    # 22 layers of gemma3n round by 5e-2: fewer of its choices are beyond doubt.
+    assert sure.mean() > (0.85 if model.rounding <= 1e-2 else 0.5)
     for n_ubatch in (7, 64):
         with Session(
             path, n_ctx=256, store="headwise", kv_type="f16", n_ubatch=n_ubatch, n_threads=1
@@ -253,7 +254,7 @@ def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path:
         second.decode(tokens[50:70])
         second.load_state(state)
         assert np.array_equal(read(second, tokens[90:], 7), expected)
-        assert not second.can_return_to(80)
+        assert second.can_return_to(80) == (model in ARCHITECTURES["latent"])
 
 
 @pytest.mark.parametrize(
