@@ -85,16 +85,17 @@ inline void run_node(int n_threads, const std::function<void(int)>& node) {
 // Reads a random micro-batch; returns the outputs.
 inline std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
                                      std::int32_t position, std::mt19937& random, int n_threads,
-                                     int window = 0, bool sinks = false) {
+                                     bool sinks = false, bool biased = false) {
     const std::vector<float> q = random_rows(random, n * shape.n_head * shape.k_dim);
     const std::vector<float> k = random_rows(random, n * shape.n_head_kv * shape.k_dim);
     const std::vector<float> v = random_rows(random, n * shape.n_head_kv * shape.v_dim);
     const std::vector<float> sink_logits = random_rows(random, shape.n_head);
+    const std::vector<float> slopes = alibi_slopes(shape.n_head, 8.0f);
     std::vector<float> output(index(n * shape.n_head * shape.v_dim), NAN);
     AttentionParams params;
     params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
-    params.window = window;
     params.sinks = sinks ? sink_logits.data() : nullptr;
+    params.slopes = biased ? slopes.data() : nullptr;
     const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
     const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
     const RowsView q_rows = view(q, shape.n_head, shape.k_dim);
