@@ -192,7 +192,9 @@ def test_head_sizes(kernel: str, kv_type: str, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "dims", [(80, 64), (576, 512), (48, 16), (33, 20)], ids=lambda dims: f"{dims[0]}x{dims[1]}"
 )
-def test_v_that_is_a_part_of_k(kernel: str, kv_type: str, group: int, dims: tuple[int, int]) -> None:
+def test_v_that_is_a_part_of_k(
+    kernel: str, kv_type: str, group: int, dims: tuple[int, int]
+) -> None:
     layer = Layer(
         kernel, kv_type, n_head_kv=1, group=group, k_dim=dims[0], v_dim=dims[1], latent=True
     )

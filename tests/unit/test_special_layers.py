@@ -81,7 +81,9 @@ class Layer:
         ]
         for number, head in enumerate(self.heads):
             group = slice(number * 2, number * 2 + 2)
-            parts = [head.attend(queries[0][:, group], k[:, number], v[:, number], *self.at(options))]
+            parts = [
+                head.attend(queries[0][:, group], k[:, number], v[:, number], *self.at(options))
+            ]
             if self.latent:  # rounded as K, whose blocks are not those of V
                 head.v = head.k[:, : self.v_dim]
                 parts = []
