@@ -309,7 +309,7 @@ def test_an_interrupt_leaves_no_debris(tmp_path: Path) -> None:
 # --- the layout of pages --------------------------------------------------------------------------
 
 
-def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.HeadwiseStore:  # noqa: FBT001
+def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.HeadwiseStore:
     """A store that evicted, so that entries are in no order."""
     store = _core.HeadwiseStore(
         layers=[_core.LayerShape(2, 1, k_dim, v_dim, latent=latent)],
@@ -349,7 +349,7 @@ def test_pages_are_laid_out_as_described(
     kv_type: str,
     k_dim: int,
     v_dim: int,
-    latent: bool,  # noqa: FBT001
+    latent: bool,
 ) -> None:
     """cpp/page_layout.hpp and cpp/head_state.cpp, in numpy: a change needs another version."""
     store = store_of(kv_type, k_dim, v_dim, latent)

@@ -133,12 +133,12 @@ class Layer:
     cut=st.floats(0.3, 1.0),
 )
 def test_what_is_kept_is_what_the_oracle_keeps(
-    latent: bool,  # noqa: FBT001
+    latent: bool,
     readers: int,
     kv_type: str,
     score: str,
-    by_values: bool,  # noqa: FBT001
-    by_exposure: bool,  # noqa: FBT001
+    by_values: bool,
+    by_exposure: bool,
     budget: int,
     batches: list[int],
     cut: float,
@@ -161,7 +161,7 @@ def test_what_is_kept_is_what_the_oracle_keeps(
 
 
 @pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2)])
-def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:  # noqa: FBT001
+def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
     """Squared outputs that would be lost, relative to those of every reader."""
     rules = Rules("mass", "f16", N_SINKS, RECENT, decay=0.9, by_values=True)
     layer = Layer(rules, MAX_ENTRIES, latent, readers)
