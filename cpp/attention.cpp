@@ -56,17 +56,22 @@ std::vector<float> alibi_slopes(int n_head, float max_bias) {
 
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
     const int entries = kEntryTile + kGroupEntries;
-    return static_cast<std::size_t>(entries * (layout.k_stride + layout.v_stride) +
-                                    kEntryTile * kRowTile + 2 * kRowTile);
+    const int values = layout.k_stride + (layout.latent ? 0 : layout.v_stride);
+    return static_cast<std::size_t>(entries * values + kEntryTile * kRowTile + 2 * kRowTile);
 }
+
+Attention::Job::Job(int n_heads)
+    : first_unit(index(n_heads + 1)),
+      unfinished_units(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
 
 Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads)
     : store_(store), kernels_(kernels), workers_(index(std::max(n_threads, 1))) {
     store_.set_workers(n_threads, kernels);
-    int most_heads = 0;
     for (int l = 0; l < store_.n_layers(); ++l) {
         const PageLayout& layout = store_.layout(l);
-        most_heads = std::max(most_heads, store_.shape(l).n_head_kv);
+        first_job_.push_back(jobs_.size());
+        for (int r = 0; r < store_.shape(l).readers; ++r)
+            jobs_.emplace_back(store_.shape(l).n_head_kv);
         entropy_.push_back({std::vector<double>(index(store_.shape(l).n_head), 0.0), 0, {}});
         for (Worker& worker : workers_) {
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
@@ -78,8 +83,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
         }
     }
     captures_.resize(index(store_.n_layers()));
-    first_unit_.resize(index(most_heads + 1));
-    unfinished_units_ = std::make_unique<std::atomic<int>[]>(index(most_heads));
+    carried_.resize(index(store_.n_layers()));
 }
 
 const std::vector<double>& Attention::entropy_sums(int layer) const {
@@ -133,7 +137,8 @@ Attention::Split Attention::split_of(int layer) const {
     Split split{};
     split.group = shape.n_head / shape.n_head_kv;
     split.rows = n_tokens_ * split.group;
-    split.by_rows = n_tokens_ > 1 || split.group >= kWideGroup;
+    // The decode kernel reads V as it lies in pages of its own.
+    split.by_rows = n_tokens_ > 1 || split.group >= kWideGroup || shape.latent;
     split.tile_rows = split.by_rows ? kRowTile : split.rows;
     split.tiles = (split.rows + split.tile_rows - 1) / split.tile_rows;
     split.by_entries = !split.by_rows || split.tiles * shape.n_head_kv < kFewUnits;
@@ -201,6 +206,10 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
             captures_[index(l)].sinks.resize(index(shape.n_head));
             captures_[index(l)].slopes.resize(index(shape.n_head));
         }
+        if (store_.shape(l).readers > 1) {
+            grow(carried_[index(l)].observed, n_heads * longest_);
+            grow(carried_[index(l)].squares, n_heads);
+        }
         if (!observing_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
         grow(observed_, n_heads * index(observed) * longest_);
@@ -212,21 +221,25 @@ void Attention::prepare(int layer) noexcept {
     next_recall_.store(0, std::memory_order_relaxed);
     recalled_heads_.store(0, std::memory_order_relaxed);
     ready_.store(false, std::memory_order_relaxed);
-    unfinished_heads_.store(store_.shape(layer).n_head_kv, std::memory_order_relaxed);
     if (!recalling_) make_units(layer);
 }
 
 void Attention::make_units(int layer) noexcept {
     const Split split = split_of(layer);
-    int units = 0;
-    for (int h = 0; h < store_.shape(layer).n_head_kv; ++h) {
-        const int of_head = split.tiles * chunks_of(split, total_entries(layer, h));
-        first_unit_[index(h)] = units;
-        unfinished_units_[index(h)].store(of_head, std::memory_order_relaxed);
-        units += of_head;
+    const int n_heads = store_.shape(layer).n_head_kv;
+    for (int reader = 0; reader < store_.shape(layer).readers; ++reader) {
+        Job& job = job_of(layer, reader);
+        int units = 0;
+        for (int h = 0; h < n_heads; ++h) {
+            const int of_head = split.tiles * chunks_of(split, total_entries(layer, h));
+            job.first_unit[index(h)] = units;
+            job.unfinished_units[index(h)].store(of_head, std::memory_order_relaxed);
+            units += of_head;
+        }
+        job.first_unit[index(n_heads)] = units;
+        job.next_unit.store(0, std::memory_order_relaxed);
+        job.unfinished_heads.store(n_heads, std::memory_order_relaxed);
     }
-    first_unit_[index(store_.shape(layer).n_head_kv)] = units;
-    next_unit_.store(0, std::memory_order_relaxed);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -243,7 +256,7 @@ void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) n
         const int head = i % n_heads;
         const int first = i / n_heads * kGroupEntries;
         for (int token = first; token < std::min(first + kGroupEntries, n_tokens_); ++token)
-            visit(token, head, store_.staging(head)[token / layout.entries],
+            visit(token, head, store_.staging(layer, head)[token / layout.entries],
                   token % layout.entries);
     }
 }
@@ -301,13 +314,14 @@ void Attention::recall_head(const Call& call, int head) noexcept {
                   base_position_ + n_tokens_ - 1, call.thread);
 }
 
-void Attention::attend(int layer, const AttentionParams& params, const RowsView& query,
+void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
-    const Call call{layer, split_of(layer), &params, &query, output, thread};
+    Job& job = job_of(layer, reader);
+    const Call call{layer, reader, &job, split_of(layer), &params, &query, output, thread};
     if (capture_queries_ && thread == 0) capture_queries(call);
-    if (recalling_) recall(call);
-    const int n_units = first_unit_[index(store_.shape(layer).n_head_kv)];
-    const auto claim = [&] { return next_unit_.fetch_add(1, std::memory_order_relaxed); };
+    if (recalling_ && reader == 0) recall(call);
+    const int n_units = job.first_unit.back();
+    const auto claim = [&] { return job.next_unit.fetch_add(1, std::memory_order_relaxed); };
     // One unit ahead, so that its first entries can be asked for in time.
     for (int unit = claim(); unit < n_units;) {
         const int next = claim();

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -60,26 +61,30 @@ public:
     // RoPE sees at rope_position. Nothing after it allocates.
     void begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position);
 
-    // In the graph, in this order, with a barrier between them. thread < n_threads().
+    // In the graph, in this order, with a barrier between them; no stage_v() for layers whose V is
+    // a part of K; attend() for one reader of the layer after another, other layers in between.
+    // thread < n_threads().
     void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;
     void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
-    void attend(int layer, const AttentionParams& params, const RowsView& query, float* output,
-                int thread) noexcept;  // output [n_tokens][n_head][v_dim]
+    void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
+                float* output, int thread) noexcept;  // output [n_tokens][n_head][v_dim]
 
     int n_threads() const { return static_cast<int>(workers_.size()); }
     int n_tokens() const { return n_tokens_; }
 
     // Since the last reset: sum of the entropies (bits) of the attention rows of every query head
-    // of a layer, and how many rows there were. An attention sink counts as one more entry.
+    // of a layer, of all its readers, and how many rows there were. An attention sink counts as one
+    // more entry.
     const std::vector<double>& entropy_sums(int layer) const;
     std::int64_t entropy_rows(int layer) const;
     void reset_entropy();
 
     // Of the last micro-batch, while entropies are tracked: the entropy (bits) of every attention
-    // row of a layer, [n_tokens][n_head].
+    // row of a layer's last reader, [n_tokens][n_head].
     std::vector<float> row_entropies(int layer) const;
 
-    // Of the last micro-batch, while queries are captured: what a layer's rows were made from.
+    // Of the last micro-batch, while queries are captured: what the rows of a layer's last reader
+    // were made from.
     struct Capture {
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
         std::vector<float> sinks;    // one logit per query head; kMaskedLogit: none
@@ -97,8 +102,17 @@ private:
         bool by_rows;     // the prompt kernel
         bool by_entries;  // a unit is a range of entries, merged at the end
     };
+    struct Job {  // one reader of a layer: sized by the constructor, filled by prepare()
+        explicit Job(int n_heads);
+        std::vector<int> first_unit;  // of each head, and the total
+        std::unique_ptr<std::atomic<int>[]> unfinished_units;
+        std::atomic<int> next_unit{0};
+        std::atomic<int> unfinished_heads{0};
+    };
     struct Call {
         int layer;
+        int reader;
+        Job* job;
         Split split;
         const AttentionParams* params;
         const RowsView* query;
@@ -122,6 +136,10 @@ private:
         std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
         std::vector<float> recall;   // query rows, their positions and slopes
     };
+    struct Carried {                  // what a layer's readers saw, but for the last one
+        std::vector<float> observed;  // [head][longest_]
+        std::vector<float> squares;   // of outputs, [head]
+    };
     struct LayerEntropy {
         std::vector<double> sums;
         std::int64_t rows = 0;
@@ -139,6 +157,7 @@ private:
     static int most_chunks(const Split& split, int most);
     void prepare(int layer) noexcept;
     void make_units(int layer) noexcept;
+    Job& job_of(int layer, int reader) { return jobs_[first_job_[index(layer)] + index(reader)]; }
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
 
@@ -155,6 +174,7 @@ private:
     void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     float* sum_observed(const Call& call, int head) noexcept;
     float output_squares(const Call& call, int head) const noexcept;
+    float* carry(const Call& call, int head, float* observed) noexcept;
     void commit(const Call& call, int head, const float* observed) noexcept;
     void commit_layer(const Call& call) noexcept;
     void capture_queries(const Call& call) noexcept;
@@ -188,11 +208,11 @@ private:
     bool recalling_ = false;  // frozen entries are looked for
     bool recall_now_ = false;
 
+    std::deque<Job> jobs_;
+    std::vector<std::size_t> first_job_;  // of each layer
+    std::vector<Carried> carried_;        // of each layer
+
     // The layer that is being attended to: sized by begin(), filled by prepare().
-    std::vector<int> first_unit_;  // of each head, and the total
-    std::unique_ptr<std::atomic<int>[]> unfinished_units_;
-    std::atomic<int> next_unit_{0};
-    std::atomic<int> unfinished_heads_{0};
     std::atomic<int> next_recall_{0};  // heads
     std::atomic<int> recalled_heads_{0};
     std::atomic<bool> ready_{false};  // units are made

@@ -24,9 +24,9 @@ Statistic statistic_of(ScoreKind kind) {
 
 Attention::Unit Attention::unit_at(const Call& call, int unit) const noexcept {
     int head = 0;
-    while (unit >= first_unit_[index(head + 1)]) ++head;
+    while (unit >= call.job->first_unit[index(head + 1)]) ++head;
     const int chunks = chunks_of(call.split, total_entries(call.layer, head));
-    const int local = unit - first_unit_[index(head)];
+    const int local = unit - call.job->first_unit[index(head)];
     return {tile_at(call.split, head, local / chunks), local % chunks};
 }
 
@@ -37,8 +37,8 @@ void Attention::run_unit(const Call& call, int unit, int next) noexcept {
     } else {
         run_decode(call, tile, chunk, next);
     }
-    if (unfinished_units_[index(tile.head)].fetch_sub(1, std::memory_order_acq_rel) == 1)
-        finish_head(call, tile.head);
+    std::atomic<int>& unfinished = call.job->unfinished_units[index(tile.head)];
+    if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_head(call, tile.head);
 }
 
 // The stored entries of a unit of the decode kernel; layout null: it has none. The unit must have
@@ -73,7 +73,7 @@ SoftmaxState Attention::partial_state(const Call& call, const Tile& tile, int ch
     const int chunks = chunks_of(call.split, total_entries(call.layer, tile.head));
     const std::size_t rows = index(call.split.tile_rows);
     const std::size_t size = rows * index(store_.layout(call.layer).v_stride + 3);
-    const int slot = first_unit_[index(tile.head)] + tile.number * chunks + chunk;
+    const int slot = call.job->first_unit[index(tile.head)] + tile.number * chunks + chunk;
     float* start = partials_.data() + index(slot) * size;
     return {start, start + rows, start + 2 * rows, start + 3 * rows};
 }
@@ -119,7 +119,7 @@ void Attention::over_ranges(const Call& call, const Tile& tile, int first, int l
     part(store_.pages(call.layer, tile.head), 0, 0, count, windowed);
     const int first_token = tile.first / call.split.group;
     const int last_token = (tile.first + tile.count - 1) / call.split.group;
-    std::byte* const* staged = store_.staging(tile.head);
+    std::byte* const* staged = store_.staging(call.layer, tile.head);
     part(staged, count, 0, first_token + 1, windowed);
     part(staged, count, first_token + 1, last_token + 1, true);
 }
@@ -225,18 +225,40 @@ void Attention::finish_head(const Call& call, int head) noexcept {
                 entropy.last[index(head * call.split.rows + row)];
         if (head == 0) entropy.rows += n_tokens_;
     }
-    store_.add_queries(call.layer, head, n_tokens_, call.params->scale, [&](int token, int query) {
-        return call.query->row(token, head * call.split.group + query);
-    });
-    if (!shared_choice_) {
-        commit(call, head, sum_observed(call, head));
-    } else if (unfinished_heads_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    // Expected queries are those of the layer that wrote the keys.
+    if (call.reader == 0)
+        store_.add_queries(call.layer, head, n_tokens_, call.params->scale,
+                           [&](int token, int query) {
+                               return call.query->row(token, head * call.split.group + query);
+                           });
+    if (call.reader + 1 < store_.shape(call.layer).readers) {
+        carry(call, head, sum_observed(call, head));
+    } else if (!shared_choice_) {
+        commit(call, head, carry(call, head, sum_observed(call, head)));
+    } else if (call.job->unfinished_heads.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         commit_layer(call);
     }
 }
 
-void Attention::commit(const Call& call, int head, const float* observed) noexcept {
+// Adds up what the readers of a layer saw of a head; returns what they saw up to this one.
+float* Attention::carry(const Call& call, int head, float* observed) noexcept {
+    if (store_.shape(call.layer).readers == 1) return observed;
+    Carried& carried = carried_[index(call.layer)];
     const float squares = store_.measures(n_tokens_) ? output_squares(call, head) : 0.0f;
+    carried.squares[index(head)] =
+        squares + (call.reader > 0 ? carried.squares[index(head)] : 0.0f);
+    if (observed == nullptr) return nullptr;
+    float* total = carried.observed.data() + index(head) * longest_;
+    const int n = total_entries(call.layer, head);
+    for (int j = 0; j < n; ++j) total[j] = observed[j] + (call.reader > 0 ? total[j] : 0.0f);
+    return total;
+}
+
+void Attention::commit(const Call& call, int head, const float* observed) noexcept {
+    const bool shared = store_.shape(call.layer).readers > 1;
+    const float squares = shared ? carried_[index(call.layer)].squares[index(head)]
+                          : store_.measures(n_tokens_) ? output_squares(call, head)
+                                                       : 0.0f;
     store_.commit(call.layer, head, n_tokens_, observed, squares, call.thread);
 }
 
@@ -245,9 +267,9 @@ void Attention::commit(const Call& call, int head, const float* observed) noexce
 void Attention::commit_layer(const Call& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
     const int n = total_entries(call.layer, 0);
-    float* shared = sum_observed(call, 0);
+    float* shared = carry(call, 0, sum_observed(call, 0));
     for (int head = 1; shared != nullptr && head < n_heads; ++head) {
-        const float* more = sum_observed(call, head);
+        const float* more = carry(call, head, sum_observed(call, head));
         for (int j = 0; j < n; ++j) shared[j] += more[j];
     }
     for (int head = 0; head < n_heads; ++head) commit(call, head, shared);

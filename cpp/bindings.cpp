@@ -59,9 +59,11 @@ public:
           store(layers, settings),
           attention(store, kernels, n_threads) {}
 
-    // Attends to one micro-batch without a model: stages K and V, attends, commits.
-    py::array_t<float> attend(int layer, const InputArray<float>& q, const InputArray<float>& k,
-                              const InputArray<float>& v, AttentionParams params,
+    // Attends to one micro-batch without a model: stages K and V for the first reader, attends,
+    // commits after the last one.
+    py::array_t<float> attend(int layer, int reader, const InputArray<float>& q,
+                              const std::optional<InputArray<float>>& k,
+                              const std::optional<InputArray<float>>& v, AttentionParams params,
                               const std::optional<InputArray<float>>& sinks,
                               const std::optional<InputArray<float>>& slopes, int position) {
         const LayerShape& shape = store.shape(layer);
@@ -72,8 +74,14 @@ public:
                 throw std::invalid_argument("q, k and v must be [n_tokens][heads][dim]");
         };
         check(q, shape.n_head, shape.k_dim);
-        check(k, shape.n_head_kv, shape.k_dim);
-        check(v, shape.n_head_kv, shape.v_dim);
+        if (reader < 0 || reader >= shape.readers)
+            throw std::invalid_argument("a reader that the layer does not have");
+        if (k.has_value() != (reader == 0))
+            throw std::invalid_argument("k must be given for the first reader, and for no other");
+        if (v.has_value() != (reader == 0 && !shape.latent))
+            throw std::invalid_argument("v must be given with k unless it is a part of it");
+        if (k) check(*k, shape.n_head_kv, shape.k_dim);
+        if (v) check(*v, shape.n_head_kv, shape.v_dim);
         if (sinks && sinks->size() != shape.n_head)
             throw std::invalid_argument("sinks must be one for every query head");
         if (slopes && slopes->size() != shape.n_head)
@@ -86,10 +94,10 @@ public:
                             static_cast<std::size_t>(a.strides(0)),
                             static_cast<std::size_t>(a.strides(1))};
         };
-        attention.begin(n_tokens, position, position);
-        attention.stage_k(layer, rows(k), 0, 1);
-        attention.stage_v(layer, rows(v), 0, 1);
-        attention.attend(layer, params, rows(q), output.mutable_data(), 0);
+        if (reader == 0) attention.begin(n_tokens, position, position);
+        if (k) attention.stage_k(layer, rows(*k), 0, 1);
+        if (v) attention.stage_v(layer, rows(*v), 0, 1);
+        attention.attend(layer, reader, params, rows(q), output.mutable_data(), 0);
         return output;
     }
 
@@ -269,18 +277,31 @@ void bind_rope(py::module_& m) {
 
 void bind_graph(py::module_& m) {
     py::class_<LayerShape>(m, "LayerShape")
-        .def(
-            py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window, bool chunked) {
-                return LayerShape{n_head, n_head_kv, k_dim, v_dim, window, chunked};
-            }),
-            py::arg("n_head"), py::arg("n_head_kv"), py::arg("k_dim"), py::arg("v_dim"),
-            py::arg("window") = 0, py::arg("chunked") = false)
+        .def(py::init([](int n_head, int n_head_kv, int k_dim, int v_dim, int window, bool chunked,
+                         bool latent, int readers) {
+                 return LayerShape{n_head, n_head_kv, k_dim,  v_dim,
+                                   window, chunked,   latent, readers};
+             }),
+             py::arg("n_head"), py::arg("n_head_kv"), py::arg("k_dim"), py::arg("v_dim"),
+             py::arg("window") = 0, py::arg("chunked") = false, py::arg("latent") = false,
+             py::arg("readers") = 1)
         .def_readonly("n_head", &LayerShape::n_head)
         .def_readonly("n_head_kv", &LayerShape::n_head_kv)
         .def_readonly("k_dim", &LayerShape::k_dim)
         .def_readonly("v_dim", &LayerShape::v_dim)
         .def_readonly("window", &LayerShape::window)
-        .def_readonly("chunked", &LayerShape::chunked);
+        .def_readonly("chunked", &LayerShape::chunked)
+        .def_readonly("latent", &LayerShape::latent)
+        .def_readonly("readers", &LayerShape::readers)
+        .def_property_readonly("entry_values", &LayerShape::entry_values)
+        .def(
+            "with_window",
+            [](LayerShape shape, int window, bool chunked) {
+                shape.window = window;
+                shape.chunked = chunked;
+                return shape;
+            },
+            py::arg("window"), py::arg("chunked"));
     py::class_<AttentionNode>(m, "AttentionNode")
         .def_readonly("cache_layer", &AttentionNode::cache_layer)
         .def_readonly("shape", &AttentionNode::shape)
@@ -519,15 +540,16 @@ void bind_headwise(py::module_& m) {
             py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"))
         .def(
             "attend",
-            [](Headwise& self, int layer, const InputArray<float>& q, const InputArray<float>& k,
-               const InputArray<float>& v, float scale, float softcap,
-               const std::optional<InputArray<float>>& sinks, int position,
-               const std::optional<InputArray<float>>& slopes) {
-                return self.attend(layer, q, k, v, {scale, softcap}, sinks, slopes, position);
+            [](Headwise& self, int layer, const InputArray<float>& q,
+               const std::optional<InputArray<float>>& k, const std::optional<InputArray<float>>& v,
+               float scale, float softcap, const std::optional<InputArray<float>>& sinks,
+               int position, const std::optional<InputArray<float>>& slopes, int reader) {
+                return self.attend(layer, reader, q, k, v, {scale, softcap}, sinks, slopes,
+                                   position);
             },
             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
             py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(), py::arg("position") = 0,
-            py::arg("slopes") = py::none())
+            py::arg("slopes") = py::none(), py::arg("reader") = 0)
         .def(
             "measure_losses",
             [](Headwise& self, const std::vector<int>& knots) { self.store.measure_losses(knots); },

@@ -96,7 +96,7 @@ ColdCodec::ColdCodec(ColdType type, const PageLayout& layout)
     : type_(type), layout_(layout), bytes_(layout.bytes) {
     if (type == ColdType::as_stored) return;
     bytes_ = static_cast<std::size_t>(layout.entries) *
-             (row_bytes(type, layout.k_dim) + row_bytes(type, layout.v_dim));
+             (row_bytes(type, layout.k_dim) + (layout.latent ? 0 : row_bytes(type, layout.v_dim)));
 }
 
 void ColdCodec::pack(const std::byte* page, std::byte* packed) const noexcept {
@@ -108,6 +108,7 @@ void ColdCodec::pack(const std::byte* page, std::byte* packed) const noexcept {
     for (int slot = 0; slot < layout_.entries; ++slot) {
         load_k(layout_, page, slot, row);
         packed = pack_row(type_, row, layout_.k_dim, packed);
+        if (layout_.latent) continue;
         load_v(layout_, page, slot, row);
         packed = pack_row(type_, row, layout_.v_dim, packed);
     }
@@ -123,6 +124,7 @@ void ColdCodec::unpack(const std::byte* packed, const KernelTable& kernels,
     for (int slot = 0; slot < layout_.entries; ++slot) {
         packed = unpack_row(type_, packed, layout_.k_dim, row);
         kernels.store_k(layout_, page, slot, row);
+        if (layout_.latent) continue;
         packed = unpack_row(type_, packed, layout_.v_dim, row);
         kernels.store_v(layout_, page, slot, row);
     }

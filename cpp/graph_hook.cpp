@@ -14,7 +14,8 @@
 namespace entropykv {
 namespace {
 
-constexpr int kOpsPerLayer = 3;  // K write, V write, attention
+// K write, V write unless V is a part of K, attention of every reader.
+int ops_of(const LayerShape& shape) { return (shape.latent ? 1 : 2) + shape.readers; }
 
 // llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
 // back to the system (it reads as zeros, should anything touch it).
@@ -40,6 +41,14 @@ bool is_input(const ggml_tensor* tensor) {
                                              : nullptr;
     }
     return false;
+}
+
+// Whether a view shows the first values of every row of another one, and nothing else.
+bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
+    if (part->view_offs != all->view_offs || part->ne[0] > all->ne[0]) return false;
+    for (int i = 1; i < GGML_MAX_DIMS; ++i)
+        if (part->ne[i] != all->ne[i] || part->nb[i] != all->nb[i]) return false;
+    return part->nb[0] == all->nb[0];
 }
 
 }  // namespace
@@ -108,8 +117,9 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     const ggml_tensor* v = node->src[2];
     const int cache_layer = cache_layer_of(k, kCacheK);
     if (cache_layer < 0) return refuse("a layer attends to something that is not the KV cache");
-    if (cache_layer_of(v, kCacheV) != cache_layer)
-        return refuse("its V is not cached on its own (multi-head latent attention)");
+    const bool latent = cache_layer_of(v, kCacheK) == cache_layer;
+    if (latent && !is_start_of(k, v)) return refuse("its V is not the first values of its K");
+    if (!latent && cache_layer_of(v, kCacheV) != cache_layer) return refuse("its V is not cached");
     float params[3];
     std::memcpy(params, node->op_params, sizeof params);
     if (!is_input(node->src[3]))
@@ -121,12 +131,11 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
         return refuse("its heads are larger than " + std::to_string(kMaxHeadDim) + " values");
     if (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))
         return refuse("its attention is offloaded to a device");
-    for (const AttentionNode& other : nodes_)
-        if (other.cache_layer == cache_layer) return refuse("two layers share one K and V");
     AttentionNode seen{};
     seen.cache_layer = cache_layer;
     seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
                   static_cast<int>(k->ne[0]), static_cast<int>(v->ne[0])};
+    seen.shape.latent = latent;
     seen.scale = params[0];
     seen.max_bias = params[1];
     seen.softcap = params[2];
@@ -134,7 +143,25 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
+    for (AttentionNode& first : nodes_)
+        if (first.cache_layer == cache_layer) return look_at_reader(first, node, seen);
     nodes_.push_back(seen);
+    masks_.push_back(node->src[3]);
+}
+
+// Another layer that attends to the K and V of `first`.
+void GraphHook::look_at_reader(AttentionNode& first, const ggml_tensor* node,
+                               const AttentionNode& seen) {
+    const auto number = static_cast<std::size_t>(&first - nodes_.data());
+    const LayerShape& a = first.shape;
+    const LayerShape& b = seen.shape;
+    const bool same = a.n_head == b.n_head && a.n_head_kv == b.n_head_kv && a.k_dim == b.k_dim &&
+                      a.v_dim == b.v_dim && a.latent == b.latent && first.scale == seen.scale &&
+                      first.softcap == seen.softcap && first.max_bias == seen.max_bias &&
+                      masks_[number] == node->src[3];
+    if (!same) return refuse("layers that attend to the same K and V do so in different ways");
+    ++first.shape.readers;
+    first.has_sinks = first.has_sinks || seen.has_sinks;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -147,17 +174,23 @@ void GraphHook::serve(Attention& attention) {
         params.scale = nodes_[i].scale;
         params.softcap = nodes_[i].softcap;
         const float max_bias = nodes_[i].max_bias;
-        layers_.push_back({this, static_cast<int>(i), nodes_[i].cache_layer, params,
-                           max_bias > 0.0f ? alibi_slopes(nodes_[i].shape.n_head, max_bias)
-                                           : std::vector<float>{}});
+        for (int reader = 0; reader < nodes_[i].shape.readers; ++reader)
+            layers_.push_back({this, static_cast<int>(i), reader, nodes_[i].cache_layer, params,
+                               max_bias > 0.0f ? alibi_slopes(nodes_[i].shape.n_head, max_bias)
+                                               : std::vector<float>{}});
     }
     attention_ = &attention;
 }
 
+// The first reader; the others follow it.
 GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
     for (LayerHook& layer : layers_)
         if (layer.cache_layer == cache_layer) return &layer;
     return nullptr;
+}
+
+int GraphHook::readers_of(const LayerHook& layer) const {
+    return nodes_[static_cast<std::size_t>(layer.layer)].shape.readers;
 }
 
 void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook& layer) {
@@ -176,16 +209,17 @@ void GraphHook::change(ggml_tensor* node) {
             LayerHook* layer = layer_of(cache_layer_of(node, is_k ? kCacheK : kCacheV));
             if (layer == nullptr) continue;
             release_cells(root_of(node));
+            if (is_k) layer->next_reader = 0;
             replace(node, is_k ? stage_k_op : stage_v_op, *layer);
             return;
         }
     } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
         LayerHook* layer = layer_of(cache_layer_of(node->src[1], kCacheK));
-        if (layer == nullptr) {
+        if (layer == nullptr || layer->next_reader == readers_of(*layer)) {
             fault_ = "a graph has an attention node that the first one did not have";
             return;
         }
-        replace(node, attend_op, *layer);
+        replace(node, attend_op, layer[layer->next_reader++]);
     }
 }
 
@@ -197,7 +231,8 @@ void GraphHook::begin_step() {
 
 void GraphHook::check_step() const {
     if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
-    const int expected = kOpsPerLayer * static_cast<int>(layers_.size());
+    int expected = 0;
+    for (const AttentionNode& node : nodes_) expected += ops_of(node.shape);
     if (served_ != expected)
         throw std::runtime_error("only " + std::to_string(served_) + " of " +
                                  std::to_string(expected) + " attention nodes were served");
@@ -245,7 +280,8 @@ void GraphHook::attend_op(ggml_tensor* node, int thread, int, void* user_data) {
     AttentionParams params = layer->params;
     if (!layer->slopes.empty()) params.slopes = layer->slopes.data();
     if (node->src[4] != nullptr) params.sinks = static_cast<const float*>(node->src[4]->data);
-    hook->attention_->attend(layer->layer, params, query, static_cast<float*>(node->data), thread);
+    hook->attention_->attend(layer->layer, layer->reader, params, query,
+                             static_cast<float*>(node->data), thread);
 }
 
 }  // namespace entropykv

@@ -39,7 +39,8 @@ public:
     // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
-    // What the probe saw, in the order of the graph.
+    // What the probe saw, in the order of the graph: one for every layer that has K and V of its
+    // own, with all that attend to them as its readers.
     const std::vector<AttentionNode>& nodes() const { return nodes_; }
     // Why this graph cannot be served; empty if it can. Final once one token was decoded.
     const std::string& refusal() const { return refusal_; }
@@ -60,9 +61,11 @@ private:
     struct LayerHook {
         GraphHook* hook;
         int layer;  // of the store
+        int reader;
         int cache_layer;
         AttentionParams params;
         std::vector<float> slopes;  // of ALiBi, or none
+        int next_reader = 0;        // of the graph, where reader is 0
     };
     struct Keys {  // what a layer writes as K
         int cache_layer;
@@ -72,6 +75,7 @@ private:
 
     bool look(const ggml_tensor* node);
     void look_at_attention(const ggml_tensor* node);
+    void look_at_reader(AttentionNode& first, const ggml_tensor* node, const AttentionNode& seen);
     void look_at_write(const ggml_tensor* node);
     void look_at_keys(const ggml_tensor* rows, int cache_layer);
     RopeParams rope_of(int cache_layer, int head_dim);
@@ -80,6 +84,7 @@ private:
     void change(ggml_tensor* node);
     void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);
     LayerHook* layer_of(int cache_layer);
+    int readers_of(const LayerHook& layer) const;
 
     static void stage_k_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
     static void stage_v_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
@@ -88,6 +93,7 @@ private:
     Attention* attention_ = nullptr;
     std::optional<GateHook> gates_;  // while probing too
     std::vector<AttentionNode> nodes_;
+    std::vector<const ggml_tensor*> masks_;  // of nodes_, while probing
     std::vector<LayerHook> layers_;
     std::vector<Keys> keys_;
     std::string refusal_;

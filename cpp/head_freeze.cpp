@@ -153,7 +153,8 @@ int HeadStore::append_restored(const Layer& layer, Head& head, std::int32_t now,
 float HeadStore::detection_limit(const Layer& layer, const Head& head,
                                  int n_queries) const noexcept {
     const int n_observed = std::min(n_queries, settings_.importance.observation_window);
-    const auto rows = static_cast<float>(layer.shape.n_head / layer.shape.n_head_kv * n_observed);
+    const int of_query = layer.shape.n_head / layer.shape.n_head_kv * layer.shape.readers;
+    const auto rows = static_cast<float>(of_query * n_observed);
     const float share = schedule_->threshold / static_cast<float>(head.count);
     switch (settings_.importance.kind) {
         case ScoreKind::attention: return rows * share;

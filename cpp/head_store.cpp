@@ -20,8 +20,15 @@ void check_shapes(const std::vector<LayerShape>& shapes) {
         if (shape.k_dim < 1 || shape.v_dim < 1 || shape.k_dim > kMaxHeadDim ||
             shape.v_dim > kMaxHeadDim)
             throw std::invalid_argument("a head size outside of 1 .. 1024");
+        if (shape.latent && shape.v_dim > shape.k_dim)
+            throw std::invalid_argument("V cannot be more values than the K that it is a part of");
+        if (shape.readers < 1) throw std::invalid_argument("entries that no layer reads");
         if (shape.window < 0) throw std::invalid_argument("a window of less than 0 tokens");
     }
+}
+
+PageLayout layout_of(const LayerShape& shape, KvType type, int entries) {
+    return make_page_layout(type, shape.k_dim, shape.v_dim, entries, shape.latent);
 }
 
 }  // namespace
@@ -33,8 +40,7 @@ int most_entries(const LayerShape& shape, int max_entries) {
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
     std::size_t bytes = 0;
     for (const LayerShape& shape : layers)
-        bytes =
-            std::max(bytes, make_page_layout(type, shape.k_dim, shape.v_dim, kPageEntries).bytes);
+        bytes = std::max(bytes, layout_of(shape, type, kPageEntries).bytes);
     return bytes;
 }
 
@@ -43,11 +49,9 @@ std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvTy
     std::vector<PageLayout> layouts;
     for (const LayerShape& shape : layers) {
         int entries = kPageEntries;
-        const auto fits = [&](int n) {
-            return make_page_layout(type, shape.k_dim, shape.v_dim, n).bytes <= bytes;
-        };
+        const auto fits = [&](int n) { return layout_of(shape, type, n).bytes <= bytes; };
         while (fits(entries + kGroupEntries)) entries += kGroupEntries;
-        layouts.push_back(make_page_layout(type, shape.k_dim, shape.v_dim, entries));
+        layouts.push_back(layout_of(shape, type, entries));
     }
     return layouts;
 }
@@ -69,9 +73,16 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
         staging_stride_ = std::max(staging_stride_, pages);
         layers_.push_back(std::move(layer));
     }
-    int most_heads = 0;
-    for (const Layer& layer : layers_) most_heads = std::max(most_heads, layer.shape.n_head_kv);
-    const std::size_t n_pages = staging_stride_ * index(most_heads);
+    std::size_t n_staged_heads = 0;
+    for (const Layer& layer : layers_)
+        if (layer.shape.readers == 1)
+            n_staged_heads = std::max(n_staged_heads, index(layer.shape.n_head_kv));
+    for (Layer& layer : layers_) {
+        if (layer.shape.readers == 1) continue;
+        layer.first_staging = n_staged_heads;
+        n_staged_heads += index(layer.shape.n_head_kv);
+    }
+    const std::size_t n_pages = staging_stride_ * n_staged_heads;
     staging_ = AlignedBytes(n_pages * pool_.page_bytes());
     for (std::size_t i = 0; i < n_pages; ++i)
         staging_pages_.push_back(staging_.data() + i * pool_.page_bytes());
@@ -86,7 +97,7 @@ HeadStore::Slot HeadStore::stored_slot(const Layer& layer, const Head& head, int
 
 HeadStore::Slot HeadStore::staged_slot(const Layer& layer, int head, int i) const {
     const int per_page = layer.layout.entries;
-    return {staging(head)[i / per_page], i % per_page};
+    return {staging_of(layer, head)[i / per_page], i % per_page};
 }
 
 void HeadStore::grow_pages(const Layer& layer, Head& head, int entries) {

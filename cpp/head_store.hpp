@@ -31,7 +31,11 @@ struct LayerShape {
     int v_dim;
     int window = 0;        // sliding window in tokens; 0: none
     bool chunked = false;  // the window begins at multiples of its size, and does not slide
+    bool latent = false;   // V is the first v_dim values of K (multi-head latent attention)
+    int readers = 1;       // layers of the model that attend to its entries, one after another
 
+    // Values that an entry of a KV head is made of.
+    int entry_values() const { return k_dim + (latent ? 0 : v_dim); }
     // The oldest position that a query sees.
     std::int32_t oldest_seen(std::int32_t query) const {
         if (window == 0) return 0;
@@ -110,15 +114,17 @@ public:
     // recalls: recall() will be called for every head.
     void reserve(int n_tokens, std::int32_t newest, bool recalls);
 
-    // The micro-batch's entries of one head, staged in the layout of the pool's pages.
-    std::byte* const* staging(int head) const {
-        return staging_pages_.data() + static_cast<std::size_t>(head) * staging_stride_;
+    // The micro-batch's entries of one head, staged in the layout of the pool's pages: until the
+    // next layer's, or where a layer has several readers, until the next micro-batch.
+    std::byte* const* staging(int layer, int head) const {
+        return staging_of(layers_[index(layer)], head);
     }
 
-    // After attention: adds `observed` (count + n_staged values, stored entries first; null where
-    // nothing was) to the importance, and keeps what the budget holds of stored and staged
-    // entries. Called from ggml's threads, each head by one thread; workspace < max_workers().
-    // output_squares: the sum of the squared norms of the head's outputs, where it measures.
+    // After the attention of the last reader: adds `observed` (count + n_staged values, stored
+    // entries first; null where nothing was) to the importance, and keeps what the budget holds of
+    // stored and staged entries. Called from ggml's threads, each head by one thread; workspace <
+    // max_workers(). output_squares: the sum of the squared norms of the head's outputs, where it
+    // measures.
     void commit(int layer, int head, int n_staged, const float* observed, float output_squares,
                 int workspace) noexcept;
     void set_workers(int n_workers, const KernelTable& kernels);
@@ -231,6 +237,7 @@ private:
         LayerShape shape;
         PageLayout layout;
         std::vector<Head> heads;
+        std::size_t first_staging = 0;       // of its heads
         std::size_t turns = 0;               // of its rope
         std::unique_ptr<ColdLayout> cold{};  // none where nothing of it is frozen
     };
@@ -275,6 +282,9 @@ private:
     }
     static Slot stored_slot(const Layer& layer, const Head& head, int i);
     Slot staged_slot(const Layer& layer, int head, int i) const;
+    std::byte* const* staging_of(const Layer& layer, int head) const {
+        return staging_pages_.data() + (layer.first_staging + index(head)) * staging_stride_;
+    }
 
     template <typename Visit>
     void over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
@@ -421,7 +431,7 @@ void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index,
     for (int first = 0; first < head.count; first += per_page)
         visit(head.pages[index(first / per_page)], std::min(per_page, head.count - first), first);
     for (int first = 0; first < n_staged; first += per_page)
-        visit(staging(head_index)[first / per_page], std::min(per_page, n_staged - first),
+        visit(staging_of(layer, head_index)[first / per_page], std::min(per_page, n_staged - first),
               head.count + first);
 }
 

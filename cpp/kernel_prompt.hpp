@@ -25,8 +25,15 @@ inline void score_block(const float* query, const float* k, int stride, float* l
         for (int i = 0; i < Vectors; ++i) store(logits + e * kRowTile + i * kLanes, sums[e][i]);
 }
 
+// Where value d of entry e of a tile lies: V as [entries][v_stride], or in K as convert_k() makes
+// it.
+template <bool Latent>
+inline int value_place(int stride, int e, int d) {
+    return Latent ? d * kPromptEntries + e : e * stride + d;
+}
+
 // output[4][kRowTile] = output * factor + sum over entries of v[entry][0..4) * weights[entry].
-template <int Vectors>
+template <int Vectors, bool Latent>
 inline void value_block(const float* weights, const float* v, int stride, int count,
                         const float* factors, float* output) {
     Vec sums[4][Vectors];
@@ -37,7 +44,7 @@ inline void value_block(const float* weights, const float* v, int stride, int co
         Vec w[Vectors];
         for (int i = 0; i < Vectors; ++i) w[i] = load(weights + e * kRowTile + i * kLanes);
         for (int d = 0; d < 4; ++d) {
-            const Vec value = broadcast(v[e * stride + d]);
+            const Vec value = broadcast(v[value_place<Latent>(stride, e, d)]);
             for (int i = 0; i < Vectors; ++i) sums[d][i] = multiply_add(value, w[i], sums[d][i]);
         }
     }
@@ -51,11 +58,12 @@ inline void score_rows(const float* query, const float* k, int stride, int count
         score_block<Vectors>(query, k + e, stride, logits + e * kRowTile);
 }
 
-template <int Vectors>
+template <int Vectors, bool Latent>
 inline void value_rows(const float* weights, const float* v, int stride, int count,
                        const float* factors, float* output) {
     for (int d = 0; d < stride; d += 4)
-        value_block<Vectors>(weights, v + d, stride, count, factors, output + d * kRowTile);
+        value_block<Vectors, Latent>(weights, v + value_place<Latent>(stride, 0, d), stride, count,
+                                     factors, output + d * kRowTile);
 }
 
 // Runs `step<Vectors>(first row)` over the row vectors that hold the task's rows.
@@ -144,6 +152,7 @@ inline Vec rows_softmax(const SoftmaxState& state, int row, int count, float* lo
     return factor;
 }
 
+template <bool Latent>
 inline void tile_values(const PromptTask& task, const float* weights, const float* v, int count,
                         const float* factors) {
     const int stride = task.entries.layout->v_stride;
@@ -151,16 +160,17 @@ inline void tile_values(const PromptTask& task, const float* weights, const floa
     over_rows(
         task.rows,
         [&](int row) {
-            value_rows<kRowVectors>(weights + row, v, stride, count, factors + row, output + row);
+            value_rows<kRowVectors, Latent>(weights + row, v, stride, count, factors + row,
+                                            output + row);
         },
         [&](int row) {
-            value_rows<1>(weights + row, v, stride, count, factors + row, output + row);
+            value_rows<1, Latent>(weights + row, v, stride, count, factors + row, output + row);
         });
 }
 
 struct PromptScratch {
     float* k;        // [k_stride][kPromptEntries]
-    float* v;        // [kPromptEntries][v_stride]
+    float* v;        // [kPromptEntries][v_stride]; nothing where V is a part of K
     float* logits;   // [kEntryTile][kRowTile]
     float* factors;  // [kRowTile]
     float* shifts;   // [kRowTile]
@@ -171,7 +181,7 @@ inline PromptScratch split_scratch(const PromptTask& task) {
     PromptScratch scratch;
     scratch.k = task.scratch;
     scratch.v = scratch.k + kPromptEntries * layout.k_stride;
-    scratch.logits = scratch.v + kPromptEntries * layout.v_stride;
+    scratch.logits = scratch.v + (layout.latent ? 0 : kPromptEntries * layout.v_stride);
     scratch.factors = scratch.logits + kEntryTile * kRowTile;
     scratch.shifts = scratch.factors + kRowTile;
     return scratch;
@@ -185,12 +195,17 @@ void prompt_typed(const PromptTask& task) {
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
         open_tile(task.entries, first, kEntryTile, tile);
         const int count = tile.count - tile.skipped;
-        tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
+        const float* k = convert_k<Type>(tile, layout, scratch.k);
+        tile_scores(task, k, count, scratch.logits);
         finish_scores(task, tile, count, scratch.logits);
         for (int row = 0; row < task.rows; row += kLanes)
             store(scratch.factors + row, rows_softmax(task.state, row, count, scratch.logits));
-        tile_values(task, scratch.logits, convert_v<Type>(tile, layout, scratch.v), count,
-                    scratch.factors);
+        if (layout.latent) {
+            tile_values<true>(task, scratch.logits, k, count, scratch.factors);
+        } else {
+            tile_values<false>(task, scratch.logits, convert_v<Type>(tile, layout, scratch.v),
+                               count, scratch.factors);
+        }
     }
 }
 

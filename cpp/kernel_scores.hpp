@@ -36,21 +36,6 @@ inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales,
     }
 }
 
-void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
-    const auto* halves = reinterpret_cast<const std::uint16_t*>(page + layout.v_offset);
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
-    for (int slot = 0; slot < layout.entries; ++slot) {
-        const std::size_t row = layout.v_index(slot, 0);
-        if (layout.type == KvType::f16) {
-            norms[slot] = half_row_norm(halves + row, layout.v_stride);
-        } else if (slot % 4 == 0) {
-            int8_row_norms(page + layout.v_offset + row,
-                           scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
-                           layout.v_stride, norms + slot);
-        }
-    }
-}
-
 inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
     return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
 }
@@ -100,6 +85,33 @@ inline void over_page_vectors(const PageLayout& layout, const std::byte* page, V
                                layout.k_stride, e, of_key);
             }
         });
+    }
+}
+
+// Of V that is the first values of K.
+inline void latent_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+        Vec total = zero();
+        over_keys([&](int d, Vec key) {
+            if (d < layout.v_dim) total = multiply_add(key, key, total);
+        });
+        store(norms + slot, total);
+    });
+}
+
+void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    if (layout.latent) return latent_norms(layout, page, norms);
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(page + layout.v_offset);
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
+    for (int slot = 0; slot < layout.entries; ++slot) {
+        const std::size_t row = layout.v_index(slot, 0);
+        if (layout.type == KvType::f16) {
+            norms[slot] = half_row_norm(halves + row, layout.v_stride);
+        } else if (slot % 4 == 0) {
+            int8_row_norms(page + layout.v_offset + row,
+                           scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
+                           layout.v_stride, norms + slot);
+        }
     }
 }
 

@@ -42,11 +42,46 @@ void copy_keys(const PageLayout& layout, const std::byte* from, int from_slot, s
     }
 }
 
+void copy_values(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                 int to_slot) {
+    const std::size_t value = layout.v_index(from_slot, 0);
+    const std::size_t target = layout.v_index(to_slot, 0);
+    if (layout.type == KvType::f16) {
+        std::memcpy(to + layout.v_offset + 2 * target, from + layout.v_offset + 2 * value,
+                    2 * PageLayout::index(layout.v_stride));
+    } else {
+        copy_strided<std::uint8_t>(from + layout.v_offset, value, to + layout.v_offset, target,
+                                   layout.v_stride, 4);
+    }
+}
+
+// The first n values of a K row.
+void load_keys(const PageLayout& layout, const std::byte* page, int slot, int n, float* out) {
+    if (layout.type == KvType::f16) {
+        const auto* k = reinterpret_cast<const std::uint16_t*>(page + layout.k_offset) +
+                        layout.k_index(slot, 0);
+        for (int d = 0; d < n; ++d) out[d] = half_to_float(k[d * kGroupEntries]);
+        return;
+    }
+    const auto* k =
+        reinterpret_cast<const std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
+    float scale = 0.0f;
+    for (int d = 0; d < n; ++d) {
+        if (d % kQuantBlock == 0)
+            scale = half_to_float(
+                scales[PageLayout::scale_index(layout.k_blocks, slot, d / kQuantBlock)]);
+        const int byte = k[d / 4 * 4 * kGroupEntries + quad_place(d)] - 0x80;
+        out[d] = static_cast<float>(byte) * scale;
+    }
+}
+
 }  // namespace
 
-PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
+PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent) {
     PageLayout layout{};
     layout.type = type;
+    layout.latent = latent;
     layout.entries = entries;
     layout.k_dim = k_dim;
     layout.v_dim = v_dim;
@@ -54,7 +89,7 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
     layout.v_stride = padded(v_dim);
     const bool quantised = type == KvType::q8_0;
     layout.k_blocks = quantised ? (layout.k_stride + kQuantBlock - 1) / kQuantBlock : 0;
-    layout.v_blocks = quantised ? (layout.v_stride + kQuantBlock - 1) / kQuantBlock : 0;
+    layout.v_blocks = quantised && !latent ? (layout.v_stride + kQuantBlock - 1) / kQuantBlock : 0;
     const std::size_t n = static_cast<std::size_t>(whole_groups(entries));
     const std::size_t value = layout.value_bytes();
     std::size_t end = 0;
@@ -65,7 +100,7 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
     };
     layout.k_offset = place(n * value * static_cast<std::size_t>(layout.k_stride));
     layout.k_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.k_blocks));
-    layout.v_offset = place(n * value * static_cast<std::size_t>(layout.v_stride));
+    layout.v_offset = place(latent ? 0 : n * value * static_cast<std::size_t>(layout.v_stride));
     layout.v_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.v_blocks));
     layout.position_offset = place(n * sizeof(std::int32_t));
     layout.importance_offset = place(n * sizeof(float));
@@ -75,22 +110,16 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries) {
 
 void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from_slot,
                        std::byte* to, int to_slot) {
-    const std::size_t value = layout.v_index(from_slot, 0);
-    const std::size_t target = layout.v_index(to_slot, 0);
-    if (layout.type == KvType::f16) {
-        std::memcpy(to + layout.v_offset + 2 * target, from + layout.v_offset + 2 * value,
-                    2 * PageLayout::index(layout.v_stride));
-    } else {
-        copy_strided<std::uint8_t>(from + layout.v_offset, value, to + layout.v_offset, target,
-                                   layout.v_stride, 4);
-    }
     const auto copy_scales = [&](std::size_t offset, int blocks) {
         copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
                                     to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
                                     kGroupEntries);
     };
     copy_scales(layout.k_scale_offset, layout.k_blocks);
-    copy_scales(layout.v_scale_offset, layout.v_blocks);
+    if (!layout.latent) {
+        copy_values(layout, from, from_slot, to, to_slot);
+        copy_scales(layout.v_scale_offset, layout.v_blocks);
+    }
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
     layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
 }
@@ -101,7 +130,12 @@ void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, 
     copy_all_but_keys(layout, from, from_slot, to, to_slot);
 }
 
+void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    load_keys(layout, page, slot, layout.k_dim, out);
+}
+
 void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    if (layout.latent) return load_keys(layout, page, slot, layout.v_dim, out);
     const std::byte* values = page + layout.v_offset;
     const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
     for (int d = 0; d < layout.v_dim; ++d) {
@@ -114,26 +148,6 @@ void load_v(const PageLayout& layout, const std::byte* page, int slot, float* ou
             out[d] = static_cast<float>(reinterpret_cast<const std::int8_t*>(values)[place]) *
                      half_to_float(scale);
         }
-    }
-}
-
-void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
-    if (layout.type == KvType::f16) {
-        const auto* k = reinterpret_cast<const std::uint16_t*>(page + layout.k_offset) +
-                        layout.k_index(slot, 0);
-        for (int d = 0; d < layout.k_dim; ++d) out[d] = half_to_float(k[d * kGroupEntries]);
-        return;
-    }
-    const auto* k =
-        reinterpret_cast<const std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
-    float scale = 0.0f;
-    for (int d = 0; d < layout.k_dim; ++d) {
-        if (d % kQuantBlock == 0)
-            scale = half_to_float(
-                scales[PageLayout::scale_index(layout.k_blocks, slot, d / kQuantBlock)]);
-        const int byte = k[d / 4 * 4 * kGroupEntries + quad_place(d)] - 0x80;
-        out[d] = static_cast<float>(byte) * scale;
     }
 }
 

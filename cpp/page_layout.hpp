@@ -26,6 +26,8 @@ constexpr int quad_place(int i) { return i % 2 * 2 + i % 4 / 2; }
 // V          [entry][v_stride]               [entry / 4][v_stride][4 entries]
 // scales                                     [group][block][16 entries], f16
 //
+// Where V is the first values of K (multi-head latent attention), no V is held: it lies as K does.
+//
 // K lies across the entries, so that q.k of 16 entries is one vector and needs no sum over lanes; V
 // lies along them, since p.v sums over entries. In q8_0 both are interleaved by 4 for products of
 // pairs of integers; bytes of K have their sign bit flipped (value + 128), those of V are signed.
@@ -38,12 +40,15 @@ struct PageLayout {
     std::size_t k_offset, k_scale_offset, v_offset, v_scale_offset;
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
+    bool latent;  // V is the first v_dim values of K
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     std::size_t value_bytes() const { return type == KvType::q8_0 ? 1 : 2; }
     // Of one group.
     std::size_t k_group_bytes() const { return value_bytes() * index(k_stride * kGroupEntries); }
-    std::size_t v_group_bytes() const { return value_bytes() * index(v_stride * kGroupEntries); }
+    std::size_t v_group_bytes() const {
+        return latent ? 0 : value_bytes() * index(v_stride * kGroupEntries);
+    }
 
     // Where a value lies in its array, in values.
     std::size_t k_index(int slot, int d) const {
@@ -52,7 +57,7 @@ struct PageLayout {
         if (type == KvType::f16) return index(start + d * kGroupEntries + lane);
         return index(start + d / 4 * 4 * kGroupEntries + lane * 4 + quad_place(d));
     }
-    std::size_t v_index(int slot, int d) const {
+    std::size_t v_index(int slot, int d) const {  // of no latent layout
         if (type == KvType::f16) return index(slot * v_stride + d);
         return index(slot / 4 * 4 * v_stride + d * 4 + quad_place(slot));
     }
@@ -76,7 +81,7 @@ struct PageLayout {
 };
 
 // Layout of a page of `entries` entries with rows of k_dim and v_dim values.
-PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries);
+PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent = false);
 
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,

@@ -12,6 +12,7 @@ namespace entropykv {
 namespace {
 
 constexpr int kMostNodes = 64;  // between a projection and the cache
+constexpr const char* kChangedAfterwards = "its keys are changed after their rotation";
 
 bool starts_with(const char* text, const char* prefix) {
     return std::strncmp(text, prefix, std::strlen(prefix)) == 0;
@@ -82,15 +83,35 @@ RopeSeen read_rope(const ggml_tensor* node) {
     return seen;
 }
 
+const ggml_tensor* without_reshapes(const ggml_tensor* node) {
+    while (is_reshape(node)) node = node->src[0];
+    return node;
+}
+
+// Keys of two parts, side by side, the second one rotated (multi-head latent attention).
+RopeSeen read_joined(const ggml_tensor* keys) {
+    const ggml_tensor* rotated = without_reshapes(keys->src[1]);
+    int left = kMostNodes;
+    if (keys->op_params[0] != 0 || rotated->op != GGML_OP_ROPE ||
+        has_rope_behind(keys->src[0], left))
+        return obstacle(kChangedAfterwards);
+    RopeSeen seen = read_rope(rotated);
+    if (!seen.obstacle.empty()) return seen;
+    if (seen.head_dim != keys->src[1]->ne[0]) return obstacle(kChangedAfterwards);
+    seen.params.offset += static_cast<int>(keys->src[0]->ne[0]);
+    seen.head_dim = static_cast<int>(keys->ne[0]);
+    seen.of_part = true;
+    return seen;
+}
+
 }  // namespace
 
 RopeSeen look_at_rope(const ggml_tensor* rows) {
-    const ggml_tensor* keys = rows;
-    while (is_reshape(keys)) keys = keys->src[0];
+    const ggml_tensor* keys = without_reshapes(rows);
     if (keys->op == GGML_OP_ROPE) return read_rope(keys);
     int left = kMostNodes;
-    if (has_rope_behind(keys, left)) return obstacle("its keys are changed after their rotation");
-    return {};
+    if (!has_rope_behind(keys, left)) return {};
+    return keys->op == GGML_OP_CONCAT ? read_joined(keys) : obstacle(kChangedAfterwards);
 }
 
 bool reads_learned_positions(const ggml_tensor* node) {
@@ -107,6 +128,7 @@ void KShiftProbe::look(const ggml_tensor* node) {
     if (node->op != GGML_OP_SET_ROWS || cache_layer_of(node, kCacheK) < 0) return;
     const RopeSeen rope = look_at_rope(node->src[0]);
     if (!rope.obstacle.empty()) obstacle_ = rope.obstacle;
+    if (rope.of_part) obstacle_ = kChangedAfterwards;
     if (std::abs(rope.magnitude - 1.0f) > 1e-3f)
         obstacle_ = "llama.cpp would scale its keys again with every rotation";
     ++(rope.head_dim > 0 ? rotated_ : unrotated_);

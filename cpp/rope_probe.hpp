@@ -15,6 +15,7 @@ struct RopeSeen {
     float magnitude = 1.0f;      // that the rotation multiplied them by
     bool factors_known = true;   // params.freq_factors could be read
     bool short_factors = false;  // they hold for n_ctx_orig positions only
+    bool of_part = false;        // what is rotated was joined with what is not
     std::string obstacle;  // why the keys cannot be moved to other positions; empty if they can
 };
 

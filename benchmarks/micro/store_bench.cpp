@@ -94,7 +94,7 @@ private:
         const std::vector<float> row(static_cast<std::size_t>(case_.dim), 0.5f);
         for (int h = 0; h < kHeads; ++h)
             for (int i = 0; i < n_tokens; ++i) {
-                std::byte* page = store_.staging(h)[i / layout.entries];
+                std::byte* page = store_.staging(0, h)[i / layout.entries];
                 const int slot = i % layout.entries;
                 kernels.store_k(layout, page, slot, row.data());
                 kernels.store_v(layout, page, slot, row.data());

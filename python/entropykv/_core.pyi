@@ -46,8 +46,14 @@ class LayerShape:
         v_dim: int,
         window: int = 0,
         chunked: bool = False,
+        latent: bool = False,
+        readers: int = 1,
     ) -> None:
-        """`window`: in tokens, 0: none; `chunked`: it begins at multiples of its size."""
+        """`window`: in tokens, 0: none; `chunked`: it begins at multiples of its size.
+
+        `latent`: V is the first `v_dim` values of K, and not held on its own. `readers`: layers of
+        the model that attend to its entries.
+        """
     @property
     def n_head(self) -> int: ...
     @property
@@ -60,6 +66,15 @@ class LayerShape:
     def window(self) -> int: ...
     @property
     def chunked(self) -> bool: ...
+    @property
+    def latent(self) -> bool: ...
+    @property
+    def readers(self) -> int: ...
+    @property
+    def entry_values(self) -> int:
+        """Values that an entry of a KV head is made of."""
+    def with_window(self, window: int, chunked: bool) -> LayerShape:
+        """The same layer with a window."""
 
 class RopeParams:
     """How a layer's keys depend on their position, by ggml's names; n_dims 0: they do not."""
@@ -257,15 +272,19 @@ class HeadwiseStore:
         self,
         layer: int,
         q: _Floats,
-        k: _Floats,
-        v: _Floats,
+        k: _Floats | None,
+        v: _Floats | None,
         scale: float,
         softcap: float = 0.0,
         sinks: _Floats | None = None,
         position: int = 0,
         slopes: _Floats | None = None,
+        reader: int = 0,
     ) -> _Floats:
-        """Attention of one micro-batch without a model: [n_tokens][heads][dim] each."""
+        """Attention of one micro-batch without a model: [n_tokens][heads][dim] each.
+
+        `v`: None where the layer's V is a part of K. `k`, `v`: None for readers after the first.
+        """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
         """Let micro-batches measure what heads lose with so many entries beyond the protected.

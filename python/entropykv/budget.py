@@ -128,7 +128,9 @@ def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
     if geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
         return []
     return [
-        _core.LayerShape(n_head, n_head_kv, geometry.head_dim_k, geometry.head_dim_v)
+        _core.LayerShape(
+            n_head, n_head_kv, geometry.head_dim_k, geometry.head_dim_v, latent=geometry.latent
+        )
         for n_head, n_head_kv in zip(
             geometry.heads_per_layer, geometry.kv_heads_per_layer, strict=True
         )

@@ -73,7 +73,7 @@ class FlatStore(Store):
         self._n_ubatch = n_ubatch
         self._heads_per_layer = geometry.kv_heads_per_layer
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
-        values = self.n_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
+        values = geometry.cached_values
         self.bytes_full_per_token = 2 * values
         self._cell_bytes = values * 34 // 32 if settings.kv_type == "q8_0" else 2 * values
         n_gates = relu2_layers(model, settings)

@@ -72,9 +72,7 @@ class HeadwiseStore(Store):
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self._windowed = any(s.window for s in self.layers)
             self._loaded = 0
-            self.bytes_full_per_token = sum(
-                2 * s.n_head_kv * (s.k_dim + s.v_dim) for s in self.layers
-            )
+            self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
             plan = self._plan(budget)
             self.cold = ColdSide(freezing, model, self.layers, settings.kv_type, policy)
             self._store = _core.HeadwiseStore(

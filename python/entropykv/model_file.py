@@ -33,12 +33,14 @@ ACTIVATIONS = ("silu", "relu2")
 class ModelGeometry:
     """Shape and weights of a model, as its GGUF header declares them.
 
-    `n_head` is the maximum of `heads_per_layer`; recurrent layers count 0 heads. Head sizes are
+    `n_head` is the maximum of `heads_per_layer`; recurrent layers count 0 heads, and layers that
+    attend to the K and V of an earlier one 0 KV heads. Head sizes are
     elements of one head, `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of
     this file (of a split model: of this part); `weight_types` is (type, bytes), largest first.
     `activation` is the file's `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for
     what llama.cpp's graph of the architecture computes. `learned_positions`: the file has an
-    embedding for each position.
+    embedding for each position. `latent`: multi-head latent attention, where V is the first
+    `head_dim_v` values of K and not cached on its own.
     """
 
     path: Path
@@ -57,6 +59,13 @@ class ModelGeometry:
     weight_types: tuple[tuple[str, int], ...]
     activation: str | None
     learned_positions: bool
+    latent: bool
+
+    @property
+    def cached_values(self) -> int:
+        """Values that llama.cpp's own cache holds for one token, all layers together."""
+        of_head = self.head_dim_k + (0 if self.latent else self.head_dim_v)
+        return sum(self.kv_heads_per_layer) * of_head
 
 
 def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
@@ -83,6 +92,10 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
     if heads is None:
         raise ModelFileError(f"{path}: lacks {architecture}.attention.head_count; {AGAIN}")
     kv_heads = per_layer(reader, f"{architecture}.attention.head_count_kv", layers) or heads
+    n_sharing = number(reader, f"{architecture}.attention.shared_kv_layers") or 0
+    if n_sharing >= layers:
+        raise ValueError(f"{architecture}.attention.shared_kv_layers is {n_sharing}")
+    kv_heads = (*kv_heads[: layers - n_sharing], *(0,) * n_sharing)
     for n_head, n_head_kv in zip(heads, kv_heads, strict=True):
         if n_head_kv > 0 and n_head % n_head_kv != 0:
             raise ValueError(f"head_count {n_head} is no multiple of head_count_kv {n_head_kv}")
@@ -107,6 +120,7 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         weight_types=tuple(reader.type_bytes.most_common()),
         activation=_activation(reader),
         learned_positions="position_embd.weight" in reader.tensor_names,
+        latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
     )
 
 

@@ -87,7 +87,7 @@ def make_plan(
         )
     context = settings.n_ctx or geometry.n_ctx_train
     kv_type = kv_type_for(kv_type, budget, geometry, context)
-    values = context * sum(s.n_head_kv * (s.k_dim + s.v_dim) for s in layers)
+    values = context * sum(s.n_head_kv * s.entry_values for s in layers)
     return MemoryPlan(
         geometry=geometry,
         n_ctx=context,

@@ -36,9 +36,7 @@ class Window:
 
     def of(self, shape: _core.LayerShape) -> _core.LayerShape:
         """Give a layer this window."""
-        return _core.LayerShape(
-            shape.n_head, shape.n_head_kv, shape.k_dim, shape.v_dim, self.size, self.chunked
-        )
+        return shape.with_window(self.size, self.chunked)
 
 
 def layer_windows(model: Model, settings: Settings) -> dict[int, Window]:

@@ -60,7 +60,14 @@ WINDOWED: tuple[Architecture, ...] = (
 # Later layers attend to the K and V that an earlier one cached.
 SHARED_KEYS: tuple[Architecture, ...] = (
     # llama.cpp wants more than 20 layers, which add up their rounding.
-    model("gemma3n", (2, 1, 16), WINDOW, layers=22, width=32, rounding=5e-2),
+    model(
+        "gemma3n",
+        (2, 1, 16),
+        WINDOW | {"attention.shared_kv_layers": 2},
+        layers=22,
+        width=32,
+        rounding=5e-2,
+    ),
     # Full layers have heads of 64, windowed ones of 32.
     model(
         "gemma4",

@@ -37,7 +37,7 @@ AlignedBytes random_page(const PageLayout& layout, unsigned seed, float size = 1
         for (float& value : k) value *= size;
         for (float& value : v) value *= size;
         kKernelsPortable.store_k(layout, page.data(), slot, k.data());
-        kKernelsPortable.store_v(layout, page.data(), slot, v.data());
+        if (!layout.latent) kKernelsPortable.store_v(layout, page.data(), slot, v.data());
         layout.positions(page.data())[slot] = slot;
         layout.importance(page.data())[slot] = 1.0f;
     }
@@ -70,8 +70,8 @@ void check_close(const std::vector<float>& a, const std::vector<float>& b, float
     }
 }
 
-void test_as_stored_is_exact(KvType type) {
-    const PageLayout layout = make_page_layout(type, 24, 40, 32);
+void test_as_stored_is_exact(KvType type, bool latent) {
+    const PageLayout layout = make_page_layout(type, 40, 24, 32, latent);
     const ColdCodec codec(ColdType::as_stored, layout);
     CHECK(codec.as_stored() && codec.bytes() == layout.bytes);
     const AlignedBytes page = random_page(layout, 1);
@@ -82,8 +82,8 @@ void test_as_stored_is_exact(KvType type) {
 }
 
 void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTable& kernels,
-                                      int dim, float size) {
-    const PageLayout layout = make_page_layout(type, dim, 144 - dim, 32);
+                                      int dim, float size, bool latent) {
+    const PageLayout layout = make_page_layout(type, dim, latent ? dim : 144 - dim, 32, latent);
     const ColdCodec codec(cold, layout);
     CHECK(!codec.as_stored());
     CHECK(type == KvType::q8_0 && cold == ColdType::q8_0 ? true : codec.bytes() < layout.bytes);
@@ -113,12 +113,14 @@ void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTa
 
 void test_codecs() {
     for (const KvType type : {KvType::f16, KvType::q8_0}) {
-        test_as_stored_is_exact(type);
+        for (const bool latent : {false, true}) test_as_stored_is_exact(type, latent);
         for (const ColdType cold : {ColdType::q8_0, ColdType::q4_0})
             for (const KernelTable* kernels : available_kernels())
                 for (const int dim : {16, 20, 64, 128})
                     for (const float size : {0.0f, 0.01f, 1.0f, 1000.0f})
-                        test_narrower_is_close_and_stays(type, cold, *kernels, dim, size);
+                        for (const bool latent : {false, true})
+                            test_narrower_is_close_and_stays(type, cold, *kernels, dim, size,
+                                                             latent);
     }
 }
 

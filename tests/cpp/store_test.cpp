@@ -59,8 +59,9 @@ void test_pool_relocates_and_trims() {
     CHECK(pool.used_bytes() == 40 * page_bytes && pool.mapped_bytes() == 40 * page_bytes);
 }
 
-void test_layout_round_trip(KvType type, const KernelTable& kernels, int k_dim, int v_dim) {
-    const PageLayout layout = make_page_layout(type, k_dim, v_dim, 17);
+void test_layout_round_trip(KvType type, const KernelTable& kernels, int k_dim, int v_dim,
+                            bool latent = false) {
+    const PageLayout layout = make_page_layout(type, k_dim, v_dim, 17, latent);
     // Entries written to one page and copied to another, in reverse, are those written there.
     std::vector<std::byte> from(layout.bytes), to(layout.bytes), direct(layout.bytes);
     std::mt19937 random(7);
@@ -68,7 +69,7 @@ void test_layout_round_trip(KvType type, const KernelTable& kernels, int k_dim, 
         const std::vector<float> row = random_rows(random, std::max(k_dim, v_dim));
         const auto write = [&](std::byte* page, int target) {
             kernels.store_k(layout, page, target, row.data());
-            kernels.store_v(layout, page, target, row.data());
+            if (!latent) kernels.store_v(layout, page, target, row.data());
             layout.positions(page)[target] = 100 + slot;
             layout.importance(page)[target] = 0.5f * static_cast<float>(slot);
         };
@@ -121,7 +122,7 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
         note(store.importance(0, h));
     }
     note(attention.entropy_sums(0));
-    CHECK(attention.entropy_rows(0) == position);
+    CHECK(attention.entropy_rows(0) == position * test.shape.readers);
     const int needed = test.shape.window > 0 ? test.shape.window : kMaxEntries;
     CHECK((store.evicted() + store.frozen() > 0) == (test.budget < needed));
     CHECK((store.recalled_total() > 0) == test.freezing.has_value());
@@ -142,6 +143,9 @@ void test_threads() {
     const std::vector<int> large{300, 300, 300, 200, 1, 1};
     const LayerShape gqa{6, 2, 32, 32}, mqa{5, 1, 48, 32}, wide{16, 1, 32, 32}, many{9, 9, 16, 20};
     const LayerShape sliding{6, 2, 32, 32, 50}, chunked{6, 2, 32, 32, 50, true};
+    LayerShape latent{16, 1, 80, 64}, shared{6, 2, 32, 32};
+    latent.latent = true;
+    shared.readers = 3;
     const ScoreKind mass = ScoreKind::mass;
     for (const KernelTable* kernels : available_kernels()) {
         for (const KvType type : {KvType::f16, KvType::q8_0}) {
@@ -155,6 +159,13 @@ void test_threads() {
                 {"mixed, less than the window", sliding, type, mass, 40, mixed},
                 {"mixed, chunks", chunked, type, mass, 100, mixed},
                 {"mixed, biased", gqa, type, mass, 100, mixed, false, {}, true},
+                {"decode, V in K", latent, type, mass, 40, decode},
+                {"mixed, V in K", latent, type, mass, 100, mixed},
+                {"mixed, V in K, recall", latent, type, mass, 60, mixed, false, freezings()[1]},
+                {"mixed, three readers", shared, type, mass, 100, mixed},
+                {"mixed, three readers, expected", shared, type, ScoreKind::expected, 100, mixed},
+                {"mixed, three readers, schedule", shared, type, mass, 60, mixed, false,
+                 freezings()[2]},
                 {"mixed, MQA", mqa, type, mass, 150, mixed},
                 {"mixed, many KV heads", many, type, mass, 60, mixed},
                 {"mixed by attention", gqa, type, ScoreKind::attention, 100, mixed, true},
@@ -178,6 +189,7 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
         const int n_sinks = std::min(end, kProtection.n_sinks);
         CHECK(store.count(0, h) <= store.budget(0, h));
         CHECK(std::set<int>(positions.begin(), positions.end()).size() == positions.size());
+        // Going back before all that is left of a window leaves nothing.
         CHECK(positions.empty() ? end == 0 || windowed : positions.back() < end);
         CHECK(n_sinks == 0 || windowed || positions.at(index(n_sinks - 1)) == n_sinks - 1);
     }
@@ -187,7 +199,10 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
 // re-basing.
 void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     const bool windowed = seed % 3 == 0 && seed > 0;  // none of those that freeze
-    const LayerShape shape{4, 2, 24, 40, windowed ? 20 * static_cast<int>(seed) : 0};
+    LayerShape shape{4, 2, 24, 40, windowed ? 20 * static_cast<int>(seed) : 0};
+    shape.readers = 1 + static_cast<int>(seed % 2);
+    shape.latent = seed % 4 == 1;
+    if (shape.latent) shape.v_dim = 16;
     StoreSettings settings = settings_of(type, score);
     settings.freezing = freezings()[seed % 3];
     HeadStore store({shape}, settings);
@@ -245,8 +260,10 @@ int main() {
     test_pool_relocates_and_trims();
     for (const KernelTable* kernels : available_kernels())
         for (const KvType type : {KvType::f16, KvType::q8_0})
-            for (const int dim : {16, 20, 33, 64, 128})
+            for (const int dim : {16, 20, 33, 64, 128}) {
                 test_layout_round_trip(type, *kernels, dim, 144 - dim);
+                test_layout_round_trip(type, *kernels, dim, dim - 7, true);
+            }
     test_threads();
     for (const ScoreKind score : kScores)
         for (const KvType type : {KvType::f16, KvType::q8_0})

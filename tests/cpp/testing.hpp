@@ -82,27 +82,34 @@ inline void run_node(int n_threads, const std::function<void(int)>& node) {
     for (std::thread& thread : threads) thread.join();
 }
 
-// Reads a random micro-batch; returns the outputs.
+// Reads a random micro-batch; returns the outputs of every reader.
 inline std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
                                      std::int32_t position, std::mt19937& random, int n_threads,
                                      bool sinks = false, bool biased = false) {
-    const std::vector<float> q = random_rows(random, n * shape.n_head * shape.k_dim);
+    const int n_queries = n * shape.n_head * shape.k_dim;
+    const int n_outputs = n * shape.n_head * shape.v_dim;
+    const std::vector<float> q = random_rows(random, shape.readers * n_queries);
     const std::vector<float> k = random_rows(random, n * shape.n_head_kv * shape.k_dim);
     const std::vector<float> v = random_rows(random, n * shape.n_head_kv * shape.v_dim);
     const std::vector<float> sink_logits = random_rows(random, shape.n_head);
     const std::vector<float> slopes = alibi_slopes(shape.n_head, 8.0f);
-    std::vector<float> output(index(n * shape.n_head * shape.v_dim), NAN);
+    std::vector<float> output(index(shape.readers * n_outputs), NAN);
     AttentionParams params;
     params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
     params.sinks = sinks ? sink_logits.data() : nullptr;
     params.slopes = biased ? slopes.data() : nullptr;
     const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
     const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
-    const RowsView q_rows = view(q, shape.n_head, shape.k_dim);
     attention.begin(n, position, position);
     run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
-    run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
-    run_node(n_threads, [&](int t) { attention.attend(0, params, q_rows, output.data(), t); });
+    if (!shape.latent)
+        run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
+    for (int reader = 0; reader < shape.readers; ++reader) {
+        RowsView q_rows = view(q, shape.n_head, shape.k_dim);
+        q_rows.data += index(reader * n_queries) * sizeof(float);
+        float* out = output.data() + reader * n_outputs;
+        run_node(n_threads, [&](int t) { attention.attend(0, reader, params, q_rows, out, t); });
+    }
     return output;
 }
 

@@ -57,7 +57,7 @@ def windowed_layers(session: Session) -> list[int]:
 # --- micro-batches --------------------------------------------------------------------------------
 
 
-@some("gemma2", "gemma3", "gpt-oss", "phi3", "jamba", "qwen3next", "bloom")
+@some("gemma2", "gemma3", "gemma4", "gpt-oss", "phi3", "jamba", "qwen3next", "bloom", "deepseek2")
 def test_micro_batches_of_any_size_and_tokens_after_them(name: str, path: Path) -> None:
     """Prompts that are shorter than a micro-batch and longer, against stock llama.cpp."""
     tokens = tokens_for(606)
@@ -155,7 +155,17 @@ def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path)
 # --- freezing -------------------------------------------------------------------------------------
 
 
-@some("gemma2", "gemma3", "gpt-oss", "jamba", "qwen3next", "bloom")
+@some(
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "jamba",
+    "qwen3next",
+    "bloom",
+    "deepseek2",
+    "kimi-linear",
+)
 def test_frozen_and_restored_is_as_never_interrupted(path: Path) -> None:
     rows: list[Any] = []
     for interrupts in (False, True):
@@ -190,7 +200,17 @@ def freeze_and_restore_what_has_no_window(session: Session) -> None:
     assert (core.entries, core.frozen) == (before, 0)
 
 
-@some("gemma2", "gemma3", "gpt-oss", "jamba", "qwen3next", "bloom")
+@some(
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "jamba",
+    "qwen3next",
+    "bloom",
+    "deepseek2",
+    "kimi-linear",
+)
 @pytest.mark.parametrize("policy", ["freeze", "uniform"])
 def test_freezing_inside_a_budget(policy: str, path: Path) -> None:
     with session_of(path, kv_budget=0.3, n_ctx=256, freeze="ram", policy=policy) as session:
@@ -227,7 +247,7 @@ def test_nothing_can_be_frozen_where_every_layer_has_a_window(name: str, tmp_pat
 # --- beyond the trained context -------------------------------------------------------------------
 
 
-@some("gemma3", "gpt-oss")
+@some("gemma3", "gemma4", "gpt-oss", "deepseek2")
 @pytest.mark.parametrize("n_sinks", [0, 4])
 def test_windows_beyond_the_trained_context(name: str, n_sinks: int, tmp_path: Path) -> None:
     """With a budget below the exact distances: as a model that was trained for longer."""
@@ -258,7 +278,7 @@ def test_recurrent_layers_do_not_go_beyond_it(name: str, tmp_path: Path) -> None
 # --- calibration, sessions on disk, recovery ------------------------------------------------------
 
 
-@some("gemma3", "jamba", "qwen3next", "bloom")
+@some("gemma3", "gemma4", "jamba", "qwen3next", "bloom", "deepseek2")
 def test_calibrate_and_use_the_profile(path: Path, tmp_path: Path) -> None:
     profile, text = tmp_path / "profile.json", tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and on " * 60, encoding="utf-8")
@@ -276,8 +296,8 @@ def test_calibrate_and_use_the_profile(path: Path, tmp_path: Path) -> None:
             assert sum(budgets) <= round(0.3 * 256) * heads
 
 
-@some("gemma3")
-def test_a_windowed_session_on_disk(path: Path, tmp_path: Path) -> None:
+@some("gemma3", "gemma4", "deepseek2")
+def test_a_session_on_disk(path: Path, tmp_path: Path) -> None:
     tokens, file = tokens_for(300), tmp_path / "saved.session"
     options = {"kv_budget": 0.4, "freeze": "ram", "policy": "freeze"}
     with session_of(path, **options) as first:

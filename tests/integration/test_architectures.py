@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from entropykv import ContextError, Session, SettingsError, UnsupportedModelError
+from entropykv.plan import make_plan
 from entropykv.stock import StockSession
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.integration.test_headwise import relative_error, tokens_for
@@ -17,11 +19,8 @@ Logits = npt.NDArray[np.float32]
 
 # Why the headwise store refuses, by kind; what is not here, it serves.
 REFUSALS = {
-    "shared keys": "two layers share one K and V",
     "recurrent": "only recurrent layers",
-    "latent": "multi-head latent attention",
-    "latent hybrid": "multi-head latent attention",
-    "sparse": "latent attention|not the KV cache|computed in its graph",
+    "sparse": "not the KV cache|computed in its graph",
     "unfused": "not one flash attention node per layer",
     "diffusion": "diffusion model",
 }
@@ -117,7 +116,8 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
     text, rows = greedy(session, tokens[:30], 64)
     session.close()
     sure = decided(rows, model.rounding)
-    assert sure.mean() > 0.85
+    # 22 layers of gemma3n round by 5e-2: fewer of its choices are beyond doubt.
+    assert sure.mean() > (0.85 if model.rounding <= 1e-2 else 0.5)
     for n_ubatch in (7, 64):
         with Session(
             path, n_ctx=256, store="headwise", kv_type="f16", n_ubatch=n_ubatch, n_threads=1
@@ -244,7 +244,7 @@ def test_recurrent_layers_cannot_go_back(model: Architecture, path: Path) -> Non
             assert np.array_equal(session.decode(tokens_for(60)), expected)
 
 
-@some(("hybrid", "windowed"))
+@some(("hybrid", "windowed", "latent", "latent hybrid", "shared keys"))
 def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path: Path) -> None:  # noqa: ARG001
     tokens = tokens_for(120)
     options = {"n_ctx": 256, "kv_budget": 0.3, "kv_type": "f16", "n_ubatch": 32, "n_threads": 1}
@@ -257,6 +257,39 @@ def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path:
         second.load_state(state)
         assert np.array_equal(read(second, tokens[90:], 7), expected)
         assert not second.can_return_to(80)
+
+
+@some(("latent", "latent hybrid", "shared keys"))
+def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Path) -> None:
+    """V that is a part of K, and layers that attend to another's keys, count for nothing."""
+    n_ctx, n_tokens = 256, 100
+    options = {"n_ctx": n_ctx, "kv_budget": 0.5, "policy": "streaming", "kv_type": "f16"}
+    plan = make_plan(path, entropy_config=None, **options)  # type: ignore[arg-type]
+    full = []
+    for store in ("flat", "headwise"):
+        with Session(path, store=store, n_threads=1, **options) as session:
+            session.decode(tokens_for(n_tokens))
+            stats, n_heads = session.stats(), session._store.n_kv_heads
+            full.append(stats.kv_bytes_full / n_tokens)
+    full.append(plan.kv_bytes_f16 / n_ctx)
+    if model.name == "gemma4":  # its header tells of heads of two sizes, but not where they are
+        full = full[1:2]
+    cached = bytes_cached_for_a_token(path)
+    assert all(0 < cached - ours <= 24 for ours in full)  # llama.cpp's positions come on top
+    if model not in ARCHITECTURES["shared keys"]:  # a header does not tell which have windows
+        assert plan.headwise.pool_bytes == stats.kv_bytes_budget
+        assert stats.kv_bytes_budget < 0.6 * n_ctx * (full[1] + 8 * n_heads)
+
+
+def bytes_cached_for_a_token(path: Path) -> float:
+    """By llama.cpp's own cache: what its state grows by."""
+    model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, flash_attn=True, verbose=False)
+    sizes = []
+    for n_tokens in (8, 16):
+        model.eval(tokens_for(n_tokens))
+        sizes.append(llama_cpp.llama_state_seq_get_size(model.ctx, 0))
+    model.close()
+    return (sizes[1] - sizes[0]) / 16
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ class Layer:
     query_size: float = 2.0
     window: int = 0
     chunked: bool = False
+    latent: bool = False
+    readers: int = 1
     slack: float = 1.0
     """Factor of the tolerances of entropies and importance."""
     importance_rtol: float = 1e-5
@@ -80,6 +82,8 @@ class Layer:
             self.v_dim,
             self.window,
             self.chunked,
+            self.latent,
+            self.readers,
         )
         self.store = _core.HeadwiseStore(
             [shape],
@@ -113,15 +117,25 @@ class Layer:
         """Read a random micro-batch; returns the outputs of the store and of the oracle."""
         options = options or Options(self.k_dim**-0.5)
         options = replace(options, window=self.window, chunked=self.chunked)
-        q = self.normal(n_tokens, self.n_head_kv * self.group, self.k_dim) * self.query_size
+        queries = [
+            self.normal(n_tokens, self.n_head_kv * self.group, self.k_dim) * self.query_size
+            for _ in range(self.readers)
+        ]
         k = self.normal(n_tokens, self.n_head_kv, self.k_dim) * np.float32(k_size)
         v = self.normal(n_tokens, self.n_head_kv, self.v_dim)
         position = len(self.k)
         self.k = np.concatenate([self.k, stored(k, self.kv_type)])
-        self.v = np.concatenate([self.v, stored(v, self.kv_type)])
-        expected = attend_layer(q, self.k, self.v, position, options, self.measure)
+        stored_v = self.k[position:, :, : self.v_dim] if self.latent else stored(v, self.kv_type)
+        self.v = np.concatenate([self.v, stored_v])
+        expected = [
+            attend_layer(q, self.k, self.v, position, options, self.measure) for q in queries
+        ]
         self.store.track_entropy(True)
-        output = self.store.attend(0, q, k, v, position=position, **options.arguments)
+        rows: list[Any] = [(k, None if self.latent else v), *[(None, None)] * (self.readers - 1)]
+        output = [
+            self.store.attend(0, q, *rows[i], position=position, reader=i, **options.arguments)
+            for i, q in enumerate(queries)
+        ]
         self.importance = np.stack(
             [
                 updated_importance(
@@ -131,11 +145,13 @@ class Layer:
                     self.observation_window,
                     position,
                 )
-                for old, observed in zip(self.importance, expected.observed, strict=True)
+                for old, observed in zip(
+                    self.importance, sum(part.observed for part in expected), strict=True
+                )
             ]
         )
-        self.check_statistics(expected.entropies)
-        return output, expected.outputs
+        self.check_statistics(np.concatenate([part.entropies for part in expected]))
+        return np.concatenate(output), np.concatenate([part.outputs for part in expected])
 
     def check_statistics(self, entropies: Floats) -> None:
         """Entropies of the last micro-batch, and importance."""
@@ -168,6 +184,46 @@ class Layer:
 )
 def test_head_sizes(kernel: str, kv_type: str, dims: tuple[int, int]) -> None:
     Layer(kernel, kv_type, k_dim=dims[0], v_dim=dims[1]).check([70, 1, 5])
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("group", [1, 4, 16, 128])
+@pytest.mark.parametrize(
+    "dims", [(80, 64), (576, 512), (48, 16), (33, 20)], ids=lambda dims: f"{dims[0]}x{dims[1]}"
+)
+def test_v_that_is_a_part_of_k(
+    kernel: str, kv_type: str, group: int, dims: tuple[int, int]
+) -> None:
+    layer = Layer(
+        kernel, kv_type, n_head_kv=1, group=group, k_dim=dims[0], v_dim=dims[1], latent=True
+    )
+    layer.check([20, 1, 5] if group == 128 else [70, 1, 5, 40, 1])
+
+
+def test_v_cannot_be_more_than_the_k_that_it_is_a_part_of() -> None:
+    with pytest.raises(ValueError, match="V cannot be more values than the K"):
+        Layer(KERNELS[0], "f16", k_dim=64, v_dim=80, latent=True)
+
+
+@each_kernel
+@each_type
+@pytest.mark.parametrize("n_readers", [2, 3])
+@pytest.mark.parametrize("group", [1, 3, 12])
+@pytest.mark.parametrize("window", WINDOWS[::2], ids=str)
+def test_layers_that_attend_to_the_same_entries(
+    kernel: str, kv_type: str, n_readers: int, group: int, window: dict[str, Any]
+) -> None:
+    """Each sees all that the first one sees, and what they give to an entry adds up."""
+    layer = Layer(kernel, kv_type, group=group, readers=n_readers, slack=2.0, **window)
+    layer.check([70, 1, 5, 1, 1, 1, 130])
+
+
+@pytest.mark.parametrize("reader", [-1, 2])
+def test_readers_that_a_layer_does_not_have_are_refused(reader: int) -> None:
+    layer = Layer(KERNELS[0], "f16", readers=2)
+    with pytest.raises(ValueError, match="a reader that the layer does not have"):
+        layer.store.attend(0, layer.normal(3, 4, 64), None, None, 0.125, reader=reader)
 
 
 @each_kernel

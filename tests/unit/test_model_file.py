@@ -76,7 +76,9 @@ def test_geometry_of_a_llama_file(tiny: Path) -> None:
         weight_types=geometry.weight_types,
         activation=None,
         learned_positions=False,
+        latent=False,
     )
+    assert geometry.cached_values == 2 * 2 * (16 + 16)
     assert [kind for kind, _ in geometry.weight_types] == ["Q8_0", "F32"]
     assert sum(size for _, size in geometry.weight_types) == geometry.weights_bytes
 
@@ -120,6 +122,35 @@ def test_heads_per_layer_and_explicit_head_sizes(tmp_path: Path) -> None:
     assert (geometry.head_dim_k, geometry.head_dim_v) == (80, 48)
     assert (geometry.n_vocab, geometry.weights_bytes, geometry.weight_types) == (77, 0, ())
     assert geometry.name == "layers"
+
+
+def test_v_that_is_a_part_of_k_is_not_cached(tmp_path: Path) -> None:
+    def fill(writer: GGUFWriter) -> None:
+        writer.add_head_count(8)
+        writer.add_head_count_kv(1)
+        writer.add_key_length(576)
+        writer.add_value_length(512)
+        writer.add_key_length_mla(192)
+        writer.add_value_length_mla(128)
+
+    geometry = read_geometry(write_metadata(tmp_path / "latent.gguf", fill))
+    assert geometry.latent
+    assert geometry.cached_values == 3 * 576
+
+
+@pytest.mark.parametrize("n_sharing", [1, 3])
+def test_layers_that_attend_to_the_keys_of_others_have_none(tmp_path: Path, n_sharing: int) -> None:
+    def fill(writer: GGUFWriter) -> None:
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+        writer.add_shared_kv_layers(n_sharing)
+
+    path = write_metadata(tmp_path / "shared.gguf", fill)
+    if n_sharing == 3:
+        with pytest.raises(ModelFileError, match="shared_kv_layers is 3"):
+            read_geometry(path)
+    else:
+        assert read_geometry(path).kv_heads_per_layer == (2, 2, 0)
 
 
 def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:

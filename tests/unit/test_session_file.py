@@ -309,10 +309,10 @@ def test_an_interrupt_leaves_no_debris(tmp_path: Path) -> None:
 # --- the layout of pages --------------------------------------------------------------------------
 
 
-def store_of(kv_type: str, k_dim: int, v_dim: int) -> _core.HeadwiseStore:
+def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.HeadwiseStore:
     """A store that evicted, so that entries are in no order."""
     store = _core.HeadwiseStore(
-        layers=[_core.LayerShape(2, 1, k_dim, v_dim)],
+        layers=[_core.LayerShape(2, 1, k_dim, v_dim, latent=latent)],
         kv_type=kv_type,
         importance=_core.ImportanceSettings(_core.ScoreKind.mass, 0.0, 0.9, 16),
         n_sinks=2,
@@ -330,9 +330,8 @@ def store_of(kv_type: str, k_dim: int, v_dim: int) -> _core.HeadwiseStore:
     position = 0
     for n in (40, 30, 1, 1, 20, 1):
         store.begin(n, position, position)
-        store.attend(
-            0, rows(n, 2, k_dim), rows(n, 1, k_dim), rows(n, 1, v_dim), 0.3, position=position
-        )
+        v = None if latent else rows(n, 1, v_dim)
+        store.attend(0, rows(n, 2, k_dim), rows(n, 1, k_dim), v, 0.3, position=position)
         position += n
     return store
 
@@ -341,12 +340,21 @@ def aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-@pytest.mark.parametrize(("k_dim", "v_dim"), [(16, 16), (33, 20), (64, 128)])
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "latent"),
+    [(16, 16, False), (33, 20, False), (64, 128, False), (80, 64, True), (33, 20, True)],
+)
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-def test_pages_are_laid_out_as_described(kv_type: str, k_dim: int, v_dim: int) -> None:
+def test_pages_are_laid_out_as_described(
+    kv_type: str,
+    k_dim: int,
+    v_dim: int,
+    latent: bool,
+) -> None:
     """cpp/page_layout.hpp and cpp/head_state.cpp, in numpy: a change needs another version."""
-    store = store_of(kv_type, k_dim, v_dim)
-    _, (per_page,) = _core.page_geometry([_core.LayerShape(2, 1, k_dim, v_dim)], kv_type)
+    store = store_of(kv_type, k_dim, v_dim, latent)
+    shape = _core.LayerShape(2, 1, k_dim, v_dim, latent=latent)
+    _, (per_page,) = _core.page_geometry([shape], kv_type)
     count, state = store.count(0, 0), store.save_head(0, 0)
     ks, vs = (-(-dim // 16) * 16 for dim in (k_dim, v_dim))
     groups = per_page // 16
@@ -356,8 +364,8 @@ def test_pages_are_laid_out_as_described(kv_type: str, k_dim: int, v_dim: int) -
     sizes = [
         per_page * ks * value,
         per_page * kb * 2,
-        per_page * vs * value,
-        per_page * vb * 2,
+        0 if latent else per_page * vs * value,
+        0 if latent else per_page * vb * 2,
         per_page * 4,
         per_page * 4,
     ]
@@ -378,12 +386,14 @@ def test_pages_are_laid_out_as_described(kv_type: str, k_dim: int, v_dim: int) -
         quads = (k ^ 0x80).view(np.int8).reshape(n_pages, groups, ks // 4, 16, 4)
         k_rows = quads[..., [0, 2, 1, 3]].transpose(0, 1, 3, 2, 4).reshape(-1, ks)
         k_rows = k_rows * scales(k_scale, kb)[:, :ks]
-        fours = v.view(np.int8).reshape(n_pages, per_page // 4, vs, 4)[..., [0, 2, 1, 3]]
-        v_rows = fours.transpose(0, 1, 3, 2).reshape(-1, vs) * scales(v_scale, vb)[:, :vs]
+        v_rows = k_rows
+        if not latent:
+            fours = v.view(np.int8).reshape(n_pages, per_page // 4, vs, 4)[..., [0, 2, 1, 3]]
+            v_rows = fours.transpose(0, 1, 3, 2).reshape(-1, vs) * scales(v_scale, vb)[:, :vs]
     else:
         k_rows = k.view("<f2").reshape(n_pages, groups, ks, 16).transpose(0, 1, 3, 2)
         k_rows = k_rows.reshape(-1, ks).astype(np.float32)
-        v_rows = v.view("<f2").reshape(-1, vs).astype(np.float32)
+        v_rows = k_rows if latent else v.view("<f2").reshape(-1, vs).astype(np.float32)
     places = positions.view("<i4").ravel()
     assert not places[count:].any()
     order = np.argsort(places[:count])

@@ -34,9 +34,7 @@ class Engine:
     @functools.cached_property
     def full_bytes_per_token(self) -> int:
         """K and V of one token in a full f16 cache."""
-        geometry = read_geometry(self.model)
-        values = geometry.head_dim_k + geometry.head_dim_v
-        return 2 * sum(geometry.kv_heads_per_layer) * values
+        return 2 * read_geometry(self.model).cached_values
 
     def budget_for(self, budget: Budget, n_tokens: int) -> Budget:
         """What a budget is for a text of n_tokens."""
