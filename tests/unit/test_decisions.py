@@ -198,7 +198,7 @@ def test_flat_plan_is_that_of_the_oracle(
     positions: list[int], keep: int, score: str, variation: float, n_sinks: int, recent: int
 ) -> None:
     rules = reference.Rules(score, "f16", n_sinks, recent, variation)
-    head = reference.ReferenceHead(rules, 1, 1, keep, np.array(positions))
+    head = reference.ReferenceHead(rules, 1, 1, keep, positions=np.array(positions))
     newest = positions[-1]
     mask = reference.select_survivors(
         head.scores(keep), head.positions, keep, n_sinks, recent, newest
