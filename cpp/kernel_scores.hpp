@@ -91,11 +91,11 @@ inline void over_page_vectors(const PageLayout& layout, const std::byte* page, V
 // Of V that is the first values of K.
 inline void latent_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
-        Vec total = zero();
-        over_keys([&](int d, Vec key) {
-            if (d < layout.v_dim) total = multiply_add(key, key, total);
+        Chains total;
+        over_keys([&](int d, int i, Vec key) {
+            if (d < layout.v_dim) total.of[i] = multiply_add(key, key, total.of[i]);
         });
-        store(norms + slot, total);
+        store(norms + slot, total.sum());
     });
 }
 
