@@ -34,7 +34,6 @@ def test_it_was_written_for_this_llama_cpp() -> None:
     assert TABLE.greedy_tokens == GREEDY_TOKENS
 
 
-@pytest.mark.xfail(strict=True, reason="flat reads each micro-batch as a text of its own")
 def test_no_check_failed() -> None:
     assert [failure for row in TABLE.rows for failure in row.failures] == []
 
