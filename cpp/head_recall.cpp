@@ -172,14 +172,14 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
     Workspace& workspace = workspaces_[index(workspace_index)];
     if (!head.cold || head.cold->n_frozen() == 0 || head.count == 0) return;
     workspace.room = room_to_recall(layer, head, n_staged);
-    const int n_victims = find_victims(layer, head, now - n_staged, workspace);
-    if (n_victims + workspace.room == 0) return;  // nothing could come back, whatever there is
+    if (workspace.room == 0 && find_victims(layer, head, now - n_staged, workspace) == 0)
+        return;  // nothing could come back, whatever there is
     const auto start = std::chrono::steady_clock::now();
     weigh_active(layer, head, queries, workspace);
     const float least = least_share(head);
     const int n_candidates = find_candidates(head, queries, least, workspace);
     weigh_candidates(layer, head, queries, n_candidates, workspace);
-    const int n_incoming = take_best(layer, head, n_candidates, least, n_victims, workspace);
+    const int n_incoming = take_best(layer, head, n_candidates, least, now - n_staged, workspace);
     if (n_incoming > 0) exchange(layer, head, n_incoming, now, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     cold_nanoseconds_.fetch_add(
@@ -203,7 +203,7 @@ int HeadStore::find_victims(const Layer& layer, const Head& head, std::int32_t n
 // What is needed most of the candidates: as much as the head has room for, and then as long as it
 // is needed more than what it takes the place of. Victims are in the order of their need then.
 int HeadStore::take_best(const Layer& layer, Head& head, int n_candidates, float least,
-                         int n_victims, Workspace& workspace) const noexcept {
+                         std::int32_t newest, Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     std::int32_t* best = workspace.best.data();
     int n = 0;
@@ -213,6 +213,7 @@ int HeadStore::take_best(const Layer& layer, Head& head, int n_candidates, float
         const float* needs = workspace.needs.data();
         const float* active = workspace.active_needs.data();
         std::int32_t* victims = workspace.victims.data();
+        const int n_victims = find_victims(layer, head, newest, workspace);
         const int most = std::min(n - workspace.room, n_victims);
         const auto rather = [&](int a, int b) {
             return needs[a] > needs[b] || (needs[a] == needs[b] && a < b);

@@ -389,8 +389,8 @@ private:
                           int n_candidates, Workspace& workspace) const noexcept;
     int find_victims(const Layer& layer, const Head& head, std::int32_t newest,
                      Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, Head& head, int n_candidates, float least, int n_victims,
-                  Workspace& workspace) const noexcept;
+    int take_best(const Layer& layer, Head& head, int n_candidates, float least,
+                  std::int32_t newest, Workspace& workspace) const noexcept;
     int find_rows(const Layer& layer, Head& head, int n, Workspace& workspace) const noexcept;
     void exchange(const Layer& layer, Head& head, int n_incoming, std::int32_t now,
                   Workspace& workspace) noexcept;
