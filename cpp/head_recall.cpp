@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <limits>
 
 #include "head_store.hpp"
 
@@ -151,17 +150,19 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         if (rows == nullptr) continue;
         kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
         const int first_record = workspace.candidates[index(c)] * per_page;
+        const auto record = [&](int slot) -> const ColdRecord& {
+            return head.cold->record(first_record + slot);
+        };
         for (int r = 0; r < queries.n; ++r) {
             float* of_query = logits + r * per_page;
-            for (int slot = 0; slot < per_page; ++slot) {
-                const ColdRecord& record = head.cold->record(first_record + slot);
-                of_query[slot] = record.frozen() ? soft_capped(of_query[slot], queries.softcap) +
-                                                       queries.bias(r, record.position)
-                                                 : kMaskedLogit;
-            }
+            for (int slot = 0; slot < per_page; ++slot)
+                of_query[slot] = soft_capped(of_query[slot], queries.softcap) +
+                                 queries.bias(r, record(slot).position);
             kernels_->logits_observe(of_query, per_page, kNeed, workspace.masses[index(r)], 1.0f,
                                      needs);
         }
+        for (int slot = 0; slot < per_page; ++slot)
+            if (!record(slot).frozen()) needs[slot] = 0.0f;
     }
 }
 

@@ -155,7 +155,7 @@ def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path)
 # --- freezing -------------------------------------------------------------------------------------
 
 
-@some(
+every_kind = some(
     "gemma2",
     "gemma3",
     "gemma4",
@@ -166,6 +166,9 @@ def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path)
     "deepseek2",
     "kimi-linear",
 )
+
+
+@every_kind
 def test_frozen_and_restored_is_as_never_interrupted(path: Path) -> None:
     rows: list[Any] = []
     for interrupts in (False, True):
@@ -200,17 +203,7 @@ def freeze_and_restore_what_has_no_window(session: Session) -> None:
     assert (core.entries, core.frozen) == (before, 0)
 
 
-@some(
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gpt-oss",
-    "jamba",
-    "qwen3next",
-    "bloom",
-    "deepseek2",
-    "kimi-linear",
-)
+@every_kind
 @pytest.mark.parametrize("policy", ["freeze", "uniform"])
 def test_freezing_inside_a_budget(policy: str, path: Path) -> None:
     with session_of(path, kv_budget=0.3, n_ctx=256, freeze="ram", policy=policy) as session:

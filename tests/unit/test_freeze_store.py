@@ -24,6 +24,7 @@ from tests.reference import (
     rotated,
     stored,
 )
+from tests.unit.test_store import importance_of
 
 MAX_TOKENS = 40
 MAX_ENTRIES = 300
@@ -55,17 +56,11 @@ def freeze_settings(recall: int = 0, limit: int = 0, **more: Any) -> _core.Freez
 def store_of(
     rules: Rules, freezing: _core.FreezeSettings | None, shapes: Any = SHAPES
 ) -> _core.HeadwiseStore:
-    importance = _core.ImportanceSettings(
-        getattr(_core.ScoreKind, rules.score),
-        rules.variation,
-        rules.decay,
-        rules.observation_window,
-    )
     layers = [_core.LayerShape(*shape) for shape in shapes]
     return _core.HeadwiseStore(
         layers,
         rules.kv_type,
-        importance,
+        importance_of(rules),
         n_sinks=N_SINKS,
         recent_window=RECENT,
         max_tokens=MAX_TOKENS,
