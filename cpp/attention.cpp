@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "relax.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -11,15 +13,6 @@ constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
-}
-
-// As ggml's threads wait for each other: to yield would give the core away for milliseconds.
-void relax() {
-#if defined(ENTROPYKV_X86)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
 }
 
 }  // namespace
@@ -72,6 +65,8 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
         first_job_.push_back(jobs_.size());
         for (int r = 0; r < store_.shape(l).readers; ++r)
             jobs_.emplace_back(store_.shape(l).n_head_kv);
+        for (int h = 0; h < store_.shape(l).n_head_kv; ++h) commits_.emplace_back();
+        most_heads_ = std::max(most_heads_, store_.shape(l).n_head_kv);
         entropy_.push_back({std::vector<double>(index(store_.shape(l).n_head), 0.0), 0, {}});
         for (Worker& worker : workers_) {
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
@@ -185,6 +180,10 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
     base_position_ = base_position;
     observing_ = store_.settings().importance.observes() &&
                  (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
+    next_commit_.store(0, std::memory_order_relaxed);
+    last_commit_.store(0, std::memory_order_relaxed);
+    commits_before_ = commits_so_far_ = commits_due_ = 0;
+    for (Commit& commit : commits_) commit.ready.store(false, std::memory_order_relaxed);
     const auto most_entries = [&](int layer, int head) {
         return total_entries(layer, head) + (recalling_ ? store_.most_recalled(layer, head) : 0);
     };
@@ -212,12 +211,21 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
         }
         if (!observing_) continue;
         const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
-        grow(observed_, n_heads * index(observed) * longest_);
+        const std::size_t of_head = index(observed) * longest_;
+        grow(observed_, (n_tokens == 1 ? index(2 * most_heads_) : n_heads) * of_head);
         if (!split.by_rows) grow(logits_, n_heads * index(split.group) * longest_);
     }
 }
 
-void Attention::prepare(int layer) noexcept {
+// What is left over where heads are no multiple of the threads waits for the next layer. (Not
+// longer: what was staged and observed is still there then.)
+void Attention::prepare(int layer, int n_threads) noexcept {
+    const int done = recalling_ ? commits_so_far_ : commits_due_;
+    commits_before_ = commits_so_far_;
+    if (queues(layer)) commits_so_far_ += store_.shape(layer).n_head_kv;
+    const bool waits = queues(layer) && layer + 1 < store_.n_layers();
+    const int left_over = waits ? (commits_so_far_ - done) % n_threads : 0;
+    commits_due_ = std::max(commits_before_, commits_so_far_ - left_over);
     next_recall_.store(0, std::memory_order_relaxed);
     recalled_heads_.store(0, std::memory_order_relaxed);
     ready_.store(false, std::memory_order_relaxed);
@@ -262,7 +270,7 @@ void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) n
 }
 
 void Attention::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {
-    if (thread == 0) prepare(layer);
+    if (thread == 0) prepare(layer, std::min(n_threads, this->n_threads()));
     const PageLayout& layout = store_.layout(layer);
     over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
         kernels_.store_k(layout, page, slot, k.row(token, head));
@@ -288,6 +296,7 @@ void Attention::recall(const Call& call) noexcept {
         make_units(call.layer);
         ready_.store(true, std::memory_order_release);
     }
+    run_commits(commits_before_, call.thread);
     while (!ready_.load(std::memory_order_acquire)) relax();
 }
 
@@ -328,6 +337,7 @@ void Attention::attend(int layer, int reader, const AttentionParams& params, con
         run_unit(call, unit, next < n_units ? next : -1);
         unit = next;
     }
+    run_commits(commits_due_, thread);
 }
 
 }  // namespace entropykv

@@ -1,6 +1,7 @@
 // Attention of one micro-batch over what the heads keep, split over ggml's threads: units of work
 // are claimed one by one, and the thread that finishes a head's last unit merges its partial
-// results and commits its staged entries. The split depends on lengths alone, never on the number
+// results. Then the staged entries of heads are committed; of single tokens, some of a layer's
+// heads are only with the next layer, so that all threads have as much to do. The split depends on lengths alone, never on the number
 // of threads, so that every number of threads gives the same result bit by bit.
 #pragma once
 
@@ -140,6 +141,12 @@ private:
         std::vector<float> observed;  // [head][longest_]
         std::vector<float> squares;   // of outputs, [head]
     };
+    struct Commit {  // of a head that was attended to
+        int layer = 0;
+        int head = 0;
+        const float* observed = nullptr;
+        std::atomic<bool> ready{false};
+    };
     struct LayerEntropy {
         std::vector<double> sums;
         std::int64_t rows = 0;
@@ -155,7 +162,7 @@ private:
     static Tile tile_at(const Split& split, int head, int number);
     Unit unit_at(const Call& call, int unit) const noexcept;
     static int most_chunks(const Split& split, int most);
-    void prepare(int layer) noexcept;
+    void prepare(int layer, int n_threads) noexcept;
     void make_units(int layer) noexcept;
     Job& job_of(int layer, int reader) { return jobs_[first_job_[index(layer)] + index(reader)]; }
     template <typename Visit>
@@ -177,6 +184,9 @@ private:
     float* carry(const Call& call, int head, float* observed) noexcept;
     void commit(const Call& call, int head, const float* observed) noexcept;
     void commit_layer(const Call& call) noexcept;
+    bool queues(int layer) const noexcept;
+    void queue_commit(int layer, int head, const float* observed) noexcept;
+    void run_commits(int limit, int thread) noexcept;
     void capture_queries(const Call& call) noexcept;
 
     EntryRange stored_entries(const Call& call, int unit) const noexcept;
@@ -208,6 +218,15 @@ private:
     bool recalling_ = false;  // frozen entries are looked for
     bool recall_now_ = false;
 
+    // Heads of single tokens that wait to be committed, in the order in which they will be.
+    std::deque<Commit> commits_;        // as many as there are heads
+    std::atomic<int> next_commit_{0};   // to be claimed
+    std::atomic<int> last_commit_{0};   // to be written
+    int commits_before_ = 0;            // of the layers before
+    int commits_so_far_ = 0;            // with this layer
+    int commits_due_ = 0;               // when this layer ends
+    int most_heads_ = 0;                // of a layer
+
     std::deque<Job> jobs_;
     std::vector<std::size_t> first_job_;  // of each layer
     std::vector<Carried> carried_;        // of each layer
@@ -219,7 +238,7 @@ private:
     std::size_t longest_ = 0;         // entries of the longest head, staged ones included
     std::vector<float> partials_;
     std::vector<float> logits_;    // decode: [head][row][longest_]
-    std::vector<float> observed_;  // [head][observed tile][longest_]
+    std::vector<float> observed_;  // [head][observed tile][longest_]; single tokens: twice
 };
 
 }  // namespace entropykv

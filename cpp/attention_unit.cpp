@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention.hpp"
+#include "relax.hpp"
 
 namespace entropykv {
 namespace {
@@ -233,6 +234,8 @@ void Attention::finish_head(const Call& call, int head) noexcept {
                            });
     if (call.reader + 1 < store_.shape(call.layer).readers) {
         carry(call, head, sum_observed(call, head));
+    } else if (queues(call.layer)) {
+        queue_commit(call.layer, head, sum_observed(call, head));
     } else if (!shared_choice_) {
         commit(call, head, carry(call, head, sum_observed(call, head)));
     } else if (call.job->unfinished_heads.fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -260,6 +263,29 @@ void Attention::commit(const Call& call, int head, const float* observed) noexce
                           : store_.measures(n_tokens_) ? output_squares(call, head)
                                                        : 0.0f;
     store_.commit(call.layer, head, n_tokens_, observed, squares, call.thread);
+}
+
+bool Attention::queues(int layer) const noexcept {
+    return n_tokens_ == 1 && store_.shape(layer).readers == 1 && !shared_choice_;
+}
+
+void Attention::queue_commit(int layer, int head, const float* observed) noexcept {
+    Commit& commit = commits_[index(last_commit_.fetch_add(1, std::memory_order_relaxed))];
+    commit.layer = layer;
+    commit.head = head;
+    commit.observed = observed;
+    commit.ready.store(true, std::memory_order_release);
+}
+
+// The first `limit` of the micro-batch, as far as nobody else has claimed them. Those of this layer
+// become ready without anybody's waiting.
+void Attention::run_commits(int limit, int thread) noexcept {
+    for (int i = next_commit_.load(std::memory_order_relaxed); i < limit;) {
+        if (!next_commit_.compare_exchange_weak(i, i + 1, std::memory_order_relaxed)) continue;
+        const Commit& commit = commits_[index(i++)];
+        while (!commit.ready.load(std::memory_order_acquire)) relax();
+        store_.commit(commit.layer, commit.head, n_tokens_, commit.observed, 0.0f, thread);
+    }
 }
 
 // All heads by the sum of what they observed. Their entries are in the same places as long as they
@@ -352,7 +378,9 @@ float* Attention::logits_of(const Call& call, int head) noexcept {
 float* Attention::observed_of(const Call& call, const Tile& tile) noexcept {
     const int first = first_observed_row(call.split) / call.split.tile_rows;
     const int observed = call.split.tiles - first;
-    return observed_.data() + index(tile.head * observed + tile.number - first) * longest_;
+    const int before = n_tokens_ == 1 ? call.layer % 2 * most_heads_ : 0;  // that may wait
+    return observed_.data() +
+           index((before + tile.head) * observed + tile.number - first) * longest_;
 }
 
 // How much each row of a tile counts: nothing before the observation window. What is divided by an

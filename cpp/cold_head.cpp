@@ -5,18 +5,13 @@
 #include <cstring>
 
 #include "importance.hpp"
+#include "prefetch.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr int kOfCluster = 2;  // entries of a page for every mean
 constexpr int kRounds = 4;     // of clustering
-
-// At least, or twice what there was: so that many small steps cost no more than few large ones.
-template <typename T>
-void make_room(std::vector<T>& values, std::size_t size) {
-    if (values.capacity() < size) values.reserve(std::max(size, 2 * values.capacity()));
-}
 
 }  // namespace
 
@@ -39,8 +34,7 @@ ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t m
 void ColdHead::prepare(int n_new) {
     const std::size_t n_pages = index(n_new / per_page() + 2);
     make_room(pages_, pages_.size() + n_pages);
-    make_room(records_, pages_.capacity() * index(per_page()));
-    make_room(dues_, records_.capacity());
+    records_.reserve(pages_.capacity() * index(per_page()));
     make_room(free_pages_, pages_.capacity());
     while (summaries_.size() * kGroupEntries < pages_.capacity() * index(layout_->n_means))
         summaries_.emplace_back(layout_->summary.bytes);
@@ -66,8 +60,7 @@ int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record, flo
     }
     copy_entry(layout_->page, page, slot, open_rows_.data(), n_open_);
     const int number = open_ * per_page() + n_open_++;
-    records_[index(number)] = record;
-    records_[index(number)].frozen_at = kActive;
+    records_.positions[index(number)] = record.position;
     ++page_of(number).n_records;
     freeze(number, record.importance, record.frozen_at, record.due, record.detections);
     return number;
@@ -78,7 +71,6 @@ void ColdHead::open_next() noexcept {
         free_pages_.push_back(n_pages());
         pages_.emplace_back();
         records_.resize(pages_.size() * index(per_page()));
-        dues_.resize(records_.size(), kNever);
     }
     // The lowest number, whichever became free first: a session that is loaded takes the same.
     const auto lowest = std::min_element(free_pages_.begin(), free_pages_.end());
@@ -111,20 +103,14 @@ void ColdHead::store(int number, const std::byte* packed) noexcept {
 
 void ColdHead::freeze(int number, float importance, std::int32_t now, std::int32_t due,
                       const Detections& detections) noexcept {
-    ColdRecord& record = records_[index(number)];
-    record.importance = importance;
-    record.frozen_at = now;
-    record.due = due;
-    record.detections = detections;
-    dues_[index(number)] = due;
+    records_.set(index(number), {position(number), importance, now, due, detections});
     ++page_of(number).n_frozen;
     ++n_frozen_;
 }
 
 void ColdHead::restore(int number) noexcept {
-    records_[index(number)].frozen_at = kActive;
-    records_[index(number)].due = kNever;
-    dues_[index(number)] = kNever;
+    records_.frozen_at[index(number)] = kActive;
+    records_.dues[index(number)] = kNever;
     --page_of(number).n_frozen;
     --n_frozen_;
 }
@@ -138,9 +124,30 @@ const std::byte* ColdHead::read(int page, const KernelTable& kernels, std::byte*
     return buffer;
 }
 
+void ColdHead::ask_for_due(std::int32_t now) const noexcept {
+    ask_for(reinterpret_cast<const std::byte*>(records_.importance.data()),
+            records_.size() * sizeof(float));
+    ask_for(reinterpret_cast<const std::byte*>(records_.detections.data()),
+            records_.size() * sizeof(Detections));
+    if (!in_place()) return;
+    for (int page = 0; page < n_pages(); ++page) {
+        if (n_frozen(page) == 0) continue;
+        const std::byte* rows = page == open_
+                                    ? open_rows_.data()
+                                    : storage_->read(pages_[index(page)].place, nullptr);
+        bool any = false;
+        for (int slot = 0; slot < per_page(); ++slot) {
+            if (!due(page * per_page() + slot, now)) continue;
+            ask_for_value<Cache::next>(layout_->page, rows, slot);
+            any = true;
+        }
+        if (any) ask_for_keys<Cache::next>(layout_->page, rows);
+    }
+}
+
 int ColdHead::count_due(std::int32_t now) const {
-    return static_cast<int>(
-        std::count_if(dues_.begin(), dues_.end(), [now](std::int32_t due) { return due <= now; }));
+    return static_cast<int>(std::count_if(records_.dues.begin(), records_.dues.end(),
+                                          [now](std::int32_t due) { return due <= now; }));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -199,7 +206,7 @@ void ColdHead::summarise(int page, const std::byte* rows, const KernelTable& ker
 std::int32_t ColdHead::newest_in(int page) const noexcept {
     std::int32_t newest = 0;
     for (int i = page * per_page(); i < (page + 1) * per_page(); ++i)
-        newest = std::max(newest, record(i).position);
+        newest = std::max(newest, position(i));
     return newest;
 }
 
@@ -217,8 +224,8 @@ void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, co
             newest[i] = newest_in((first + i) / layout_->n_means);
         for (int r = 0; r < queries.n; ++r) {
             for (int i = 0; i < n_means; ++i) {
-                const float logit = soft_capped(logits[r * kGroupEntries + i], queries.softcap) +
-                                    queries.bias(r, newest[i]);
+                const float logit =
+                    queries.adjusted(r, logits[r * kGroupEntries + i], newest[i]);
                 float& of_page = out[(first + i) / layout_->n_means];
                 of_page = std::max(of_page, logit + sizes[i] - masses[r]);
             }
@@ -236,7 +243,7 @@ int ColdHead::least_page(float decay, std::int32_t now) const noexcept {
         if (!pages_[index(page)].stored) continue;
         float worth = 0.0f;
         for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
-            const ColdRecord& r = record(i);
+            const ColdRecord r = record(i);
             if (r.frozen()) worth += r.importance * decay_factor(decay, now - r.frozen_at);
         }
         if (least == kNone || worth < least_worth) {
@@ -251,8 +258,8 @@ void ColdHead::drop_page(int page) noexcept {
     dropped_page_ = page;
     n_dropped_ = pages_[index(page)].n_frozen;
     for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
-        if (record(i).frozen()) restore(i);
-        records_[index(i)] = ColdRecord{};
+        if (frozen(i)) restore(i);
+        records_.set(index(i), {});
     }
     spare_.push_back(pages_[index(page)].place);
     pages_[index(page)] = Page{};
@@ -260,21 +267,21 @@ void ColdHead::drop_page(int page) noexcept {
     free_pages_.push_back(page);
 }
 
-void ColdHead::truncate(std::int32_t position) {
-    const std::int32_t now = position - 1;
+void ColdHead::truncate(std::int32_t from) {
+    const std::int32_t now = from - 1;
     for (int page = 0; page < n_pages(); ++page) {
         Page& of = pages_[index(page)];
         for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
-            ColdRecord& r = records_[index(i)];
-            if (r.position >= position) {
+            ColdRecord r = record(i);
+            if (r.position >= from) {
                 if (r.frozen()) restore(i);
-                r = ColdRecord{};
+                records_.set(index(i), {});
                 --of.n_records;
             } else if (r.frozen() && r.frozen_at > now) {
                 if (r.due != kNever) r.due = now + (r.due - r.frozen_at);
                 r.frozen_at = now;
+                records_.set(index(i), r);
             }
-            dues_[index(i)] = r.due;
         }
         if (of.n_records == 0) free_page(page);
     }
@@ -294,7 +301,7 @@ void ColdHead::free_page(int page) {
 }
 
 void ColdHead::clear_detections() {
-    for (ColdRecord& r : records_) r.detections = Detections{};
+    std::fill(records_.detections.begin(), records_.detections.end(), Detections{});
 }
 
 }  // namespace entropykv

@@ -14,25 +14,11 @@
 
 #include "aligned_bytes.hpp"
 #include "cold_codec.hpp"
+#include "cold_records.hpp"
 #include "cold_storage.hpp"
-#include "freezing.hpp"
 #include "kernels.hpp"
 
 namespace entropykv {
-
-constexpr std::int32_t kActive = -1;  // frozen_at of an entry that is restored
-constexpr std::int32_t kDead = -1;    // position of a record that is free
-constexpr std::int32_t kNever = INT32_MAX;
-
-struct ColdRecord {
-    std::int32_t position = kDead;
-    float importance = 0.0f;           // when it was frozen
-    std::int32_t frozen_at = kActive;  // newest position then
-    std::int32_t due = kNever;         // newest position after which it is restored
-    Detections detections{};
-
-    bool frozen() const { return frozen_at != kActive; }
-};
 
 // What all heads of a layer share.
 struct ColdLayout {
@@ -54,15 +40,14 @@ struct QueryRows {
     const float* row(int r) const {
         return data + static_cast<std::size_t>(r) * static_cast<std::size_t>(stride);
     }
-    // What is added to the logit of query r and an entry at a position.
-    float bias(int r, std::int32_t position) const {
-        return slopes == nullptr ? 0.0f : slopes[r] * (static_cast<float>(position) - positions[r]);
+    bool adjusts() const { return softcap > 0.0f || slopes != nullptr; }
+    // The logit of query r and an entry at a position, of their product.
+    float adjusted(int r, float product, std::int32_t position) const {
+        const float logit = softcap > 0.0f ? softcap * std::tanh(product / softcap) : product;
+        if (slopes == nullptr) return logit;
+        return logit + slopes[r] * (static_cast<float>(position) - positions[r]);
     }
 };
-
-inline float soft_capped(float logit, float cap) {
-    return cap > 0.0f ? cap * std::tanh(logit / cap) : logit;
-}
 
 class ColdHead {
 public:
@@ -86,6 +71,10 @@ public:
     // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and a page of
     // storage); null where storage failed.
     const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
+
+    // Asks for K and V of what is due, where it is in memory as it was, and for what freeze()
+    // changes: a step that freezes and restores many entries then waits for few of them.
+    void ask_for_due(std::int32_t now) const noexcept;
 
     // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
     // query's mass, over its clusters and the queries. Of the open page: anything. masses: of
@@ -114,23 +103,25 @@ public:
     // Returns how many frozen entries the limit dropped: their records are dead.
     int load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
 
-    // Forgets records at positions >= position; timers end as if time had gone back to it.
-    void truncate(std::int32_t position);
+    // Forgets records at positions >= from; timers end as if time had gone back to it.
+    void truncate(std::int32_t from);
     void clear_detections();
 
     // Whether a page that was read stays where it is while entries are added.
-    bool stays(int page) const {
-        return page != open_ && most_pages_ == 0 && layout_->codec.as_stored() &&
-               storage_->in_place();
-    }
+    bool stays(int page) const { return page != open_ && most_pages_ == 0 && in_place(); }
 
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
     int n_pages() const { return static_cast<int>(pages_.size()); }
     int open_page() const { return open_; }
     int n_records() const { return static_cast<int>(records_.size()); }
-    const ColdRecord& record(int i) const { return records_[index(i)]; }
-    std::int32_t due(int i) const { return dues_[index(i)]; }
+    ColdRecord record(int i) const { return records_.get(index(i)); }
+    bool frozen(int i) const { return records_.frozen_at[index(i)] != kActive; }
+    std::int32_t position(int i) const { return records_.positions[index(i)]; }
+    // Whether it is frozen since before `now`, and its timer has ended.
+    bool due(int i, std::int32_t now) const {
+        return records_.dues[index(i)] <= now && records_.frozen_at[index(i)] < now;
+    }
     int per_page() const { return layout_->page.entries; }
     // Page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
@@ -148,6 +139,7 @@ private:
     };
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    bool in_place() const { return layout_->codec.as_stored() && storage_->in_place(); }
     Page& page_of(int record) { return pages_[index(record / per_page())]; }
     std::int32_t newest_in(int page) const noexcept;
     void open_next() noexcept;
@@ -167,8 +159,7 @@ private:
     const ColdLayout* layout_;
     ColdStorage* storage_;
     std::size_t most_pages_;
-    std::vector<ColdRecord> records_;
-    std::vector<std::int32_t> dues_;  // of the records, side by side: every step looks for them
+    ColdRecords records_;
     std::vector<Page> pages_;
     std::vector<int> free_pages_;       // page numbers to use again
     std::vector<std::uint32_t> spare_;  // taken from storage, not in use
@@ -199,8 +190,8 @@ void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change cha
             std::memcpy(rows, stored, layout_->page.bytes);
         }
         for (int slot = 0; slot < (open ? n_open_ : per_page()); ++slot) {
-            const ColdRecord& r = record(page * per_page() + slot);
-            if (r.position != kDead) change(rows, slot, r.position);
+            const std::int32_t at = position(page * per_page() + slot);
+            if (at != kDead) change(rows, slot, at);
         }
         if (open) continue;
         pack(page, rows, kernels);

@@ -78,8 +78,10 @@ bool ColdHead::save(std::byte* state) const {
     const Header header{n_pages(), open_, n_open_};
     std::memcpy(state, &header, sizeof header);
     state += sizeof header;
-    std::memcpy(state, records_.data(), records_.size() * sizeof(ColdRecord));
-    state += records_.size() * sizeof(ColdRecord);
+    for (std::size_t i = 0; i < records_.size(); ++i, state += sizeof(ColdRecord)) {
+        const ColdRecord record = records_.get(i);
+        std::memcpy(state, &record, sizeof record);
+    }
     if (open_ != kNone) {
         std::memset(state, 0, layout_->page.bytes);
         for (int slot = 0; slot < n_open_; ++slot)
@@ -140,11 +142,14 @@ int ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byte
     truncate(0);
     pages_.assign(index(header.n_pages), Page{});
     records_.resize(pages_.size() * index(per_page()));
-    dues_.assign(records_.size(), kNever);
     free_pages_.clear();
     open_ = header.open;
     n_open_ = header.n_open;
-    std::memcpy(records_.data(), state + sizeof header, records_.size() * sizeof(ColdRecord));
+    for (int i = 0; i < n_records(); ++i) {
+        ColdRecord record = record_in(state, i);
+        if (!record.frozen()) record.due = kNever;
+        records_.set(index(i), record);
+    }
     const std::byte* rows = state + sizeof header + records_.size() * sizeof(ColdRecord);
     if (open_ != kNone) {
         std::memcpy(open_rows_.data(), rows, layout_->page.bytes);
@@ -171,13 +176,11 @@ void ColdHead::count_records(int number) {
     Page& page = pages_[index(number)];
     page = Page{};
     for (int i = number * per_page(); i < (number + 1) * per_page(); ++i) {
-        const ColdRecord& r = record(i);
-        if (r.position == kDead) continue;
+        if (position(i) == kDead) continue;
         ++page.n_records;
-        if (!r.frozen()) continue;
+        if (!frozen(i)) continue;
         ++page.n_frozen;
         ++n_frozen_;
-        dues_[index(i)] = r.due;
     }
 }
 

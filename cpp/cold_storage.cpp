@@ -23,13 +23,11 @@ std::uint32_t ColdStorage::take() {
 // memory
 
 void MemoryStorage::grow(std::size_t n_pages) {
-    // Untouched pages of a slab cost nothing: the system gives memory where it is written.
-    while (slabs_.size() * kPagesPerSlab < n_pages)
-        slabs_.emplace_back(new std::byte[kPagesPerSlab * page_bytes()]);
+    while (slabs_.size() * per_slab() < n_pages) slabs_.emplace_back(per_slab() * page_bytes());
 }
 
 std::byte* MemoryStorage::at(std::uint32_t page) const {
-    return slabs_[page / kPagesPerSlab].get() + page % kPagesPerSlab * page_bytes();
+    return slabs_[page / per_slab()].data() + page % per_slab() * page_bytes();
 }
 
 bool MemoryStorage::write(std::uint32_t page, const std::byte* data) noexcept {

@@ -6,13 +6,15 @@
 // that nothing is ever trusted that this session did not write there.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <stdexcept>
 #include <vector>
+
+#include "mapped_memory.hpp"
 
 namespace entropykv {
 
@@ -68,9 +70,9 @@ protected:
     void grow(std::size_t n_pages) override;
 
 private:
-    static constexpr std::size_t kPagesPerSlab = 64;
+    std::size_t per_slab() const { return std::max<std::size_t>(1, kSlabBytes / page_bytes()); }
     std::byte* at(std::uint32_t page) const;
-    std::vector<std::unique_ptr<std::byte[]>> slabs_;
+    std::vector<MappedMemory> slabs_;
 };
 
 class FileStorage final : public ColdStorage {

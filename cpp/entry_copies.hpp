@@ -1,4 +1,4 @@
-// Copies of entries between pages of one layer. K lies across the entries of a group, so that one
+// Copies of K and V between pages of one layer. K lies across the entries of a group, so that one
 // of them takes as many steps as all of them: those that go from one group to another go together.
 #pragma once
 
@@ -18,9 +18,9 @@ public:
     EntryCopies(const EntryCopies&) = delete;
     EntryCopies& operator=(const EntryCopies&) = delete;
 
-    // Everything but K is there at once.
+    // V is there at once.
     void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
-        copy_all_but_keys(*layout_, from, from_slot, to, to_slot);
+        copy_value(*layout_, from, from_slot, to, to_slot);
         const int from_group = from_slot / kGroupEntries;
         const int to_group = to_slot / kGroupEntries;
         if (from != from_ || from_group != from_group_ || to != to_ || to_group != to_group_) {

@@ -67,7 +67,7 @@ int HeadStore::freeze_entry(const Layer& layer, Head& head, int i, const Slot& s
     const float importance = layer.layout.importance(slot.page)[slot.index];
     const bool stored = i < head.count;
     const Detections detections = stored && schedule_ ? head.detections[index(i)] : Detections{};
-    frozen_.fetch_add(1, std::memory_order_relaxed);
+    ++head.n_frozen;
     if (stored && head.homes[index(i)] != ColdHead::kNone) {
         head.cold->freeze(head.homes[index(i)], importance, now, due, detections);
         return ColdHead::kNone;
@@ -95,7 +95,7 @@ void HeadStore::put_restored(const Layer& layer, Head& head, int i, const std::b
         record.importance * decay_factor(settings_.importance.decay, now - record.frozen_at);
     head.homes[index(i)] = home;
     if (schedule_) head.detections[index(i)] = record.detections;
-    restored_.fetch_add(1, std::memory_order_relaxed);
+    ++head.n_restored;
 }
 
 void HeadStore::freeze_victims(const Layer& layer, Head& head, int head_index, int total,
@@ -169,6 +169,7 @@ void HeadStore::follow_schedule(const Layer& layer, Head& head, int head_index, 
                                 const float* observed, std::int32_t newest,
                                 Workspace& workspace) noexcept {
     const float limit = detection_limit(layer, head, n_queries);
+    head.cold->ask_for_due(newest);
     std::uint8_t* kept = workspace.kept.data();
     int n_frozen = 0;
     for (int i = 0; i < head.count; ++i) {
@@ -234,7 +235,7 @@ std::size_t HeadStore::restore(const Asked& asked, std::int32_t now, bool forget
             size_homes(layer, head);
             n += index(
                 append_restored(layer, head, now, workspaces_[0], [&](const ColdHead& cold, int i) {
-                    const ColdRecord& record = cold.record(i);
+                    const ColdRecord record = cold.record(i);
                     return record.frozen() && record.frozen_at > asked.frozen_after &&
                            record.due > asked.due_after;
                 }));
@@ -256,6 +257,13 @@ void HeadStore::stop_freezing() {
     schedule_.reset();
 }
 
+std::size_t HeadStore::total(std::size_t Head::* of_head) const {
+    std::size_t sum = 0;
+    for (const Layer& layer : layers_)
+        for (const Head& head : layer.heads) sum += head.*of_head;
+    return sum;
+}
+
 std::size_t HeadStore::frozen() const {
     std::size_t total = 0;
     for (const Layer& layer : layers_)
@@ -268,7 +276,7 @@ std::vector<std::int32_t> HeadStore::frozen_positions(int layer_index, int head_
     const Head& head = head_at(layer_index, head_index);
     std::vector<std::int32_t> result;
     for (int i = 0; head.cold && i < head.cold->n_records(); ++i)
-        if (head.cold->record(i).frozen()) result.push_back(head.cold->record(i).position);
+        if (head.cold->frozen(i)) result.push_back(head.cold->position(i));
     std::sort(result.begin(), result.end());
     return result;
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "head_store.hpp"
+#include "prefetch.hpp"
 
 namespace entropykv {
 namespace {
@@ -19,15 +20,6 @@ constexpr int kFewPages = 32;          // that are all looked into: summaries wo
 // How much queries need an entry: their squared shares of attention, as what is kept otherwise is
 // measured. A share is of what the head holds.
 constexpr Statistic kNeed = Statistic::squared_probability;
-
-// Early: the hardware does not see one page coming after another.
-void ask_for_keys(const PageLayout& layout, const std::byte* page) {
-    constexpr std::size_t kLine = 64;
-    const std::size_t bytes = layout.k_group_bytes() * PageLayout::index(layout.entries) /
-                              PageLayout::index(kGroupEntries);
-    for (std::size_t i = 0; page != nullptr && i < bytes; i += kLine)
-        __builtin_prefetch(page + layout.k_offset + i);
-}
 
 }  // namespace
 
@@ -98,12 +90,10 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
                                stride);
         });
         for (int r = 0; r < rows; ++r, logits += stride) {
-            for (int i = 0; queries.softcap > 0.0f && i < head.count; ++i)
-                logits[i] = soft_capped(logits[i], queries.softcap);
-            for (int i = 0; queries.slopes != nullptr && i < head.count; ++i) {
+            for (int i = 0; queries.adjusts() && i < head.count; ++i) {
                 const Slot slot = stored_slot(layer, head, i);
                 const std::int32_t position = layer.layout.positions(slot.page)[slot.index];
-                logits[i] += queries.bias(first_row + r, position);
+                logits[i] = queries.adjusted(first_row + r, logits[i], position);
             }
             const float mass = kernels_->log_sum(logits, head.count);
             workspace.masses[index(first_row + r)] = mass;
@@ -138,7 +128,7 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         const std::byte* rows =
             head.cold->read(workspace.candidates[index(c)], *kernels_,
                             workspace.pages_read.data() + index(c % 2) * cold_buffer_bytes());
-        ask_for_keys(layer.layout, rows);
+        if (rows != nullptr) ask_for_keys(layer.layout, rows);
         return rows;
     };
     const std::byte* next = n_candidates > 0 ? read(0) : nullptr;
@@ -150,19 +140,16 @@ void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows
         if (rows == nullptr) continue;
         kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
         const int first_record = workspace.candidates[index(c)] * per_page;
-        const auto record = [&](int slot) -> const ColdRecord& {
-            return head.cold->record(first_record + slot);
-        };
         for (int r = 0; r < queries.n; ++r) {
             float* of_query = logits + r * per_page;
-            for (int slot = 0; slot < per_page; ++slot)
-                of_query[slot] = soft_capped(of_query[slot], queries.softcap) +
-                                 queries.bias(r, record(slot).position);
+            for (int slot = 0; queries.adjusts() && slot < per_page; ++slot)
+                of_query[slot] =
+                    queries.adjusted(r, of_query[slot], head.cold->position(first_record + slot));
             kernels_->logits_observe(of_query, per_page, kNeed, workspace.masses[index(r)], 1.0f,
                                      needs);
         }
         for (int slot = 0; slot < per_page; ++slot)
-            if (!record(slot).frozen()) needs[slot] = 0.0f;
+            if (!head.cold->frozen(first_record + slot)) needs[slot] = 0.0f;
     }
 }
 
@@ -248,6 +235,7 @@ int HeadStore::find_rows(const Layer& layer, Head& head, int n,
         const int slot = needed % per_page;
         Incoming& entry = workspace.incoming[index(n_found)];
         entry = {page * per_page + slot, rows, slot, {}};
+        ask_for_value(layer.layout, rows, slot);
         if (!head.cold->stays(page)) {
             std::byte* copy = aside(layer, n_found, workspace);
             copy_entry(layer.layout, rows, slot, copy, n_found % per_page);
@@ -267,7 +255,7 @@ void HeadStore::exchange(const Layer& layer, Head& head, int n_incoming, std::in
         entry.record = head.cold->record(entry.home);
         head.cold->restore(entry.home);
     }
-    recalled_.fetch_add(index(n_incoming), std::memory_order_relaxed);
+    head.n_recalled += index(n_incoming);
     const int n_added = std::min(n_incoming, workspace.room);
     std::int32_t* victims = workspace.victims.data();
     std::sort(victims, victims + (n_incoming - n_added));

@@ -73,21 +73,36 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
         staging_stride_ = std::max(staging_stride_, pages);
         layers_.push_back(std::move(layer));
     }
-    std::size_t n_staged_heads = 0;
-    for (const Layer& layer : layers_)
-        if (layer.shape.readers == 1)
-            n_staged_heads = std::max(n_staged_heads, index(layer.shape.n_head_kv));
-    for (Layer& layer : layers_) {
-        if (layer.shape.readers == 1) continue;
-        layer.first_staging = n_staged_heads;
-        n_staged_heads += index(layer.shape.n_head_kv);
-    }
-    const std::size_t n_pages = staging_stride_ * n_staged_heads;
-    staging_ = AlignedBytes(n_pages * pool_.page_bytes());
-    for (std::size_t i = 0; i < n_pages; ++i)
-        staging_pages_.push_back(staging_.data() + i * pool_.page_bytes());
+    make_staging();
     if (settings_.freezing) start_freezing();
     set_workers(1, kKernelsPortable);
+}
+
+// Rows of pages for the heads of a layer that is attended to, of the next one, and of those with
+// several readers. The next one has first pages of its own: the single tokens of two layers.
+void HeadStore::make_staging() {
+    std::size_t most_heads = 0;
+    std::size_t n_rows = 0;
+    for (const Layer& layer : layers_)
+        if (layer.shape.readers == 1)
+            most_heads = std::max(most_heads, index(layer.shape.n_head_kv));
+    n_rows = 2 * most_heads;
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+        Layer& layer = layers_[i];
+        layer.first_staging = layer.shape.readers == 1 ? i % 2 * most_heads : n_rows;
+        if (layer.shape.readers > 1) n_rows += index(layer.shape.n_head_kv);
+    }
+    const std::size_t n_shared = most_heads * (staging_stride_ - 1);
+    staging_ = AlignedBytes((n_rows * staging_stride_ - n_shared) * pool_.page_bytes());
+    std::byte* next = staging_.data();
+    for (std::size_t row = 0; row < n_rows; ++row) {
+        for (std::size_t page = 0; page < staging_stride_; ++page) {
+            const bool shared = row >= most_heads && row < 2 * most_heads && page > 0;
+            staging_pages_.push_back(
+                shared ? staging_pages_[(row - most_heads) * staging_stride_ + page] : next);
+            if (!shared) next += pool_.page_bytes();
+        }
+    }
 }
 
 HeadStore::Slot HeadStore::stored_slot(const Layer& layer, const Head& head, int i) {
@@ -188,6 +203,7 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
     EntryCopies copies(layer.layout, *kernels_);
     const auto copy = [&](const Slot& from, const Slot& to) {
         copies.add(from.page, from.index, to.page, to.index);
+        copy_marks(layer.layout, from.page, from.index, to.page, to.index);
     };
     // Holes among the stored entries take the staged survivors first.
     int hole = 0;
@@ -228,6 +244,7 @@ void HeadStore::append(const Layer& layer, Head& head, int head_index, int n_sta
         const Slot from = staged_slot(layer, head_index, i);
         const Slot to = stored_slot(layer, head, head.count + i);
         copies.add(from.page, from.index, to.page, to.index);
+        copy_marks(layer.layout, from.page, from.index, to.page, to.index);
     }
     for (i = 0; i < n_staged; ++i) begin_entry(head, head.count + i);
     head.count += n_staged;

@@ -115,7 +115,8 @@ public:
     void reserve(int n_tokens, std::int32_t newest, bool recalls);
 
     // The micro-batch's entries of one head, staged in the layout of the pool's pages: until the
-    // next layer's, or where a layer has several readers, until the next micro-batch.
+    // next layer's, a single token until the one after that, or where a layer has several readers,
+    // until the next micro-batch.
     std::byte* const* staging(int layer, int head) const {
         return staging_of(layers_[index(layer)], head);
     }
@@ -170,9 +171,10 @@ public:
     void stop_freezing();
     std::size_t frozen() const;
     std::vector<std::int32_t> frozen_positions(int layer, int head) const;  // ascending
-    std::size_t frozen_total() const { return frozen_.load(std::memory_order_relaxed); }
-    std::size_t restored_total() const { return restored_.load(std::memory_order_relaxed); }
-    std::size_t recalled_total() const { return recalled_.load(std::memory_order_relaxed); }
+    // How often, so far; what was recalled was restored, too.
+    std::size_t frozen_total() const { return total(&Head::n_frozen); }
+    std::size_t restored_total() const { return total(&Head::n_restored); }
+    std::size_t recalled_total() const { return total(&Head::n_recalled); }
     double cold_seconds() const {
         return 1e-9 * static_cast<double>(cold_nanoseconds_.load(std::memory_order_relaxed));
     }
@@ -232,6 +234,11 @@ private:
         std::optional<ColdHead> cold{};
         std::vector<int> homes{};              // records of its entries, where they have one
         std::vector<Detections> detections{};  // of its entries, under a schedule
+        // How often that happened. (Not counted by all heads together: their threads would wait
+        // for each other with every entry.)
+        std::size_t n_frozen = 0;
+        std::size_t n_restored = 0;
+        std::size_t n_recalled = 0;
     };
     struct Layer {
         LayerShape shape;
@@ -280,6 +287,7 @@ private:
     const Head& head_at(int layer, int head) const {
         return layers_.at(index(layer)).heads.at(index(head));
     }
+    std::size_t total(std::size_t Head::* of_head) const;
     static Slot stored_slot(const Layer& layer, const Head& head, int i);
     Slot staged_slot(const Layer& layer, int head, int i) const;
     std::byte* const* staging_of(const Layer& layer, int head) const {
@@ -339,6 +347,7 @@ private:
     std::size_t home_state_bytes(const Layer& layer, int count) const;
     std::string homes_problem(const Layer& layer, int count, const std::byte* state) const;
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
+    void make_staging();
     void start_freezing();
     void size_for_recall(Workspace& workspace) const;
     static int most_recalled(const Head& head);
@@ -362,9 +371,7 @@ private:
                       const ColdRecord& record, int home, std::int32_t now,
                       EntryCopies& copies) noexcept;
     static auto is_due(std::int32_t now) {
-        return [now](const ColdHead& cold, int i) {
-            return cold.due(i) <= now && cold.record(i).frozen_at < now;
-        };
+        return [now](const ColdHead& cold, int i) { return cold.due(i, now); };
     }
     void restore_due(const Layer& layer, Head& head, std::int32_t newest,
                      Workspace& workspace) noexcept;
@@ -413,9 +420,6 @@ private:
     std::int32_t rope_position_ = 0;  // of the micro-batch
     std::unique_ptr<ColdStorage> cold_;
     std::optional<FreezeSchedule> schedule_;
-    std::atomic<std::size_t> frozen_{0};
-    std::atomic<std::size_t> restored_{0};
-    std::atomic<std::size_t> recalled_{0};
     std::atomic<std::int64_t> cold_nanoseconds_{0};
     std::atomic<std::size_t> evicted_{0};
     std::atomic<std::int32_t> whole_from_{0};

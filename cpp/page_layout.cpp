@@ -108,8 +108,8 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
     return layout;
 }
 
-void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from_slot,
-                       std::byte* to, int to_slot) {
+void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                int to_slot) {
     const auto copy_scales = [&](std::size_t offset, int blocks) {
         copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
                                     to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
@@ -120,6 +120,10 @@ void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from
         copy_values(layout, from, from_slot, to, to_slot);
         copy_scales(layout.v_scale_offset, layout.v_blocks);
     }
+}
+
+void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                int to_slot) {
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
     layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
 }
@@ -127,7 +131,8 @@ void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
     copy_keys(layout, from, from_slot, to, to_slot);
-    copy_all_but_keys(layout, from, from_slot, to, to_slot);
+    copy_value(layout, from, from_slot, to, to_slot);
+    copy_marks(layout, from, from_slot, to, to_slot);
 }
 
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {

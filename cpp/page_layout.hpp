@@ -86,9 +86,12 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
-// All of it but the values of K.
-void copy_all_but_keys(const PageLayout& layout, const std::byte* from, int from_slot,
-                       std::byte* to, int to_slot);
+// V of it, and the scales of both rows.
+void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                int to_slot);
+// What is known of it: position and importance.
+void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                int to_slot);
 
 // Entries of a group that take the places of others: from[i] goes to to[i].
 struct LaneMoves {

@@ -1,61 +1,27 @@
 #include "page_pool.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <new>
 #include <stdexcept>
 
 namespace entropykv {
-namespace {
-
-// One slab is one huge page where the system has them: attention reads every page of the pool, and
-// 4 KiB pages would cost a TLB miss for each.
-constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
-
-std::byte* map_memory(std::size_t bytes, std::size_t alignment) {
-    const std::size_t total = bytes + alignment;
-    void* memory = mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    auto* start = static_cast<std::byte*>(memory);
-    const auto address = reinterpret_cast<std::size_t>(start);
-    const std::size_t skipped = (alignment - address % alignment) % alignment;
-    if (skipped > 0) munmap(start, skipped);
-    if (alignment > skipped) munmap(start + skipped + bytes, alignment - skipped);
-    return start + skipped;
-}
-
-}  // namespace
 
 PagePool::PagePool(std::size_t page_bytes, std::size_t budget_pages)
     : page_bytes_(page_bytes), budget_pages_(budget_pages) {}
 
-PagePool::~PagePool() {
-    for (const Slab& slab : slabs_) munmap(slab.start, slab.mapped);
-}
-
 std::size_t PagePool::mapped_bytes() const {
     std::size_t total = 0;
-    for (const Slab& slab : slabs_) total += slab.mapped;
+    for (const Slab& slab : slabs_) total += slab.memory.size();
     return total;
 }
 
 void PagePool::add_slab() {
-    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     const std::size_t per_slab = std::max<std::size_t>(1, kSlabBytes / page_bytes_);
-    Slab slab{};
-    slab.pages = std::min(per_slab, budget_pages_ - mapped_pages_);
-    slab.mapped = (slab.pages * page_bytes_ + system_page - 1) / system_page * system_page;
-    const bool whole = slab.pages == per_slab;
-    slab.start = map_memory(slab.mapped, whole ? kSlabBytes : system_page);
-#if defined(MADV_HUGEPAGE)
-    if (whole) madvise(slab.start, slab.mapped, MADV_HUGEPAGE);
-#endif
-    slabs_.push_back(slab);
+    const std::size_t pages = std::min(per_slab, budget_pages_ - mapped_pages_);
+    slabs_.push_back({MappedMemory(pages * page_bytes_), pages});
+    const Slab& slab = slabs_.back();
     mapped_pages_ += slab.pages;
     // Handed out from the back: ascending addresses.
-    for (std::size_t i = slab.pages; i-- > 0;) free_.push_back(slab.start + i * page_bytes_);
+    for (std::size_t i = slab.pages; i-- > 0;) free_.push_back(slab.memory.data() + i * page_bytes_);
 }
 
 std::byte* PagePool::allocate() {
@@ -79,10 +45,13 @@ void PagePool::set_budget(std::size_t pages) {
     budget_pages_ = pages;
 }
 
+bool PagePool::holds(const Slab& slab, const std::byte* page) const {
+    return page >= slab.memory.data() && page < slab.memory.data() + slab.pages * page_bytes_;
+}
+
 std::size_t PagePool::slab_of(const std::byte* page) const {
     for (std::size_t i = 0; i < slabs_.size(); ++i)
-        if (page >= slabs_[i].start && page < slabs_[i].start + slabs_[i].pages * page_bytes_)
-            return i;
+        if (holds(slabs_[i], page)) return i;
     throw std::logic_error("a page that is not of this pool");
 }
 
@@ -105,13 +74,10 @@ std::byte* PagePool::relocate(std::byte* page) {
 void PagePool::trim() {
     while (!slabs_.empty()) {
         const Slab& last = slabs_.back();
-        const auto in_last = [&](const std::byte* page) {
-            return page >= last.start && page < last.start + last.pages * page_bytes_;
-        };
+        const auto in_last = [&](const std::byte* page) { return holds(last, page); };
         const auto n_free = std::count_if(free_.begin(), free_.end(), in_last);
         if (static_cast<std::size_t>(n_free) < last.pages) return;
         free_.erase(std::remove_if(free_.begin(), free_.end(), in_last), free_.end());
-        munmap(last.start, last.mapped);
         mapped_pages_ -= last.pages;
         slabs_.pop_back();
     }

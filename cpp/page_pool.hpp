@@ -5,12 +5,13 @@
 #include <cstddef>
 #include <vector>
 
+#include "mapped_memory.hpp"
+
 namespace entropykv {
 
 class PagePool {
 public:
     PagePool(std::size_t page_bytes, std::size_t budget_pages);
-    ~PagePool();
     PagePool(const PagePool&) = delete;
     PagePool& operator=(const PagePool&) = delete;
 
@@ -34,12 +35,12 @@ public:
 
 private:
     struct Slab {
-        std::byte* start;
+        MappedMemory memory;
         std::size_t pages;
-        std::size_t mapped;
     };
 
     void add_slab();
+    bool holds(const Slab& slab, const std::byte* page) const;
     std::size_t slab_of(const std::byte* page) const;
 
     std::size_t page_bytes_;

@@ -287,7 +287,7 @@ void test_entries_are_frozen_once() {
     CHECK(frozen.head.n_frozen() == 100 && frozen.head.n_pages() == 7);
     CHECK(frozen.head.stored_pages() == 6 && frozen.head.open_page() == 6);
     for (int i = 0; i < 100; ++i) {
-        const ColdRecord& record = frozen.head.record(records[index(i)]);
+        const ColdRecord record = frozen.head.record(records[index(i)]);
         CHECK(record.position == i && record.frozen() && record.frozen_at == i + 100);
         CHECK(frozen.has_rows_of(records[index(i)], i));
     }
@@ -338,7 +338,7 @@ void test_a_limit_drops_the_least_worthy_page() {
     CHECK(frozen.head.n_frozen() == 64 - 16 + 1 && frozen.head.stored_pages() == 3);
     std::set<std::int32_t> positions;
     for (int i = 0; i < frozen.head.n_records(); ++i)
-        if (frozen.head.record(i).frozen()) positions.insert(frozen.head.record(i).position);
+        if (frozen.head.frozen(i)) positions.insert(frozen.head.position(i));
     for (int i = 0; i <= 64; ++i) CHECK((positions.count(i) == 1) == (i / kPerPage != 1));
     for (int i = 65; i < 2000; ++i) {
         frozen.add(i, 1.0f);
