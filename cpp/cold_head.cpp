@@ -102,8 +102,11 @@ void ColdHead::store(int number, const std::byte* packed) noexcept {
 }
 
 void ColdHead::freeze(int number, float importance, std::int32_t now, std::int32_t due,
-                      const Detections& detections) noexcept {
-    records_.set(index(number), {position(number), importance, now, due, detections});
+                      Detections detections) noexcept {
+    records_.importance[index(number)] = importance;
+    records_.frozen_at[index(number)] = now;
+    records_.dues[index(number)] = due;
+    records_.detections[index(number)] = detections;
     ++page_of(number).n_frozen;
     ++n_frozen_;
 }
@@ -135,13 +138,8 @@ void ColdHead::ask_for_due(std::int32_t now) const noexcept {
         const std::byte* rows = page == open_
                                     ? open_rows_.data()
                                     : storage_->read(pages_[index(page)].place, nullptr);
-        bool any = false;
-        for (int slot = 0; slot < per_page(); ++slot) {
-            if (!due(page * per_page() + slot, now)) continue;
-            ask_for_value<Cache::next>(layout_->page, rows, slot);
-            any = true;
-        }
-        if (any) ask_for_keys<Cache::next>(layout_->page, rows);
+        for (int slot = 0; slot < per_page(); ++slot)
+            if (due(page * per_page() + slot, now)) ask_for_value(layout_->page, rows, slot);
     }
 }
 

@@ -65,15 +65,15 @@ public:
     int add(const std::byte* page, int slot, const ColdRecord& record, float decay,
             const KernelTable& kernels) noexcept;
     void freeze(int record, float importance, std::int32_t now, std::int32_t due,
-                const Detections& detections) noexcept;
+                Detections detections) noexcept;
     void restore(int record) noexcept;
 
     // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and a page of
     // storage); null where storage failed.
     const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
 
-    // Asks for K and V of what is due, where it is in memory as it was, and for what freeze()
-    // changes: a step that freezes and restores many entries then waits for few of them.
+    // Asks for V of what is due, where it is in memory as it was, and for what freeze() changes: a
+    // step that freezes and restores many entries then waits for few of them.
     void ask_for_due(std::int32_t now) const noexcept;
 
     // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
@@ -140,7 +140,7 @@ private:
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     bool in_place() const { return layout_->codec.as_stored() && storage_->in_place(); }
-    Page& page_of(int record) { return pages_[index(record / per_page())]; }
+    Page& page_of(int record) { return pages_[index(layout_->page.page_of(record))]; }
     std::int32_t newest_in(int page) const noexcept;
     void open_next() noexcept;
     void close_open(const KernelTable& kernels) noexcept;

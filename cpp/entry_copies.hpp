@@ -21,8 +21,8 @@ public:
     // V is there at once.
     void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
         copy_value(*layout_, from, from_slot, to, to_slot);
-        const int from_group = from_slot / kGroupEntries;
-        const int to_group = to_slot / kGroupEntries;
+        const unsigned from_group = static_cast<unsigned>(from_slot) / kGroupEntries;
+        const unsigned to_group = static_cast<unsigned>(to_slot) / kGroupEntries;
         if (from != from_ || from_group != from_group_ || to != to_ || to_group != to_group_) {
             flush();
             from_ = from;
@@ -30,22 +30,28 @@ public:
             to_ = to;
             to_group_ = to_group;
         }
-        moves_.from[moves_.n] = static_cast<std::uint8_t>(from_slot % kGroupEntries);
-        moves_.to[moves_.n++] = static_cast<std::uint8_t>(to_slot % kGroupEntries);
+        moves_.from[moves_.n] = lane(from_slot);
+        moves_.to[moves_.n++] = lane(to_slot);
     }
 
     void flush() noexcept {
-        if (moves_.n > 0) kernels_->move_keys(*layout_, from_, from_group_, to_, to_group_, moves_);
+        if (moves_.n > 0)
+            kernels_->move_keys(*layout_, from_, static_cast<int>(from_group_), to_,
+                                static_cast<int>(to_group_), moves_);
         moves_.n = 0;
     }
 
 private:
+    static std::uint8_t lane(int slot) {
+        return static_cast<std::uint8_t>(static_cast<unsigned>(slot) % kGroupEntries);
+    }
+
     const PageLayout* layout_;
     const KernelTable* kernels_;
     const std::byte* from_ = nullptr;
     std::byte* to_ = nullptr;
-    int from_group_ = 0;
-    int to_group_ = 0;
+    unsigned from_group_ = 0;
+    unsigned to_group_ = 0;
     LaneMoves moves_{};
 };
 

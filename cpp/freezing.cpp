@@ -5,7 +5,7 @@
 
 namespace entropykv {
 
-int detect(Detections& detections, std::int32_t now, int history) {
+Detections detected(Detections detections, std::int32_t now, int history) {
     constexpr int kMost = 65535;
     const std::int32_t number = history > 0 ? now / history : 0;
     if (number != detections.number) {
@@ -15,6 +15,10 @@ int detect(Detections& detections, std::int32_t now, int history) {
         detections.number = number;
     }
     detections.current = static_cast<std::uint16_t>(std::min(detections.current + 1, kMost));
+    return detections;
+}
+
+int count_detections(Detections detections, std::int32_t now, int history) {
     if (history == 0) return detections.current;
     // Of the window before, the last (history - 1 - elapsed) positions are still within reach.
     const std::int64_t covered = history - 1 - now % history;

@@ -43,8 +43,10 @@ struct Detections {
     std::int32_t number = 0;  // of the current window
 };
 
-// Counts a detection at `now`; returns how many there were within the history.
-int detect(Detections& detections, std::int32_t now, int history);
+// With one more detection, at `now`.
+Detections detected(Detections detections, std::int32_t now, int history);
+// How many there were within the history at the time of the last one, which is `now`.
+int count_detections(Detections detections, std::int32_t now, int history);
 
 // Steps that a detected entry is frozen for.
 int freeze_steps(int detections, float rate);

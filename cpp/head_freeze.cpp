@@ -60,13 +60,17 @@ void HeadStore::size_homes(const Layer& layer, Head& head) {
 // ------------------------------------------------------------------------------------------------
 // single entries
 
+// How often entry i, stored or staged, was detected.
+Detections HeadStore::detections_of(const Head& head, int i) const noexcept {
+    return i < head.count && schedule_ ? head.detections[index(i)] : Detections{};
+}
+
 // Entry i, stored or staged, at `slot` goes to cold storage. Returns the page of records that was
 // dropped for it, or kNone.
 int HeadStore::freeze_entry(const Layer& layer, Head& head, int i, const Slot& slot,
-                            std::int32_t now, std::int32_t due) noexcept {
+                            std::int32_t now, std::int32_t due, Detections detections) noexcept {
     const float importance = layer.layout.importance(slot.page)[slot.index];
     const bool stored = i < head.count;
-    const Detections detections = stored && schedule_ ? head.detections[index(i)] : Detections{};
     ++head.n_frozen;
     if (stored && head.homes[index(i)] != ColdHead::kNone) {
         head.cold->freeze(head.homes[index(i)], importance, now, due, detections);
@@ -104,7 +108,7 @@ void HeadStore::freeze_victims(const Layer& layer, Head& head, int head_index, i
         if (kept[i] != 0) continue;
         const Slot slot = i < head.count ? stored_slot(layer, head, i)
                                          : staged_slot(layer, head_index, i - head.count);
-        freeze_entry(layer, head, i, slot, now, kNever);
+        freeze_entry(layer, head, i, slot, now, kNever, detections_of(head, i));
     }
 }
 
@@ -119,7 +123,8 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
         if (head.cold->n_frozen(page) == 0) continue;
         const std::byte* rows = nullptr;
         EntryCopies copies(layer.layout, *kernels_);  // the next page may be read to the same place
-        for (int i = page * per_page; i < (page + 1) * per_page; ++i) {
+        for (int slot = 0; slot < per_page; ++slot) {
+            const int i = page * per_page + slot;
             if (!wants(*head.cold, i)) continue;
             const ColdRecord record = head.cold->record(i);
             if (rows == nullptr)
@@ -127,7 +132,7 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
             if (rows == nullptr) break;
             const int target = place();
             if (target == ColdHead::kNone) return n;
-            put_restored(layer, head, target, rows, i % per_page, record, i, now, copies);
+            put_restored(layer, head, target, rows, slot, record, i, now, copies);
             head.cold->restore(i);
             ++n;
         }
@@ -172,19 +177,26 @@ void HeadStore::follow_schedule(const Layer& layer, Head& head, int head_index, 
     head.cold->ask_for_due(newest);
     std::uint8_t* kept = workspace.kept.data();
     int n_frozen = 0;
-    for (int i = 0; i < head.count; ++i) {
-        const Slot slot = stored_slot(layer, head, i);
-        kept[i] = 1;
-        if (observed[i] >= limit ||
-            !can_freeze(layer.layout.positions(slot.page)[slot.index], newest))
-            continue;
-        const int steps = freeze_steps(
-            detect(head.detections[index(i)], newest, schedule_->history), schedule_->rate);
-        if (steps == 0) continue;
-        freeze_entry(layer, head, i, slot, newest, newest + steps);
-        kept[i] = 0;
-        ++n_frozen;
-    }
+    over_pages(layer, head, head_index, 0, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = layer.layout.positions(page);
+        for (int slot = 0; slot < n; ++slot) {
+            const int i = first + slot;
+            kept[i] = 1;
+            if (observed[i] >= limit || !can_freeze(positions[slot], newest)) continue;
+            const Detections detections =
+                detected(head.detections[index(i)], newest, schedule_->history);
+            const int steps =
+                freeze_steps(count_detections(detections, newest, schedule_->history),
+                             schedule_->rate);
+            if (steps == 0) {
+                head.detections[index(i)] = detections;
+                continue;
+            }
+            freeze_entry(layer, head, i, {page, slot}, newest, newest + steps, detections);
+            kept[i] = 0;
+            ++n_frozen;
+        }
+    });
     if (n_frozen == 0) return;
     int room = std::min(n_frozen, head.budget - n_queries - (head.count - n_frozen));
     int hole = 0;

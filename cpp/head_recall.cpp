@@ -228,11 +228,11 @@ int HeadStore::find_rows(const Layer& layer, Head& head, int n,
     int n_found = 0;
     for (int i = 0; i < n; ++i) {
         const int needed = workspace.best[index(i)];
-        const int page = workspace.candidates[index(needed / per_page)];
+        const int page = workspace.candidates[index(layer.layout.page_of(needed))];
         if (page != of_page) rows = head.cold->read(page, *kernels_, workspace.pages_read.data());
         of_page = page;
         if (rows == nullptr) continue;
-        const int slot = needed % per_page;
+        const int slot = layer.layout.slot_of(needed);
         Incoming& entry = workspace.incoming[index(n_found)];
         entry = {page * per_page + slot, rows, slot, {}};
         ask_for_value(layer.layout, rows, slot);
@@ -273,7 +273,8 @@ void HeadStore::exchange(const Layer& layer, Head& head, int n_incoming, std::in
 void HeadStore::give_place(const Layer& layer, Head& head, int victim, int next, int n_incoming,
                            std::int32_t now, Workspace& workspace) noexcept {
     const int dropped =
-        freeze_entry(layer, head, victim, stored_slot(layer, head, victim), now, kNever);
+        freeze_entry(layer, head, victim, stored_slot(layer, head, victim), now, kNever,
+                     detections_of(head, victim));
     for (; dropped != ColdHead::kNone && next < n_incoming; ++next) {
         int& home = workspace.incoming[index(next)].home;
         if (in_page(home, dropped, layer)) home = ColdHead::kNone;

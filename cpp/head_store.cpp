@@ -105,14 +105,8 @@ void HeadStore::make_staging() {
     }
 }
 
-HeadStore::Slot HeadStore::stored_slot(const Layer& layer, const Head& head, int i) {
-    const int per_page = layer.layout.entries;
-    return {head.pages[index(i / per_page)], i % per_page};
-}
-
 HeadStore::Slot HeadStore::staged_slot(const Layer& layer, int head, int i) const {
-    const int per_page = layer.layout.entries;
-    return {staging_of(layer, head)[i / per_page], i % per_page};
+    return {staging_of(layer, head)[layer.layout.page_of(i)], layer.layout.slot_of(i)};
 }
 
 void HeadStore::grow_pages(const Layer& layer, Head& head, int entries) {

@@ -202,11 +202,10 @@ public:
     // visit(page, slot, position) for every stored entry of a layer's heads, frozen ones too.
     template <typename Visit>
     void over_entries(int layer, Visit visit) {
-        const int per_page = layout(layer).entries;
         for (Head& head : layers_[index(layer)].heads) {
             for (int i = 0; i < head.count; ++i) {
-                std::byte* page = head.pages[index(i / per_page)];
-                visit(page, i % per_page, layout(layer).positions(page)[i % per_page]);
+                const Slot slot = stored_slot(layers_[index(layer)], head, i);
+                visit(slot.page, slot.index, layout(layer).positions(slot.page)[slot.index]);
             }
             if (head.cold) head.cold->rewrite(*kernels_, workspaces_[0].pages_read.data(), visit);
         }
@@ -288,7 +287,9 @@ private:
         return layers_.at(index(layer)).heads.at(index(head));
     }
     std::size_t total(std::size_t Head::* of_head) const;
-    static Slot stored_slot(const Layer& layer, const Head& head, int i);
+    static Slot stored_slot(const Layer& layer, const Head& head, int i) {
+        return {head.pages[index(layer.layout.page_of(i))], layer.layout.slot_of(i)};
+    }
     Slot staged_slot(const Layer& layer, int head, int i) const;
     std::byte* const* staging_of(const Layer& layer, int head) const {
         return staging_pages_.data() + (layer.first_staging + index(head)) * staging_stride_;
@@ -357,14 +358,15 @@ private:
     void size_homes(const Layer& layer, Head& head);
     bool in_page(int home, int page, const Layer& layer) const {
         return page != ColdHead::kNone && home != ColdHead::kNone &&
-               home / layer.layout.entries == page;
+               layer.layout.page_of(home) == page;
     }
     std::size_t cold_buffer_bytes() const { return pool_.page_bytes() + cold_->page_bytes(); }
     std::byte* aside(const Layer& layer, int i, Workspace& workspace) const {
         return workspace.aside.data() + index(i / layer.layout.entries) * layer.layout.bytes;
     }
+    Detections detections_of(const Head& head, int i) const noexcept;
     int freeze_entry(const Layer& layer, Head& head, int i, const Slot& slot, std::int32_t now,
-                     std::int32_t due) noexcept;
+                     std::int32_t due, Detections detections) noexcept;
     void freeze_victims(const Layer& layer, Head& head, int head_index, int total, std::int32_t now,
                         const std::uint8_t* kept) noexcept;
     void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,

@@ -110,16 +110,15 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
 
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
+    if (!layout.latent) copy_values(layout, from, from_slot, to, to_slot);
+    if (layout.type == KvType::f16) return;
     const auto copy_scales = [&](std::size_t offset, int blocks) {
         copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
                                     to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
                                     kGroupEntries);
     };
     copy_scales(layout.k_scale_offset, layout.k_blocks);
-    if (!layout.latent) {
-        copy_values(layout, from, from_slot, to, to_slot);
-        copy_scales(layout.v_scale_offset, layout.v_blocks);
-    }
+    if (!layout.latent) copy_scales(layout.v_scale_offset, layout.v_blocks);
 }
 
 void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,

@@ -50,6 +50,11 @@ struct PageLayout {
         return latent ? 0 : value_bytes() * index(v_stride * kGroupEntries);
     }
 
+    // The page of a list that holds entry i, and its slot there. (Most pages are one group; to
+    // divide by anything else takes ten times as long.)
+    int page_of(int i) const { return entries == kGroupEntries ? i / kGroupEntries : i / entries; }
+    int slot_of(int i) const { return i - page_of(i) * entries; }
+
     // Where a value lies in its array, in values.
     std::size_t k_index(int slot, int d) const {
         const int start = slot / kGroupEntries * kGroupEntries * k_stride;

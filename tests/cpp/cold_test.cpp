@@ -361,6 +361,11 @@ void test_the_document_s_numbers() {
     CHECK(1000000 + freeze_steps(65535, 1e-30f) > 1000000);
 }
 
+int detect(Detections& detections, std::int32_t now, int history) {
+    detections = detected(detections, now, history);
+    return count_detections(detections, now, history);
+}
+
 void test_detections_are_counted() {
     Detections all{};
     for (int step = 1; step <= 70000; ++step) CHECK(detect(all, step, 0) == std::min(step, 65535));
