@@ -10,15 +10,11 @@
 namespace entropykv {
 namespace {
 
-constexpr int kOfCluster = 2;  // entries of a page for every mean
-constexpr int kRounds = 4;     // of clustering
-
 }  // namespace
 
 ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
     : page(hot),
-      summary(make_page_layout(KvType::q8_0, hot.k_dim, 1, kGroupEntries)),
-      n_means(hot.entries / kOfCluster),
+      sketch(hot),
       codec(type, hot) {}
 
 ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages)
@@ -27,17 +23,15 @@ ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t m
       most_pages_(most_pages),
       open_rows_(layout.page.bytes),
       packed_(storage.page_bytes()),
-      keys_(index(layout.page.entries * layout.page.k_dim)),
-      means_(index(layout.n_means * layout.page.k_dim)),
-      clusters_(index(layout.page.entries)) {}
+      keys_(index(kGroupEntries * layout.page.k_dim)) {}
 
 void ColdHead::prepare(int n_new) {
     const std::size_t n_pages = index(n_new / per_page() + 2);
     make_room(pages_, pages_.size() + n_pages);
     records_.reserve(pages_.capacity() * index(per_page()));
     make_room(free_pages_, pages_.capacity());
-    while (summaries_.size() * kGroupEntries < pages_.capacity() * index(layout_->n_means))
-        summaries_.emplace_back(layout_->summary.bytes);
+    while (sketches_.size() * index(kSketchesOfSlab) < pages_.size() + n_pages)
+        sketches_.emplace_back(index(kSketchesOfSlab) * layout_->sketch.page_bytes());
     make_room(spare_, pages_.capacity());
     const std::size_t room = most_pages_ == 0 ? n_pages : most_pages_ - n_stored_;
     while (spare_.size() < std::min(n_pages, room)) spare_.push_back(storage_->take());
@@ -85,11 +79,11 @@ void ColdHead::close_open(const KernelTable& kernels) noexcept {
     store(open_, packed_.data());
 }
 
-// Into packed_. The summary is of what is read back: the same for a session that is loaded.
+// Into packed_. The sketch is of what is read back: the same for a session that is loaded.
 void ColdHead::pack(int page, std::byte* rows, const KernelTable& kernels) noexcept {
     layout_->codec.pack(rows, packed_.data());
     if (!layout_->codec.as_stored()) layout_->codec.unpack(packed_.data(), kernels, rows);
-    summarise(page, rows, kernels);
+    layout_->sketch.draw(layout_->page, rows, keys_.data(), sketch_of(page));
 }
 
 void ColdHead::store(int number, const std::byte* packed) noexcept {
@@ -138,8 +132,13 @@ void ColdHead::ask_for_due(std::int32_t now) const noexcept {
         const std::byte* rows = page == open_
                                     ? open_rows_.data()
                                     : storage_->read(pages_[index(page)].place, nullptr);
-        for (int slot = 0; slot < per_page(); ++slot)
-            if (due(page * per_page() + slot, now)) ask_for_value(layout_->page, rows, slot);
+        bool any = false;
+        for (int slot = 0; slot < per_page(); ++slot) {
+            if (!due(page * per_page() + slot, now)) continue;
+            ask_for_value(layout_->page, rows, slot);
+            any = true;
+        }
+        if (any) ask_for_keys(layout_->page, rows);
     }
 }
 
@@ -148,87 +147,15 @@ int ColdHead::count_due(std::int32_t now) const {
                                           [now](std::int32_t due) { return due <= now; }));
 }
 
-// ------------------------------------------------------------------------------------------------
-// summaries
-
-// Gives every key the cluster whose mean is nearest, and the clusters their means; returns how many
-// keys changed. clusters_ holds what was before.
-int ColdHead::assign_clusters() noexcept {
-    const int n_clusters = layout_->n_means;
-    const int dim = layout_->page.k_dim;
-    int n_changed = 0;
-    for (int slot = 0; slot < per_page(); ++slot) {
-        const float* key = keys_.data() + slot * dim;
-        int nearest = 0;
-        float least = 0.0f;
-        for (int c = 0; c < n_clusters; ++c) {
-            const float* mean = means_.data() + c * dim;
-            float distance = 0.0f;
-            for (int d = 0; d < dim; ++d) distance += (key[d] - mean[d]) * (key[d] - mean[d]);
-            if (c > 0 && distance >= least) continue;
-            nearest = c;
-            least = distance;
-        }
-        if (clusters_[index(slot)] != nearest) ++n_changed;
-        clusters_[index(slot)] = nearest;
-    }
-    for (int c = 0; c < n_clusters; ++c) {
-        const auto size = static_cast<float>(std::count(clusters_.begin(), clusters_.end(), c));
-        float* mean = means_.data() + c * dim;
-        if (size > 0.0f) std::fill(mean, mean + dim, 0.0f);
-        for (int slot = 0; slot < per_page(); ++slot)
-            for (int d = 0; clusters_[index(slot)] == c && d < dim; ++d)
-                mean[d] += keys_[index(slot * dim + d)] / size;
-    }
-    return n_changed;
-}
-
-void ColdHead::summarise(int page, const std::byte* rows, const KernelTable& kernels) noexcept {
-    const int dim = layout_->page.k_dim;
-    for (int slot = 0; slot < per_page(); ++slot)
-        load_k(layout_->page, rows, slot, keys_.data() + slot * dim);
-    for (int c = 0; c < layout_->n_means; ++c)
-        std::copy_n(keys_.begin() + c * kOfCluster * dim, dim, means_.begin() + c * dim);
-    std::fill(clusters_.begin(), clusters_.end(), kNone);
-    for (int round = 0; round < kRounds && assign_clusters() > 0;) ++round;
-    for (int c = 0; c < layout_->n_means; ++c) {
-        const int mean = page * layout_->n_means + c;
-        const int slot = mean % kGroupEntries;
-        const auto size = std::count(clusters_.begin(), clusters_.end(), c);
-        kernels.store_k(layout_->summary, summary_of(mean), slot, means_.data() + c * dim);
-        layout_->summary.importance(summary_of(mean))[slot] =
-            size > 0 ? std::log(static_cast<float>(size)) : kMaskedLogit;
-    }
-}
-
-std::int32_t ColdHead::newest_in(int page) const noexcept {
-    std::int32_t newest = 0;
-    for (int i = page * per_page(); i < (page + 1) * per_page(); ++i)
-        newest = std::max(newest, position(i));
-    return newest;
-}
-
-void ColdHead::estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
-                        float* logits, float* out) const noexcept {
-    std::fill_n(out, n_pages(), kMaskedLogit);
-    const int n = n_pages() * layout_->n_means;
-    for (int first = 0; first < n; first += kGroupEntries) {
-        const std::byte* summary = summaries_[index(first / kGroupEntries)].data();
-        const float* sizes = layout_->summary.importance(summary);
-        kernels.products(layout_->summary, summary, queries.data, queries.n, logits, kGroupEntries);
-        const int n_means = std::min(kGroupEntries, n - first);
-        std::int32_t newest[kGroupEntries] = {};  // of the pages: where a bias is least
-        for (int i = 0; queries.slopes != nullptr && i < n_means; ++i)
-            newest[i] = newest_in((first + i) / layout_->n_means);
-        for (int r = 0; r < queries.n; ++r) {
-            for (int i = 0; i < n_means; ++i) {
-                const float logit =
-                    queries.adjusted(r, logits[r * kGroupEntries + i], newest[i]);
-                float& of_page = out[(first + i) / layout_->n_means];
-                of_page = std::max(of_page, logit + sizes[i] - masses[r]);
-            }
-        }
-    }
+void ColdHead::products(const KernelTable& kernels, int page, const QueryRows& queries,
+                        float* out) const noexcept {
+    if (page + 1 < n_pages()) ask_for(sketch_of(page + 1), layout_->sketch.page_bytes());
+    if (page == open_)
+        kernels.products(layout_->page, open_rows_.data(), queries.data, queries.n, out,
+                         per_page());
+    else
+        kernels.sketch_products(layout_->sketch, sketch_of(page), queries.data, queries.n, out,
+                                per_page());
 }
 
 // ------------------------------------------------------------------------------------------------

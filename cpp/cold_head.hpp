@@ -1,8 +1,9 @@
 // The frozen entries of one KV head. An entry that is frozen gets a record, and its K and V are
 // written once: where it is restored, the record stays, so that freezing it again moves nothing.
 // Records lie in pages; the last one is open, and is written to storage when it is full. Every full
-// page has a summary: the means of clusters of its keys, one for two entries. (Bounds of q.k, as
-// in Quest, Tang et al. 2024, arXiv:2406.10774, find half as much of what queries look for.)
+// page has a sketch of its keys, which queries are compared with: see key_sketch.hpp. (A page's
+// bounds of q.k, as in Quest, Tang et al. 2024, arXiv:2406.10774, or the means of clusters of its
+// keys promise too much: nearly every page would have to be read.)
 #pragma once
 
 #include <cmath>
@@ -24,8 +25,7 @@ namespace entropykv {
 struct ColdLayout {
     ColdLayout(ColdType type, const PageLayout& page);
     PageLayout page;
-    PageLayout summary;  // means of clusters, as keys; their importance: log of the size
-    int n_means;         // of a page
+    KeySketch sketch;
     ColdCodec codec;
 };
 
@@ -72,15 +72,14 @@ public:
     // storage); null where storage failed.
     const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
 
-    // Asks for V of what is due, where it is in memory as it was, and for what freeze() changes: a
+    // Asks for K and V of what is due, where it is in memory as it was, and for what freeze() changes: a
     // step that freezes and restores many entries then waits for few of them.
     void ask_for_due(std::int32_t now) const noexcept;
 
-    // What queries may find in every page: the largest of log(size of a cluster) + q.mean - the
-    // query's mass, over its clusters and the queries. Of the open page: anything. masses: of
-    // the queries; logits: [queries][kGroupEntries], room; out[n_pages()].
-    void estimate(const KernelTable& kernels, const QueryRows& queries, const float* masses,
-                  float* logits, float* out) const noexcept;
+    // q.k of all slots of a page, by its sketch; out [queries][per_page()]. Asks for what comes
+    // next, too: page + 1.
+    void products(const KernelTable& kernels, int page, const QueryRows& queries,
+                  float* out) const noexcept;
 
     // Calls change(page, slot, position) for every entry that has a record, and writes it back.
     // buffer: as read()'s, and layout.page.bytes more.
@@ -129,8 +128,10 @@ public:
     // Frozen entries that are due at `now`.
     int count_due(std::int32_t now) const;
     std::size_t stored_pages() const { return n_stored_; }
+    std::size_t sketch_bytes() const { return n_stored_ * layout_->sketch.page_bytes(); }
 
 private:
+    static constexpr int kSketchesOfSlab = 16;
     struct Page {
         std::uint32_t place = 0;  // in storage, once full
         int n_records = 0;        // those that are alive
@@ -141,16 +142,17 @@ private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     bool in_place() const { return layout_->codec.as_stored() && storage_->in_place(); }
     Page& page_of(int record) { return pages_[index(layout_->page.page_of(record))]; }
-    std::int32_t newest_in(int page) const noexcept;
     void open_next() noexcept;
     void close_open(const KernelTable& kernels) noexcept;
     void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;
     void store(int page, const std::byte* packed) noexcept;
     void count_records(int page);
-    void summarise(int page, const std::byte* rows, const KernelTable& kernels) noexcept;
-    int assign_clusters() noexcept;
-    std::byte* summary_of(int mean) {
-        return summaries_[index(mean / layout_->summary.entries)].data();
+    std::byte* sketch_of(int page) {
+        return sketches_[index(page / kSketchesOfSlab)].data() +
+               index(page % kSketchesOfSlab) * layout_->sketch.page_bytes();
+    }
+    const std::byte* sketch_of(int page) const {
+        return const_cast<ColdHead*>(this)->sketch_of(page);
     }
     int least_page(float decay, std::int32_t now) const noexcept;
     void drop_page(int page) noexcept;
@@ -165,10 +167,8 @@ private:
     std::vector<std::uint32_t> spare_;  // taken from storage, not in use
     AlignedBytes open_rows_;            // of the open page
     AlignedBytes packed_;               // it, as storage takes it
-    std::vector<AlignedBytes> summaries_;
-    std::vector<float> keys_;  // [entry][k_dim] of the page that is summarised
-    std::vector<float> means_;
-    std::vector<int> clusters_;  // of its entries
+    std::vector<AlignedBytes> sketches_;  // of kSketchesOfSlab pages each
+    std::vector<float> keys_;             // [kGroupEntries][k_dim], of what is sketched
     int open_ = kNone;
     int n_open_ = 0;  // entries of the open page
     int n_frozen_ = 0;

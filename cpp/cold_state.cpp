@@ -164,7 +164,7 @@ int ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byte
         std::memcpy(packed_.data(), rows, layout_->codec.bytes());
         rows += layout_->codec.bytes();
         layout_->codec.unpack(packed_.data(), kernels, buffer);
-        summarise(number, buffer, kernels);
+        layout_->sketch.draw(layout_->page, buffer, keys_.data(), sketch_of(number));
         store(number, packed_.data());
     }
     const int n_frozen = n_frozen_;

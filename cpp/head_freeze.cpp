@@ -46,7 +46,7 @@ int HeadStore::prepare_cold(const Layer& layer, Head& head, int n_tokens, std::i
     const int most = head.count + n_tokens;
     const int beyond = std::max(0, most - head.budget + kDecodeRoom);
     head.cold->prepare(schedule_ ? most : std::min(most, beyond + most_recalled(head)));
-    size_for_candidates(layer, index(head.cold->n_pages() + n_tokens / layer.layout.entries + 2));
+    size_for_frozen(layer, index(head.cold->n_pages() + n_tokens / layer.layout.entries + 2));
     return schedule_ ? head.cold->count_due(newest) : 0;
 }
 
@@ -128,7 +128,7 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
             if (!wants(*head.cold, i)) continue;
             const ColdRecord record = head.cold->record(i);
             if (rows == nullptr)
-                rows = head.cold->read(page, *kernels_, workspace.pages_read.data());
+                rows = head.cold->read(page, *kernels_, workspace.page_read.data());
             if (rows == nullptr) break;
             const int target = place();
             if (target == ColdHead::kNone) return n;

@@ -1,5 +1,5 @@
 // Recall by relevance: frozen entries that the queries of a step would attend to come back before
-// the head is attended to.
+// the head is attended to. Their sketches say which; storage is read only for those that come.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -13,9 +13,7 @@ namespace {
 constexpr int kRowsAtOnce = 4;         // queries whose logits are held
 constexpr int kMostAdded = 2048;       // entries that come back at a time where there is room
 constexpr float kLeastShare = 0.003f;  // of a query's attention: what is worth a copy
-constexpr float kSlack = 5.0f;         // log of how much less than it a page's clusters may promise
 constexpr float kAdvantage = 1.25f;    // of need, over that of the entry whose place is taken
-constexpr int kFewPages = 32;          // that are all looked into: summaries would not save much
 
 // How much queries need an entry: their squared shares of attention, as what is kept otherwise is
 // measured. A share is of what the head holds.
@@ -36,22 +34,17 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     workspace.active_needs.resize(n);
     workspace.victims.resize(n);
     workspace.incoming.resize(n);
-    workspace.pages_read = AlignedBytes(2 * cold_buffer_bytes());
+    workspace.page_read = AlignedBytes(cold_buffer_bytes() + pool_.page_bytes());
     workspace.aside = AlignedBytes((n / index(kPageEntries) + 1) * pool_.page_bytes());
 }
 
 // For so many pages of cold storage.
-void HeadStore::size_for_candidates(const Layer& layer, std::size_t n_pages) {
+void HeadStore::size_for_frozen(const Layer& layer, std::size_t n_pages) {
+    const std::size_t entries = n_pages * index(layer.layout.entries);
     for (Workspace& workspace : workspaces_) {
-        if (workspace.worth.size() < n_pages) {
-            workspace.worth.resize(2 * n_pages);
-            workspace.candidates.resize(2 * n_pages);
-        }
-        const std::size_t entries = n_pages * index(layer.layout.entries);
-        if (workspace.needs.size() < entries) {
-            workspace.needs.resize(2 * entries);
-            workspace.best.resize(2 * entries);
-        }
+        if (workspace.needs.size() >= entries) continue;
+        workspace.needs.resize(2 * entries);
+        workspace.best.resize(2 * entries);
     }
 }
 
@@ -102,44 +95,17 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
     }
 }
 
-// The pages that may hold what the queries need, by their summaries; the open one has none.
-int HeadStore::find_candidates(const Head& head, const QueryRows& queries, float least,
-                               Workspace& workspace) const noexcept {
-    const ColdHead& cold = *head.cold;
-    const bool all = cold.n_pages() <= kFewPages;
-    if (!all)
-        cold.estimate(*kernels_, queries, workspace.masses.data(), workspace.logits.data(),
-                      workspace.worth.data());
-    const float promise = std::log(least) - kSlack;
-    int n = 0;
-    for (int page = 0; page < cold.n_pages(); ++page)
-        if (cold.n_frozen(page) > 0 &&
-            (all || page == cold.open_page() || workspace.worth[index(page)] >= promise))
-            workspace.candidates[index(n++)] = page;
-    return n;
-}
-
-// Reads the candidates; how much each of their frozen entries is needed.
-void HeadStore::weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
-                                 int n_candidates, Workspace& workspace) const noexcept {
+// How much each frozen entry is needed, by record.
+void HeadStore::weigh_frozen(const Layer& layer, const Head& head, const QueryRows& queries,
+                             Workspace& workspace) const noexcept {
     const int per_page = layer.layout.entries;
     float* logits = workspace.logits.data();
-    const auto read = [&](int c) {
-        const std::byte* rows =
-            head.cold->read(workspace.candidates[index(c)], *kernels_,
-                            workspace.pages_read.data() + index(c % 2) * cold_buffer_bytes());
-        if (rows != nullptr) ask_for_keys(layer.layout, rows);
-        return rows;
-    };
-    const std::byte* next = n_candidates > 0 ? read(0) : nullptr;
-    for (int c = 0; c < n_candidates; ++c) {
-        const std::byte* rows = next;
-        if (c + 1 < n_candidates) next = read(c + 1);
-        float* needs = workspace.needs.data() + c * per_page;
-        std::fill_n(needs, per_page, 0.0f);
-        if (rows == nullptr) continue;
-        kernels_->products(layer.layout, rows, queries.data, queries.n, logits, per_page);
-        const int first_record = workspace.candidates[index(c)] * per_page;
+    std::fill_n(workspace.needs.begin(), head.cold->n_records(), 0.0f);
+    for (int page = 0; page < head.cold->n_pages(); ++page) {
+        if (head.cold->n_frozen(page) == 0) continue;
+        const int first_record = page * per_page;
+        float* needs = workspace.needs.data() + first_record;
+        head.cold->products(*kernels_, page, queries, logits);
         for (int r = 0; r < queries.n; ++r) {
             float* of_query = logits + r * per_page;
             for (int slot = 0; queries.adjusts() && slot < per_page; ++slot)
@@ -165,9 +131,8 @@ void HeadStore::recall(int layer_index, int head_index, int n_staged, const Quer
     const auto start = std::chrono::steady_clock::now();
     weigh_active(layer, head, queries, workspace);
     const float least = least_share(head);
-    const int n_candidates = find_candidates(head, queries, least, workspace);
-    weigh_candidates(layer, head, queries, n_candidates, workspace);
-    const int n_incoming = take_best(layer, head, n_candidates, least, now - n_staged, workspace);
+    weigh_frozen(layer, head, queries, workspace);
+    const int n_incoming = take_best(layer, head, least, now - n_staged, workspace);
     if (n_incoming > 0) exchange(layer, head, n_incoming, now, workspace);
     const auto elapsed = std::chrono::steady_clock::now() - start;
     cold_nanoseconds_.fetch_add(
@@ -188,14 +153,13 @@ int HeadStore::find_victims(const Layer& layer, const Head& head, std::int32_t n
     return n;
 }
 
-// What is needed most of the candidates: as much as the head has room for, and then as long as it
+// What is needed most of what is frozen: as much as the head has room for, and then as long as it
 // is needed more than what it takes the place of. Victims are in the order of their need then.
-int HeadStore::take_best(const Layer& layer, Head& head, int n_candidates, float least,
-                         std::int32_t newest, Workspace& workspace) const noexcept {
-    const int per_page = layer.layout.entries;
+int HeadStore::take_best(const Layer& layer, Head& head, float least, std::int32_t newest,
+                         Workspace& workspace) const noexcept {
     std::int32_t* best = workspace.best.data();
     int n = 0;
-    for (int i = 0; i < n_candidates * per_page; ++i)
+    for (int i = 0; i < head.cold->n_records(); ++i)
         if (workspace.needs[index(i)] >= least * least) best[n++] = i;
     if (n > workspace.room) {
         const float* needs = workspace.needs.data();
@@ -227,14 +191,14 @@ int HeadStore::find_rows(const Layer& layer, Head& head, int n,
     int of_page = ColdHead::kNone;
     int n_found = 0;
     for (int i = 0; i < n; ++i) {
-        const int needed = workspace.best[index(i)];
-        const int page = workspace.candidates[index(layer.layout.page_of(needed))];
-        if (page != of_page) rows = head.cold->read(page, *kernels_, workspace.pages_read.data());
+        const int record = workspace.best[index(i)];
+        const int page = layer.layout.page_of(record);
+        if (page != of_page) rows = head.cold->read(page, *kernels_, workspace.page_read.data());
         of_page = page;
         if (rows == nullptr) continue;
-        const int slot = layer.layout.slot_of(needed);
+        const int slot = layer.layout.slot_of(record);
         Incoming& entry = workspace.incoming[index(n_found)];
-        entry = {page * per_page + slot, rows, slot, {}};
+        entry = {record, rows, slot, {}};
         ask_for_value(layer.layout, rows, slot);
         if (!head.cold->stays(page)) {
             std::byte* copy = aside(layer, n_found, workspace);

@@ -182,7 +182,7 @@ void HeadStore::load_cold(const Layer& layer, Head& head, const std::byte* state
     const std::size_t n = index(loaded.count);
     const std::byte* homes = state + active_state_bytes(layer, loaded.count);
     const int n_dropped = head.cold->load(homes + home_state_bytes(layer, loaded.count), *kernels_,
-                                          workspaces_[0].pages_read.data());
+                                          workspaces_[0].page_read.data());
     evicted_.fetch_add(index(n_dropped), std::memory_order_relaxed);
     loaded.cold = std::move(head.cold);
     loaded.homes.resize(n);

@@ -207,7 +207,7 @@ public:
                 const Slot slot = stored_slot(layers_[index(layer)], head, i);
                 visit(slot.page, slot.index, layout(layer).positions(slot.page)[slot.index]);
             }
-            if (head.cold) head.cold->rewrite(*kernels_, workspaces_[0].pages_read.data(), visit);
+            if (head.cold) head.cold->rewrite(*kernels_, workspaces_[0].page_read.data(), visit);
         }
     }
 
@@ -268,11 +268,9 @@ private:
         std::vector<float> masses;        // of queries: log of the sum of e^(q.k)
         std::vector<float> active_needs;  // of the head's entries
         std::vector<std::int32_t> victims;
-        std::vector<float> worth;     // of pages of cold storage
-        std::vector<int> candidates;  // pages
-        std::vector<float> needs;     // [candidate][slot]
-        std::vector<std::int32_t> best;
-        AlignedBytes pages_read;
+        std::vector<float> needs;         // of records
+        std::vector<std::int32_t> best;   // records
+        AlignedBytes page_read;
         AlignedBytes aside;
         int room = 0;  // entries that the head may take besides
         std::vector<Incoming> incoming;
@@ -352,7 +350,7 @@ private:
     void start_freezing();
     void size_for_recall(Workspace& workspace) const;
     static int most_recalled(const Head& head);
-    void size_for_candidates(const Layer& layer, std::size_t n_pages);
+    void size_for_frozen(const Layer& layer, std::size_t n_pages);
     int room_to_recall(const Layer& layer, const Head& head, int n_staged) const;
     int prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest);
     void size_homes(const Layer& layer, Head& head);
@@ -392,14 +390,12 @@ private:
     void weigh_active(const Layer& layer, const Head& head, const QueryRows& queries,
                       Workspace& workspace) const noexcept;
     float least_share(const Head& head) const noexcept;
-    int find_candidates(const Head& head, const QueryRows& queries, float least,
-                        Workspace& workspace) const noexcept;
-    void weigh_candidates(const Layer& layer, Head& head, const QueryRows& queries,
-                          int n_candidates, Workspace& workspace) const noexcept;
+    void weigh_frozen(const Layer& layer, const Head& head, const QueryRows& queries,
+                      Workspace& workspace) const noexcept;
     int find_victims(const Layer& layer, const Head& head, std::int32_t newest,
                      Workspace& workspace) const noexcept;
-    int take_best(const Layer& layer, Head& head, int n_candidates, float least,
-                  std::int32_t newest, Workspace& workspace) const noexcept;
+    int take_best(const Layer& layer, Head& head, float least, std::int32_t newest,
+                  Workspace& workspace) const noexcept;
     int find_rows(const Layer& layer, Head& head, int n, Workspace& workspace) const noexcept;
     void exchange(const Layer& layer, Head& head, int n_incoming, std::int32_t now,
                   Workspace& workspace) noexcept;

@@ -1,6 +1,8 @@
 // Part of kernels.cpp: what scores need of the stored rows.
 #pragma once
 
+#include <type_traits>
+
 #include "kernel_tile.hpp"
 
 namespace entropykv {
@@ -126,32 +128,41 @@ void expected_logits(const PageLayout& layout, const std::byte* page, const floa
     });
 }
 
-template <int Rows>
-inline void row_products(const PageLayout& layout, const std::byte* page, const float* queries,
-                         float* out, int out_stride) {
-    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
-        Chains totals[Rows];
-        over_keys([&](int d, int i, Vec key) {
-            for (int r = 0; r < Rows; ++r)
-                totals[r].of[i] =
-                    multiply_add(key, broadcast(queries[r * layout.k_stride + d]), totals[r].of[i]);
-        });
-        for (int r = 0; r < Rows; ++r) store(out + r * out_stride + slot, totals[r].sum());
+// q.k of a vector of entries and so many queries; over_keys as above.
+template <int Rows, typename OverKeys>
+inline void vector_products(OverKeys over_keys, const float* queries, int stride, float* out,
+                            int out_stride) {
+    Chains totals[Rows];
+    over_keys([&](int d, int i, Vec key) {
+        for (int r = 0; r < Rows; ++r)
+            totals[r].of[i] =
+                multiply_add(key, broadcast(queries[r * stride + d]), totals[r].of[i]);
     });
+    for (int r = 0; r < Rows; ++r) store(out + r * out_stride, totals[r].sum());
 }
 
-template <int Rows>
-inline void block_products(const PageLayout& layout, const std::byte* page, const float*& queries,
-                           int& rows, float*& out, int out_stride) {
-    for (; rows >= Rows; rows -= Rows, queries += Rows * layout.k_stride, out += Rows * out_stride)
-        row_products<Rows>(layout, page, queries, out, out_stride);
+// Calls visit(number of rows, its queries, its outputs) for one block of rows after another.
+template <typename Visit>
+inline void over_row_blocks(const float* queries, int rows, int stride, float* out, int out_stride,
+                            Visit visit) {
+    const auto blocks_of = [&](auto n) {
+        for (; rows >= n; rows -= n, queries += n * stride, out += n * out_stride)
+            visit(n, queries, out);
+    };
+    blocks_of(std::integral_constant<int, 4>{});
+    blocks_of(std::integral_constant<int, 3>{});
+    blocks_of(std::integral_constant<int, 1>{});
 }
 
 void products(const PageLayout& layout, const std::byte* page, const float* queries, int rows,
               float* out, int out_stride) {
-    block_products<4>(layout, page, queries, rows, out, out_stride);
-    block_products<3>(layout, page, queries, rows, out, out_stride);
-    block_products<1>(layout, page, queries, rows, out, out_stride);
+    over_row_blocks(queries, rows, layout.k_stride, out, out_stride,
+                    [&](auto n_rows, const float* block, float* of_block) {
+                        over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+                            vector_products<n_rows>(over_keys, block, layout.k_stride,
+                                                    of_block + slot, out_stride);
+                        });
+                    });
 }
 
 float log_sum(const float* logits, int n) {

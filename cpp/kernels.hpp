@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "key_sketch.hpp"
 #include "page_layout.hpp"
 
 namespace entropykv {
@@ -90,6 +91,9 @@ struct KernelTable {
     // q.k of all slots of a page; queries [rows][k_stride], out [rows][out_stride].
     void (*products)(const PageLayout&, const std::byte* page, const float* queries, int rows,
                      float* out, int out_stride);
+    // The same of a page that is sketched.
+    void (*sketch_products)(const KeySketch&, const std::byte* page, const float* queries, int rows,
+                            float* out, int out_stride);
     // log of the sum of e^logit; n >= 1.
     float (*log_sum)(const float* logits, int n);
     // Of n keys of length 1, [dim][kContest], zeros behind them: the largest product of each with a

@@ -92,6 +92,10 @@ inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 inline IntVec byte_of(IntVec a, int place) {
     return {_mm256_srai_epi32(_mm256_sll_epi32(a.v, _mm_cvtsi32_si128(24 - 8 * place)), 24)};
 }
+inline IntVec nibble_of(IntVec a, int place) {
+    return {_mm256_and_si256(_mm256_srl_epi32(a.v, _mm_cvtsi32_si128(4 * place)),
+                             _mm256_set1_epi32(15))};
+}
 inline IntVec flip_high_bits(IntVec a) {
     return {_mm256_xor_si256(a.v, _mm256_set1_epi8(static_cast<char>(0x80)))};
 }

@@ -78,6 +78,10 @@ inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 inline IntVec byte_of(IntVec a, int place) {
     return {_mm512_srai_epi32(_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(24 - 8 * place)), 24)};
 }
+inline IntVec nibble_of(IntVec a, int place) {
+    return {_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(4 * place)),
+                             _mm512_set1_epi32(15))};
+}
 inline IntVec flip_high_bits(IntVec a) {
     return {_mm512_xor_si512(a.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
 }

@@ -124,6 +124,7 @@ inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 #endif
 }
 inline IntVec byte_of(IntVec a, int place) { return {a.v << (24 - 8 * place) >> 24}; }
+inline IntVec nibble_of(IntVec a, int place) { return {a.v >> 4 * place & 15}; }
 inline IntVec flip_high_bits(IntVec a) { return {a.v ^ static_cast<std::int32_t>(0x80808080u)}; }
 
 }  // namespace
