@@ -11,6 +11,7 @@ namespace entropykv {
 namespace {
 
 constexpr std::size_t kScaleBytes = sizeof(std::uint16_t);
+constexpr std::size_t kUnit = sizeof(std::uint32_t);  // entries as stored begin at multiples of it
 
 std::size_t block_bytes(ColdType type) {
     return kScaleBytes +
@@ -90,44 +91,99 @@ const std::byte* unpack_row(ColdType type, const std::byte* packed, int dim, flo
     return packed;
 }
 
+// Units of K and V as they lie in a page: one value of f16, or of q8_0 as many as lie together.
+template <typename Unit>
+void gather(const std::byte* from, std::size_t stride, int n, std::byte* to) {
+    const Unit* source = reinterpret_cast<const Unit*>(from);
+    Unit* target = reinterpret_cast<Unit*>(to);
+    for (int i = 0; i < n; ++i) target[i] = source[static_cast<std::size_t>(i) * stride];
+}
+
+template <typename Unit>
+void scatter(const std::byte* from, std::size_t stride, int n, std::byte* to) {
+    const Unit* source = reinterpret_cast<const Unit*>(from);
+    Unit* target = reinterpret_cast<Unit*>(to);
+    for (int i = 0; i < n; ++i) target[static_cast<std::size_t>(i) * stride] = source[i];
+}
+
+// Calls visit(place in the page, bytes between units, unit, number of units) for the parts of an
+// entry, in the order in which they are packed; unit: a value of its type.
+template <typename Visit>
+void over_parts(const PageLayout& layout, int slot, Visit visit) {
+    const auto bytes = [&](std::size_t values) { return values * layout.value_bytes(); };
+    const auto scales = [&](std::size_t offset, int blocks) {
+        visit(offset + sizeof(std::uint16_t) * PageLayout::scale_index(blocks, slot, 0),
+              PageLayout::index(kGroupEntries), std::uint16_t{}, blocks);
+    };
+    const std::size_t k = layout.k_offset + bytes(layout.k_index(slot, 0));
+    const std::size_t v = layout.latent ? 0 : layout.v_offset + bytes(layout.v_index(slot, 0));
+    if (layout.type == KvType::f16) {
+        visit(k, PageLayout::index(kGroupEntries), std::uint16_t{}, layout.k_stride);
+        if (!layout.latent) visit(v, std::size_t{1}, std::uint16_t{}, layout.v_stride);
+        return;
+    }
+    visit(k, PageLayout::index(kGroupEntries), std::uint32_t{}, layout.k_stride / 4);
+    if (!layout.latent) visit(v, std::size_t{4}, std::uint8_t{}, layout.v_stride);
+    scales(layout.k_scale_offset, layout.k_blocks);
+    if (!layout.latent) scales(layout.v_scale_offset, layout.v_blocks);
+}
+
 }  // namespace
 
 ColdCodec::ColdCodec(ColdType type, const PageLayout& layout)
-    : type_(type), layout_(layout), bytes_(layout.bytes) {
-    if (type == ColdType::as_stored) return;
-    bytes_ = static_cast<std::size_t>(layout.entries) *
-             (row_bytes(type, layout.k_dim) + (layout.latent ? 0 : row_bytes(type, layout.v_dim)));
+    : type_(type), layout_(layout), entry_bytes_(0) {
+    if (type == ColdType::as_stored) {
+        over_parts(layout, 0, [&](std::size_t, std::size_t, auto unit, int n) {
+            entry_bytes_ += sizeof unit * PageLayout::index(n);
+        });
+        entry_bytes_ = (entry_bytes_ + kUnit - 1) / kUnit * kUnit;
+    } else {
+        entry_bytes_ =
+            row_bytes(type, layout.k_dim) + (layout.latent ? 0 : row_bytes(type, layout.v_dim));
+    }
+    bytes_ = entry_bytes_ * PageLayout::index(layout.entries);
 }
 
 void ColdCodec::pack(const std::byte* page, std::byte* packed) const noexcept {
+    float row[kMaxHeadDim + kQuantBlock];
+    for (int slot = 0; slot < layout_.entries; ++slot, packed += entry_bytes_) {
+        std::byte* next = packed;
+        if (as_stored()) {
+            over_parts(layout_, slot, [&](std::size_t at, std::size_t stride, auto unit, int n) {
+                gather<decltype(unit)>(page + at, stride, n, next);
+                next += sizeof unit * PageLayout::index(n);
+            });
+            continue;
+        }
+        load_k(layout_, page, slot, row);
+        next = pack_row(type_, row, layout_.k_dim, next);
+        if (layout_.latent) continue;
+        load_v(layout_, page, slot, row);
+        pack_row(type_, row, layout_.v_dim, next);
+    }
+}
+
+void ColdCodec::unpack(const std::byte* packed, int entry, const KernelTable& kernels,
+                       std::byte* page, int slot) const noexcept {
+    packed = rows(packed, entry);
     if (as_stored()) {
-        std::memcpy(packed, page, bytes_);
+        over_parts(layout_, slot, [&](std::size_t at, std::size_t stride, auto unit, int n) {
+            scatter<decltype(unit)>(packed, stride, n, page + at);
+            packed += sizeof unit * PageLayout::index(n);
+        });
         return;
     }
     float row[kMaxHeadDim + kQuantBlock];
-    for (int slot = 0; slot < layout_.entries; ++slot) {
-        load_k(layout_, page, slot, row);
-        packed = pack_row(type_, row, layout_.k_dim, packed);
-        if (layout_.latent) continue;
-        load_v(layout_, page, slot, row);
-        packed = pack_row(type_, row, layout_.v_dim, packed);
-    }
+    packed = unpack_row(type_, packed, layout_.k_dim, row);
+    kernels.store_k(layout_, page, slot, row);
+    if (layout_.latent) return;
+    unpack_row(type_, packed, layout_.v_dim, row);
+    kernels.store_v(layout_, page, slot, row);
 }
 
 void ColdCodec::unpack(const std::byte* packed, const KernelTable& kernels,
                        std::byte* page) const noexcept {
-    if (as_stored()) {
-        std::memcpy(page, packed, bytes_);
-        return;
-    }
-    float row[kMaxHeadDim + kQuantBlock];
-    for (int slot = 0; slot < layout_.entries; ++slot) {
-        packed = unpack_row(type_, packed, layout_.k_dim, row);
-        kernels.store_k(layout_, page, slot, row);
-        if (layout_.latent) continue;
-        packed = unpack_row(type_, packed, layout_.v_dim, row);
-        kernels.store_v(layout_, page, slot, row);
-    }
+    for (int slot = 0; slot < layout_.entries; ++slot) unpack(packed, slot, kernels, page, slot);
 }
 
 }  // namespace entropykv

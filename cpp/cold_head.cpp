@@ -112,13 +112,18 @@ void ColdHead::restore(int number) noexcept {
     --n_frozen_;
 }
 
-const std::byte* ColdHead::read(int page, const KernelTable& kernels, std::byte* buffer) noexcept {
+const std::byte* ColdHead::read(int page, std::byte* buffer) const noexcept {
     if (page == open_) return open_rows_.data();
-    std::byte* packed = buffer + layout_->page.bytes;
-    const std::byte* stored = storage_->read(pages_[index(page)].place, packed);
-    if (stored == nullptr || layout_->codec.as_stored()) return stored;
-    layout_->codec.unpack(stored, kernels, buffer);
-    return buffer;
+    return storage_->read(pages_[index(page)].place, buffer);
+}
+
+void ColdHead::take(const std::byte* rows, int record, const KernelTable& kernels, std::byte* page,
+                    int slot) const noexcept {
+    const int entry = layout_->page.slot_of(record);
+    if (rows == open_rows_.data())
+        copy_rows(layout_->page, rows, entry, page, slot);
+    else
+        layout_->codec.unpack(rows, entry, kernels, page, slot);
 }
 
 void ColdHead::ask_for_due(std::int32_t now) const noexcept {
@@ -126,19 +131,13 @@ void ColdHead::ask_for_due(std::int32_t now) const noexcept {
             records_.size() * sizeof(float));
     ask_for(reinterpret_cast<const std::byte*>(records_.detections.data()),
             records_.size() * sizeof(Detections));
-    if (!in_place()) return;
+    if (!storage_->in_place()) return;
     for (int page = 0; page < n_pages(); ++page) {
-        if (n_frozen(page) == 0) continue;
-        const std::byte* rows = page == open_
-                                    ? open_rows_.data()
-                                    : storage_->read(pages_[index(page)].place, nullptr);
-        bool any = false;
-        for (int slot = 0; slot < per_page(); ++slot) {
-            if (!due(page * per_page() + slot, now)) continue;
-            ask_for_value(layout_->page, rows, slot);
-            any = true;
-        }
-        if (any) ask_for_keys(layout_->page, rows);
+        if (n_frozen(page) == 0 || page == open_) continue;
+        const std::byte* packed = storage_->read(pages_[index(page)].place, nullptr);
+        for (int slot = 0; slot < per_page(); ++slot)
+            if (due(page * per_page() + slot, now))
+                ask_for(layout_->codec.rows(packed, slot), layout_->codec.entry_bytes());
     }
 }
 

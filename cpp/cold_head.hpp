@@ -68,12 +68,15 @@ public:
                 Detections detections) noexcept;
     void restore(int record) noexcept;
 
-    // The page of records with K and V, in place or in `buffer` (layout.page.bytes, and a page of
+    // K and V of a page of records as take() takes them, in place or in `buffer` (a page of
     // storage); null where storage failed.
-    const std::byte* read(int page, const KernelTable& kernels, std::byte* buffer) noexcept;
+    const std::byte* read(int page, std::byte* buffer) const noexcept;
+    // K and V of a record whose page was read, to a slot of a page of the store.
+    void take(const std::byte* rows, int record, const KernelTable& kernels, std::byte* page,
+              int slot) const noexcept;
 
-    // Asks for K and V of what is due, where it is in memory as it was, and for what freeze() changes: a
-    // step that freezes and restores many entries then waits for few of them.
+    // Asks for K and V of what is due, where it is in memory, and for what freeze() changes: a step
+    // that freezes and restores many entries then waits for few of them.
     void ask_for_due(std::int32_t now) const noexcept;
 
     // q.k of all slots of a page, by its sketch; out [queries][per_page()]. Asks for what comes
@@ -82,7 +85,7 @@ public:
                   float* out) const noexcept;
 
     // Calls change(page, slot, position) for every entry that has a record, and writes it back.
-    // buffer: as read()'s, and layout.page.bytes more.
+    // buffer: as read()'s, and layout.page.bytes.
     template <typename Change>
     void rewrite(const KernelTable& kernels, std::byte* buffer, Change change);
 
@@ -107,7 +110,9 @@ public:
     void clear_detections();
 
     // Whether a page that was read stays where it is while entries are added.
-    bool stays(int page) const { return page != open_ && most_pages_ == 0 && in_place(); }
+    bool stays(int page) const {
+        return page != open_ && most_pages_ == 0 && storage_->in_place();
+    }
 
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
@@ -140,7 +145,6 @@ private:
     };
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    bool in_place() const { return layout_->codec.as_stored() && storage_->in_place(); }
     Page& page_of(int record) { return pages_[index(layout_->page.page_of(record))]; }
     void open_next() noexcept;
     void close_open(const KernelTable& kernels) noexcept;
@@ -184,10 +188,10 @@ void ColdHead::rewrite(const KernelTable& kernels, std::byte* buffer, Change cha
         if (!open && !pages_[index(page)].stored) continue;
         std::byte* rows = open_rows_.data();
         if (!open) {
-            const std::byte* stored = read(page, kernels, buffer);
-            if (stored == nullptr) continue;
-            rows = buffer + layout_->page.bytes + storage_->page_bytes();
-            std::memcpy(rows, stored, layout_->page.bytes);
+            const std::byte* packed = read(page, buffer);
+            if (packed == nullptr) continue;
+            rows = buffer + storage_->page_bytes();
+            layout_->codec.unpack(packed, kernels, rows);
         }
         for (int slot = 0; slot < (open ? n_open_ : per_page()); ++slot) {
             const std::int32_t at = position(page * per_page() + slot);

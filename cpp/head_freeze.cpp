@@ -88,12 +88,10 @@ int HeadStore::freeze_entry(const Layer& layer, Head& head, int i, const Slot& s
     return dropped;
 }
 
-// A record's entry, in a slot of `page`, takes the place of entry i.
-void HeadStore::put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
-                             const ColdRecord& record, int home, std::int32_t now,
-                             EntryCopies& copies) noexcept {
+// Entry i, whose K and V are there, is that of a record.
+void HeadStore::note_restored(const Layer& layer, Head& head, int i, const ColdRecord& record,
+                              int home, std::int32_t now) noexcept {
     const Slot target = stored_slot(layer, head, i);
-    copies.add(page, slot, target.page, target.index);
     layer.layout.positions(target.page)[target.index] = record.position;
     layer.layout.importance(target.page)[target.index] =
         record.importance * decay_factor(settings_.importance.decay, now - record.frozen_at);
@@ -122,17 +120,16 @@ int HeadStore::restore_wanted(const Layer& layer, Head& head, std::int32_t now,
     for (int page = 0; page < head.cold->n_pages(); ++page) {
         if (head.cold->n_frozen(page) == 0) continue;
         const std::byte* rows = nullptr;
-        EntryCopies copies(layer.layout, *kernels_);  // the next page may be read to the same place
         for (int slot = 0; slot < per_page; ++slot) {
             const int i = page * per_page + slot;
             if (!wants(*head.cold, i)) continue;
-            const ColdRecord record = head.cold->record(i);
-            if (rows == nullptr)
-                rows = head.cold->read(page, *kernels_, workspace.page_read.data());
+            if (rows == nullptr) rows = head.cold->read(page, workspace.page_read.data());
             if (rows == nullptr) break;
             const int target = place();
             if (target == ColdHead::kNone) return n;
-            put_restored(layer, head, target, rows, slot, record, i, now, copies);
+            const Slot to = stored_slot(layer, head, target);
+            head.cold->take(rows, i, *kernels_, to.page, to.index);
+            note_restored(layer, head, target, head.cold->record(i), i, now);
             head.cold->restore(i);
             ++n;
         }

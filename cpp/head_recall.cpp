@@ -34,7 +34,7 @@ void HeadStore::size_for_recall(Workspace& workspace) const {
     workspace.active_needs.resize(n);
     workspace.victims.resize(n);
     workspace.incoming.resize(n);
-    workspace.page_read = AlignedBytes(cold_buffer_bytes() + pool_.page_bytes());
+    workspace.page_read = AlignedBytes(cold_->page_bytes() + pool_.page_bytes());
     workspace.aside = AlignedBytes((n / index(kPageEntries) + 1) * pool_.page_bytes());
 }
 
@@ -193,18 +193,16 @@ int HeadStore::find_rows(const Layer& layer, Head& head, int n,
     for (int i = 0; i < n; ++i) {
         const int record = workspace.best[index(i)];
         const int page = layer.layout.page_of(record);
-        if (page != of_page) rows = head.cold->read(page, *kernels_, workspace.page_read.data());
+        if (page != of_page) rows = head.cold->read(page, workspace.page_read.data());
         of_page = page;
         if (rows == nullptr) continue;
-        const int slot = layer.layout.slot_of(record);
         Incoming& entry = workspace.incoming[index(n_found)];
-        entry = {record, rows, slot, {}};
-        ask_for_value(layer.layout, rows, slot);
+        entry = {record, rows, record, {}};
         if (!head.cold->stays(page)) {
-            std::byte* copy = aside(layer, n_found, workspace);
-            copy_entry(layer.layout, rows, slot, copy, n_found % per_page);
-            entry.rows = copy;
-            entry.slot = n_found % per_page;
+            entry.rows = nullptr;
+            entry.number = n_found;
+            head.cold->take(rows, record, *kernels_, aside(layer, n_found, workspace),
+                            n_found % per_page);
         }
         ++n_found;
     }
@@ -223,13 +221,17 @@ void HeadStore::exchange(const Layer& layer, Head& head, int n_incoming, std::in
     const int n_added = std::min(n_incoming, workspace.room);
     std::int32_t* victims = workspace.victims.data();
     std::sort(victims, victims + (n_incoming - n_added));
-    EntryCopies copies(layer.layout, *kernels_);
     for (int n = 0; n < n_incoming; ++n) {
         const int target = n < n_added ? head.count++ : victims[n - n_added];
         if (n >= n_added) give_place(layer, head, target, n, n_incoming, now, workspace);
         const Incoming& entry = workspace.incoming[index(n)];
-        put_restored(layer, head, target, entry.rows, entry.slot, entry.record, entry.home, now,
-                     copies);
+        const Slot slot = stored_slot(layer, head, target);
+        if (entry.rows != nullptr)
+            head.cold->take(entry.rows, entry.number, *kernels_, slot.page, slot.index);
+        else
+            copy_rows(layer.layout, aside(layer, entry.number, workspace),
+                      entry.number % layer.layout.entries, slot.page, slot.index);
+        note_restored(layer, head, target, entry.record, entry.home, now);
     }
 }
 

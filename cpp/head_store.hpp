@@ -249,8 +249,8 @@ private:
     };
     struct Incoming {  // an entry that recall brings back
         int home = ColdHead::kNone;
-        const std::byte* rows = nullptr;
-        int slot = 0;
+        const std::byte* rows = nullptr;  // as ColdHead::read() has them; null: in aside()
+        int number = 0;                   // its record, or its place there
         ColdRecord record{};
     };
     struct Workspace {  // of one thread, for one commit
@@ -358,7 +358,6 @@ private:
         return page != ColdHead::kNone && home != ColdHead::kNone &&
                layer.layout.page_of(home) == page;
     }
-    std::size_t cold_buffer_bytes() const { return pool_.page_bytes() + cold_->page_bytes(); }
     std::byte* aside(const Layer& layer, int i, Workspace& workspace) const {
         return workspace.aside.data() + index(i / layer.layout.entries) * layer.layout.bytes;
     }
@@ -367,9 +366,8 @@ private:
                      std::int32_t due, Detections detections) noexcept;
     void freeze_victims(const Layer& layer, Head& head, int head_index, int total, std::int32_t now,
                         const std::uint8_t* kept) noexcept;
-    void put_restored(const Layer& layer, Head& head, int i, const std::byte* page, int slot,
-                      const ColdRecord& record, int home, std::int32_t now,
-                      EntryCopies& copies) noexcept;
+    void note_restored(const Layer& layer, Head& head, int i, const ColdRecord& record, int home,
+                       std::int32_t now) noexcept;
     static auto is_due(std::int32_t now) {
         return [now](const ColdHead& cold, int i) { return cold.due(i, now); };
     }

@@ -121,6 +121,12 @@ void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, 
     if (!layout.latent) copy_scales(layout.v_scale_offset, layout.v_blocks);
 }
 
+void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+               int to_slot) {
+    copy_keys(layout, from, from_slot, to, to_slot);
+    copy_value(layout, from, from_slot, to, to_slot);
+}
+
 void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
@@ -129,8 +135,7 @@ void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, 
 
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
-    copy_keys(layout, from, from_slot, to, to_slot);
-    copy_value(layout, from, from_slot, to, to_slot);
+    copy_rows(layout, from, from_slot, to, to_slot);
     copy_marks(layout, from, from_slot, to, to_slot);
 }
 

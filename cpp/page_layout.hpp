@@ -91,6 +91,9 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
+// K and V of it.
+void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+               int to_slot);
 // V of it, and the scales of both rows.
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);

@@ -18,13 +18,4 @@ inline void ask_for_keys(const PageLayout& layout, const std::byte* page) {
     ask_for(page + layout.k_offset, layout.k_group_bytes() * n_groups);
 }
 
-// V of one entry.
-inline void ask_for_value(const PageLayout& layout, const std::byte* page, int slot) {
-    if (layout.latent) return;
-    const std::size_t first = layout.v_index(slot, 0);
-    const std::size_t end = layout.v_index(slot, layout.v_stride - 1) + 1;
-    ask_for(page + layout.v_offset + first * layout.value_bytes(),
-                   (end - first) * layout.value_bytes());
-}
-
 }  // namespace entropykv

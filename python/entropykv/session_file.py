@@ -33,7 +33,7 @@ from entropykv.errors import SessionFileError
 from entropykv.new_file import new_file
 
 MAGIC = b"EKVSESS\0"
-VERSION = 2
+VERSION = 3
 """Another one wherever anything in the file changes: sections, header, or the layout of a page."""
 
 _PREFIX = struct.Struct("<8sII")
