@@ -428,6 +428,73 @@ void test_products(const KernelTable& kernels, KvType type, int dim) {
     }
 }
 
+// A sketch is off by half a step of every value at most, and by what f16 rounds; its products are
+// those of what it says.
+void test_sketches(const KernelTable& kernels, KvType type, int dim, float size) {
+    const PageLayout layout = make_page_layout(type, dim, 16, 32);
+    const AlignedBytes page = random_page(layout, 7, size);
+    const KeySketch sketch(layout);
+    AlignedBytes bytes(sketch.page_bytes());
+    std::vector<float> room(index(kGroupEntries * dim));
+    sketch.draw(layout, page.data(), room.data(), bytes.data());
+    constexpr int kRows = 5;
+    std::mt19937 random(8);
+    std::vector<float> queries(index(kRows * layout.k_stride), 0.0f);
+    std::vector<float> units(index(layout.k_stride * layout.k_stride), 0.0f);
+    for (int r = 0; r < kRows; ++r) {
+        const std::vector<float> row = random_rows(random, dim);
+        std::copy(row.begin(), row.end(), queries.begin() + r * layout.k_stride);
+    }
+    for (int d = 0; d < layout.k_stride; ++d) units[index(d * (layout.k_stride + 1))] = 1.0f;
+    const int stride = layout.entries + 3;
+    std::vector<float> values(index(layout.k_stride * stride), -77.0f);
+    std::vector<float> out(index(kRows * stride), -77.0f);
+    kernels.sketch_products(sketch, bytes.data(), units.data(), layout.k_stride, values.data(),
+                            stride);
+    kernels.sketch_products(sketch, bytes.data(), queries.data(), kRows, out.data(), stride);
+    bool close = true;
+    bool equal = true;
+    bool inside = true;
+    for (int group = 0; group < layout.entries; group += kGroupEntries) {
+        for (int d = 0; d < layout.k_stride; ++d) {
+            float low = std::numeric_limits<float>::max();
+            float high = -low;
+            for (int slot = group; slot < group + kGroupEntries; ++slot) {
+                const float key = d < dim ? k_row(layout, page.data(), slot)[index(d)] : 0.0f;
+                low = std::min(low, key);
+                high = std::max(high, key);
+            }
+            const float most = 0.5f / 15.0f * (high - low) +
+                               0.002f * std::max(std::fabs(low), std::fabs(high)) + 1e-6f;
+            for (int slot = group; slot < group + kGroupEntries; ++slot) {
+                const float key = d < dim ? k_row(layout, page.data(), slot)[index(d)] : 0.0f;
+                close = close && std::fabs(values[index(d * stride + slot)] - key) <= most;
+            }
+        }
+    }
+    for (int r = 0; r < kRows; ++r) {
+        for (int slot = 0; slot < stride; ++slot) {
+            const float got = out[index(r * stride + slot)];
+            if (slot >= layout.entries) {
+                inside = inside && got == -77.0f;
+                continue;
+            }
+            double expected = 0.0;
+            double terms = 0.0;
+            for (int d = 0; d < dim; ++d) {
+                const double term = static_cast<double>(values[index(d * stride + slot)]) *
+                                    static_cast<double>(queries[index(r * layout.k_stride + d)]);
+                expected += term;
+                terms += std::fabs(term);
+            }
+            equal = equal && std::fabs(static_cast<double>(got) - expected) <= 1e-5 * terms + 1e-6;
+        }
+    }
+    CHECK(close);
+    CHECK(equal);
+    CHECK(inside);
+}
+
 void test_log_sum(const KernelTable& kernels) {
     std::mt19937 random(6);
     for (const int n : {1, 2, 7, 8, 9, 15, 16, 17, 100, 1000}) {
@@ -457,7 +524,11 @@ int main() {
     for (const KernelTable* kernels : available_kernels()) {
         test_log_sum(*kernels);
         for (const KvType type : {KvType::f16, KvType::q8_0})
-            for (const int dim : {16, 20, 33, 64, 128}) test_products(*kernels, type, dim);
+            for (const int dim : {16, 20, 33, 64, 128}) {
+                test_products(*kernels, type, dim);
+                for (const float size : {0.0f, 0.01f, 1.0f, 100.0f})
+                    test_sketches(*kernels, type, dim, size);
+            }
     }
     return summary();
 }
