@@ -1,8 +1,9 @@
 // Attention of one micro-batch over what the heads keep, split over ggml's threads: units of work
 // are claimed one by one, and the thread that finishes a head's last unit merges its partial
 // results. Then the staged entries of heads are committed; of single tokens, some of a layer's
-// heads are only with the next layer, so that all threads have as much to do. The split depends on lengths alone, never on the number
-// of threads, so that every number of threads gives the same result bit by bit.
+// heads are only with the next layer, so that all threads have as much to do. The split depends on
+// lengths alone, never on the number of threads, so that every number of threads gives the same
+// result bit by bit.
 #pragma once
 
 #include <atomic>
@@ -219,13 +220,13 @@ private:
     bool recall_now_ = false;
 
     // Heads of single tokens that wait to be committed, in the order in which they will be.
-    std::deque<Commit> commits_;        // as many as there are heads
-    std::atomic<int> next_commit_{0};   // to be claimed
-    std::atomic<int> last_commit_{0};   // to be written
-    int commits_before_ = 0;            // of the layers before
-    int commits_so_far_ = 0;            // with this layer
-    int commits_due_ = 0;               // when this layer ends
-    int most_heads_ = 0;                // of a layer
+    std::deque<Commit> commits_;       // as many as there are heads
+    std::atomic<int> next_commit_{0};  // to be claimed
+    std::atomic<int> last_commit_{0};  // to be written
+    int commits_before_ = 0;           // of the layers before
+    int commits_so_far_ = 0;           // with this layer
+    int commits_due_ = 0;              // when this layer ends
+    int most_heads_ = 0;               // of a layer
 
     std::deque<Job> jobs_;
     std::vector<std::size_t> first_job_;  // of each layer

@@ -91,39 +91,53 @@ const std::byte* unpack_row(ColdType type, const std::byte* packed, int dim, flo
     return packed;
 }
 
-// Units of K and V as they lie in a page: one value of f16, or of q8_0 as many as lie together.
-template <typename Unit>
-void gather(const std::byte* from, std::size_t stride, int n, std::byte* to) {
-    const Unit* source = reinterpret_cast<const Unit*>(from);
-    Unit* target = reinterpret_cast<Unit*>(to);
-    for (int i = 0; i < n; ++i) target[i] = source[static_cast<std::size_t>(i) * stride];
-}
+// Units of K and V as they lie in a page, so many units apart: one value of f16, or of q8_0 as many
+// as lie together.
+template <typename Type, std::size_t stride>
+struct Units {
+    static void gather(const std::byte* from, int n, std::byte* to) {
+        const Type* source = reinterpret_cast<const Type*>(from);
+        Type* target = reinterpret_cast<Type*>(to);
+        for (int i = 0; i < n; ++i) target[i] = source[static_cast<std::size_t>(i) * stride];
+    }
+    // A few at a time: to restore entries is mostly this.
+    static void scatter(const std::byte* from, int n, std::byte* to) {
+        if (stride == 1) {
+            std::memcpy(to, from, bytes(n));
+            return;
+        }
+        constexpr int kAtOnce = 8;
+        Type* target = reinterpret_cast<Type*>(to);
+        Type values[kAtOnce];
+        for (; n >= kAtOnce; n -= kAtOnce, from += sizeof values, target += kAtOnce * stride) {
+            std::memcpy(values, from, sizeof values);
+            for (std::size_t k = 0; k < kAtOnce; ++k) target[k * stride] = values[k];
+        }
+        std::memcpy(values, from, bytes(n));
+        for (std::size_t k = 0; k < static_cast<std::size_t>(n); ++k)
+            target[k * stride] = values[k];
+    }
+    static std::size_t bytes(int n) { return sizeof(Type) * static_cast<std::size_t>(n); }
+};
 
-template <typename Unit>
-void scatter(const std::byte* from, std::size_t stride, int n, std::byte* to) {
-    const Unit* source = reinterpret_cast<const Unit*>(from);
-    Unit* target = reinterpret_cast<Unit*>(to);
-    for (int i = 0; i < n; ++i) target[static_cast<std::size_t>(i) * stride] = source[i];
-}
-
-// Calls visit(place in the page, bytes between units, unit, number of units) for the parts of an
-// entry, in the order in which they are packed; unit: a value of its type.
+// Calls visit(Units, place in the page, number of units) for the parts of an entry, in the order in
+// which they are packed.
 template <typename Visit>
 void over_parts(const PageLayout& layout, int slot, Visit visit) {
     const auto bytes = [&](std::size_t values) { return values * layout.value_bytes(); };
     const auto scales = [&](std::size_t offset, int blocks) {
-        visit(offset + sizeof(std::uint16_t) * PageLayout::scale_index(blocks, slot, 0),
-              PageLayout::index(kGroupEntries), std::uint16_t{}, blocks);
+        visit(Units<std::uint16_t, kGroupEntries>{},
+              offset + sizeof(std::uint16_t) * PageLayout::scale_index(blocks, slot, 0), blocks);
     };
     const std::size_t k = layout.k_offset + bytes(layout.k_index(slot, 0));
     const std::size_t v = layout.latent ? 0 : layout.v_offset + bytes(layout.v_index(slot, 0));
     if (layout.type == KvType::f16) {
-        visit(k, PageLayout::index(kGroupEntries), std::uint16_t{}, layout.k_stride);
-        if (!layout.latent) visit(v, std::size_t{1}, std::uint16_t{}, layout.v_stride);
+        visit(Units<std::uint16_t, kGroupEntries>{}, k, layout.k_stride);
+        if (!layout.latent) visit(Units<std::uint16_t, 1>{}, v, layout.v_stride);
         return;
     }
-    visit(k, PageLayout::index(kGroupEntries), std::uint32_t{}, layout.k_stride / 4);
-    if (!layout.latent) visit(v, std::size_t{4}, std::uint8_t{}, layout.v_stride);
+    visit(Units<std::uint32_t, kGroupEntries>{}, k, layout.k_stride / 4);
+    if (!layout.latent) visit(Units<std::uint8_t, 4>{}, v, layout.v_stride);
     scales(layout.k_scale_offset, layout.k_blocks);
     if (!layout.latent) scales(layout.v_scale_offset, layout.v_blocks);
 }
@@ -133,9 +147,8 @@ void over_parts(const PageLayout& layout, int slot, Visit visit) {
 ColdCodec::ColdCodec(ColdType type, const PageLayout& layout)
     : type_(type), layout_(layout), entry_bytes_(0) {
     if (type == ColdType::as_stored) {
-        over_parts(layout, 0, [&](std::size_t, std::size_t, auto unit, int n) {
-            entry_bytes_ += sizeof unit * PageLayout::index(n);
-        });
+        over_parts(layout, 0,
+                   [&](auto units, std::size_t, int n) { entry_bytes_ += units.bytes(n); });
         entry_bytes_ = (entry_bytes_ + kUnit - 1) / kUnit * kUnit;
     } else {
         entry_bytes_ =
@@ -149,9 +162,9 @@ void ColdCodec::pack(const std::byte* page, std::byte* packed) const noexcept {
     for (int slot = 0; slot < layout_.entries; ++slot, packed += entry_bytes_) {
         std::byte* next = packed;
         if (as_stored()) {
-            over_parts(layout_, slot, [&](std::size_t at, std::size_t stride, auto unit, int n) {
-                gather<decltype(unit)>(page + at, stride, n, next);
-                next += sizeof unit * PageLayout::index(n);
+            over_parts(layout_, slot, [&](auto units, std::size_t at, int n) {
+                units.gather(page + at, n, next);
+                next += units.bytes(n);
             });
             continue;
         }
@@ -167,9 +180,9 @@ void ColdCodec::unpack(const std::byte* packed, int entry, const KernelTable& ke
                        std::byte* page, int slot) const noexcept {
     packed = rows(packed, entry);
     if (as_stored()) {
-        over_parts(layout_, slot, [&](std::size_t at, std::size_t stride, auto unit, int n) {
-            scatter<decltype(unit)>(packed, stride, n, page + at);
-            packed += sizeof unit * PageLayout::index(n);
+        over_parts(layout_, slot, [&](auto units, std::size_t at, int n) {
+            units.scatter(packed, n, page + at);
+            packed += units.bytes(n);
         });
         return;
     }

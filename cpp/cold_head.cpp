@@ -8,14 +8,10 @@
 #include "prefetch.hpp"
 
 namespace entropykv {
-namespace {
-
-}  // namespace
+namespace {}  // namespace
 
 ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
-    : page(hot),
-      sketch(hot),
-      codec(type, hot) {}
+    : page(hot), sketch(hot), codec(type, hot) {}
 
 ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages)
     : layout_(&layout),

@@ -110,9 +110,7 @@ public:
     void clear_detections();
 
     // Whether a page that was read stays where it is while entries are added.
-    bool stays(int page) const {
-        return page != open_ && most_pages_ == 0 && storage_->in_place();
-    }
+    bool stays(int page) const { return page != open_ && most_pages_ == 0 && storage_->in_place(); }
 
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
@@ -167,10 +165,10 @@ private:
     std::size_t most_pages_;
     ColdRecords records_;
     std::vector<Page> pages_;
-    std::vector<int> free_pages_;       // page numbers to use again
-    std::vector<std::uint32_t> spare_;  // taken from storage, not in use
-    AlignedBytes open_rows_;            // of the open page
-    AlignedBytes packed_;               // it, as storage takes it
+    std::vector<int> free_pages_;         // page numbers to use again
+    std::vector<std::uint32_t> spare_;    // taken from storage, not in use
+    AlignedBytes open_rows_;              // of the open page
+    AlignedBytes packed_;                 // it, as storage takes it
     std::vector<AlignedBytes> sketches_;  // of kSketchesOfSlab pages each
     std::vector<float> keys_;             // [kGroupEntries][k_dim], of what is sketched
     int open_ = kNone;

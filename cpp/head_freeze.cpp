@@ -182,9 +182,8 @@ void HeadStore::follow_schedule(const Layer& layer, Head& head, int head_index, 
             if (observed[i] >= limit || !can_freeze(positions[slot], newest)) continue;
             const Detections detections =
                 detected(head.detections[index(i)], newest, schedule_->history);
-            const int steps =
-                freeze_steps(count_detections(detections, newest, schedule_->history),
-                             schedule_->rate);
+            const int steps = freeze_steps(count_detections(detections, newest, schedule_->history),
+                                           schedule_->rate);
             if (steps == 0) {
                 head.detections[index(i)] = detections;
                 continue;

@@ -238,9 +238,8 @@ void HeadStore::exchange(const Layer& layer, Head& head, int n_incoming, std::in
 // Freezes a victim. The records of what comes next may be dropped for it.
 void HeadStore::give_place(const Layer& layer, Head& head, int victim, int next, int n_incoming,
                            std::int32_t now, Workspace& workspace) noexcept {
-    const int dropped =
-        freeze_entry(layer, head, victim, stored_slot(layer, head, victim), now, kNever,
-                     detections_of(head, victim));
+    const int dropped = freeze_entry(layer, head, victim, stored_slot(layer, head, victim), now,
+                                     kNever, detections_of(head, victim));
     for (; dropped != ColdHead::kNone && next < n_incoming; ++next) {
         int& home = workspace.incoming[index(next)].home;
         if (in_page(home, dropped, layer)) home = ColdHead::kNone;

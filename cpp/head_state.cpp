@@ -188,8 +188,7 @@ void HeadStore::load_cold(const Layer& layer, Head& head, const std::byte* state
     loaded.homes.resize(n);
     if (n > 0) std::memcpy(loaded.homes.data(), homes, n * sizeof(int));
     for (int& home : loaded.homes)
-        if (home != ColdHead::kNone && loaded.cold->position(home) == kDead)
-            home = ColdHead::kNone;
+        if (home != ColdHead::kNone && loaded.cold->position(home) == kDead) home = ColdHead::kNone;
     if (!schedule_) return;
     loaded.detections.resize(n);
     if (n > 0)

@@ -268,8 +268,8 @@ private:
         std::vector<float> masses;        // of queries: log of the sum of e^(q.k)
         std::vector<float> active_needs;  // of the head's entries
         std::vector<std::int32_t> victims;
-        std::vector<float> needs;         // of records
-        std::vector<std::int32_t> best;   // records
+        std::vector<float> needs;        // of records
+        std::vector<std::int32_t> best;  // records
         AlignedBytes page_read;
         AlignedBytes aside;
         int room = 0;  // entries that the head may take besides

@@ -29,8 +29,8 @@ inline void open_sketch(const KeySketch& sketch, const std::byte* group, float* 
     }
 }
 
-void sketch_products(const KeySketch& sketch, const std::byte* page, const float* queries,
-                     int rows, float* out, int out_stride) {
+void sketch_products(const KeySketch& sketch, const std::byte* page, const float* queries, int rows,
+                     float* out, int out_stride) {
     float keys[kMaxHeadDim * kGroupEntries];
     for (int group = 0; group < sketch.n_groups; ++group) {
         open_sketch(sketch, page + PageLayout::index(group) * sketch.group_bytes(), keys);

@@ -13,21 +13,25 @@
 namespace entropykv {
 
 #if defined(__AVX512VNNI__)
-const KernelTable kKernelsAvx512Vnni{
-    "avx512vnni",   store_k,     store_v,         move_keys, decode,  prompt,       prompt_observe,
-    logits_observe, value_norms, expected_logits, products, sketch_products, log_sum, newer_cosines};
+const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,         store_v,        move_keys,
+                                     decode,       prompt,          prompt_observe, logits_observe,
+                                     value_norms,  expected_logits, products,       sketch_products,
+                                     log_sum,      newer_cosines};
 #elif defined(__AVX512F__)
-const KernelTable kKernelsAvx512{
-    "avx512",       store_k,     store_v,         move_keys, decode,  prompt,       prompt_observe,
-    logits_observe, value_norms, expected_logits, products, sketch_products, log_sum, newer_cosines};
+const KernelTable kKernelsAvx512{"avx512",    store_k,         store_v,        move_keys,
+                                 decode,      prompt,          prompt_observe, logits_observe,
+                                 value_norms, expected_logits, products,       sketch_products,
+                                 log_sum,     newer_cosines};
 #elif defined(__AVX2__)
-const KernelTable kKernelsAvx2{
-    "avx2",         store_k,     store_v,         move_keys, decode,  prompt,       prompt_observe,
-    logits_observe, value_norms, expected_logits, products, sketch_products, log_sum, newer_cosines};
+const KernelTable kKernelsAvx2{"avx2",      store_k,         store_v,        move_keys,
+                               decode,      prompt,          prompt_observe, logits_observe,
+                               value_norms, expected_logits, products,       sketch_products,
+                               log_sum,     newer_cosines};
 #else
-const KernelTable kKernelsPortable{
-    "portable",     store_k,     store_v,         move_keys, decode,  prompt,       prompt_observe,
-    logits_observe, value_norms, expected_logits, products, sketch_products, log_sum, newer_cosines};
+const KernelTable kKernelsPortable{"portable",  store_k,         store_v,        move_keys,
+                                   decode,      prompt,          prompt_observe, logits_observe,
+                                   value_norms, expected_logits, products,       sketch_products,
+                                   log_sum,     newer_cosines};
 #endif
 
 }  // namespace entropykv

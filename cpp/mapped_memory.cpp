@@ -26,8 +26,7 @@ MappedMemory::MappedMemory(std::size_t bytes) {
     data_ = start + (whole(address, unit) - address);
     if (data_ > start) munmap(start, static_cast<std::size_t>(data_ - start));
     const auto* end = start + total;
-    if (data_ + size_ < end)
-        munmap(data_ + size_, static_cast<std::size_t>(end - (data_ + size_)));
+    if (data_ + size_ < end) munmap(data_ + size_, static_cast<std::size_t>(end - (data_ + size_)));
 #if defined(MADV_HUGEPAGE)
     if (huge) madvise(data_, size_, MADV_HUGEPAGE);
 #endif

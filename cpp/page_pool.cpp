@@ -21,7 +21,8 @@ void PagePool::add_slab() {
     const Slab& slab = slabs_.back();
     mapped_pages_ += slab.pages;
     // Handed out from the back: ascending addresses.
-    for (std::size_t i = slab.pages; i-- > 0;) free_.push_back(slab.memory.data() + i * page_bytes_);
+    for (std::size_t i = slab.pages; i-- > 0;)
+        free_.push_back(slab.memory.data() + i * page_bytes_);
 }
 
 std::byte* PagePool::allocate() {

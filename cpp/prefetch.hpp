@@ -8,8 +8,7 @@ namespace entropykv {
 
 inline void ask_for(const std::byte* first, std::size_t bytes) {
     constexpr std::size_t kLine = 64;
-    for (std::size_t i = 0; i < bytes; i += kLine)
-        __builtin_prefetch(first + i);
+    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(first + i);
 }
 
 // K of all entries of a page.

@@ -18,8 +18,8 @@ namespace {
 
 // A register of packed values: see page_layout.hpp for the order of the bytes.
 // even_bytes and odd_bytes give two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the
-// products of such pairs to 32-bit sums, byte_of gives one byte of every lane as an integer, nibble_of 4
-// bits (unsigned), the lowest first.
+// products of such pairs to 32-bit sums, byte_of gives one byte of every lane as an integer,
+// nibble_of 4 bits (unsigned), the lowest first.
 inline IntVec broadcast_pair(const std::int16_t* p) {
     std::int32_t pair;
     std::memcpy(&pair, p, sizeof pair);
