@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "relax.hpp"
 
@@ -55,7 +56,8 @@ std::size_t prompt_scratch_floats(const PageLayout& layout) {
 
 Attention::Job::Job(int n_heads)
     : first_unit(index(n_heads + 1)),
-      unfinished_units(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
+      unfinished_units(std::make_unique<std::atomic<int>[]>(index(n_heads))),
+      next_unit(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
 
 Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads)
     : store_(store), kernels_(kernels), workers_(index(std::max(n_threads, 1))) {
@@ -77,6 +79,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
                 grow(worker.recall, index(kMostQueryRows * (layout.k_stride + 2)));
         }
     }
+    next_commit_.resize(workers_.size());
     captures_.resize(index(store_.n_layers()));
     carried_.resize(index(store_.n_layers()));
 }
@@ -180,8 +183,7 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
     base_position_ = base_position;
     observing_ = store_.settings().importance.observes() &&
                  (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
-    next_commit_.store(0, std::memory_order_relaxed);
-    last_commit_.store(0, std::memory_order_relaxed);
+    std::iota(next_commit_.begin(), next_commit_.end(), 0);
     commits_before_ = commits_so_far_ = commits_due_ = 0;
     for (Commit& commit : commits_) commit.ready.store(false, std::memory_order_relaxed);
     const auto most_entries = [&](int layer, int head) {
@@ -220,13 +222,13 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
 // What is left over where heads are no multiple of the threads waits for the next layer. (Not
 // longer: what was staged and observed is still there then.)
 void Attention::prepare(int layer, int n_threads) noexcept {
+    n_working_ = n_threads;
     const int done = recalling_ ? commits_so_far_ : commits_due_;
     commits_before_ = commits_so_far_;
     if (queues(layer)) commits_so_far_ += store_.shape(layer).n_head_kv;
     const bool waits = queues(layer) && layer + 1 < store_.n_layers();
     const int left_over = waits ? (commits_so_far_ - done) % n_threads : 0;
     commits_due_ = std::max(commits_before_, commits_so_far_ - left_over);
-    next_recall_.store(0, std::memory_order_relaxed);
     recalled_heads_.store(0, std::memory_order_relaxed);
     ready_.store(false, std::memory_order_relaxed);
     if (!recalling_) make_units(layer);
@@ -242,10 +244,10 @@ void Attention::make_units(int layer) noexcept {
             const int of_head = split.tiles * chunks_of(split, total_entries(layer, h));
             job.first_unit[index(h)] = units;
             job.unfinished_units[index(h)].store(of_head, std::memory_order_relaxed);
+            job.next_unit[index(h)].store(units, std::memory_order_relaxed);
             units += of_head;
         }
         job.first_unit[index(n_heads)] = units;
-        job.next_unit.store(0, std::memory_order_relaxed);
         job.unfinished_heads.store(n_heads, std::memory_order_relaxed);
     }
 }
@@ -286,11 +288,12 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
     });
 }
 
-// Every head by one thread. What the heads hold is known when the last one is done: then the units
-// are made, and no unit begins before that.
+// Every head by its own thread. What the heads hold is known when the last one is done: then the
+// units are made, and no unit begins before that.
 void Attention::recall(const Call& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
-    for (int head = next_recall_.fetch_add(1); head < n_heads; head = next_recall_.fetch_add(1)) {
+    for (int head = 0; head < n_heads; ++head) {
+        if (!owns(call, head)) continue;
         recall_head(call, head);
         if (recalled_heads_.fetch_add(1, std::memory_order_acq_rel) + 1 < n_heads) continue;
         make_units(call.layer);
@@ -323,18 +326,32 @@ void Attention::recall_head(const Call& call, int head) noexcept {
                   base_position_ + n_tokens_ - 1, call.thread);
 }
 
+// A unit of the thread's own heads, then of the others.
+int Attention::claim(const Call& call, Cursor& cursor) noexcept {
+    const int n_heads = store_.shape(call.layer).n_head_kv;
+    while (true) {
+        for (; cursor.head < n_heads; ++cursor.head) {
+            if (owns(call, cursor.head) == cursor.others) continue;
+            std::atomic<int>& next = call.job->next_unit[index(cursor.head)];
+            const int unit = next.fetch_add(1, std::memory_order_relaxed);
+            if (unit < call.job->first_unit[index(cursor.head + 1)]) return unit;
+        }
+        if (cursor.others) return -1;
+        cursor = {true, 0};
+    }
+}
+
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
     Job& job = job_of(layer, reader);
     const Call call{layer, reader, &job, split_of(layer), &params, &query, output, thread};
     if (capture_queries_ && thread == 0) capture_queries(call);
     if (recalling_ && reader == 0) recall(call);
-    const int n_units = job.first_unit.back();
-    const auto claim = [&] { return job.next_unit.fetch_add(1, std::memory_order_relaxed); };
+    Cursor cursor;
     // One unit ahead, so that its first entries can be asked for in time.
-    for (int unit = claim(); unit < n_units;) {
-        const int next = claim();
-        run_unit(call, unit, next < n_units ? next : -1);
+    for (int unit = claim(call, cursor); unit >= 0;) {
+        const int next = claim(call, cursor);
+        run_unit(call, unit, next);
         unit = next;
     }
     run_commits(commits_due_, thread);

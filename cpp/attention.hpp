@@ -108,7 +108,7 @@ private:
         explicit Job(int n_heads);
         std::vector<int> first_unit;  // of each head, and the total
         std::unique_ptr<std::atomic<int>[]> unfinished_units;
-        std::atomic<int> next_unit{0};
+        std::unique_ptr<std::atomic<int>[]> next_unit;  // of each head
         std::atomic<int> unfinished_heads{0};
     };
     struct Call {
@@ -142,6 +142,10 @@ private:
         std::vector<float> observed;  // [head][longest_]
         std::vector<float> squares;   // of outputs, [head]
     };
+    struct Cursor {  // where a thread looks for its next unit
+        bool others = false;
+        int head = 0;
+    };
     struct Commit {  // of a head that was attended to
         int layer = 0;
         int head = 0;
@@ -166,6 +170,12 @@ private:
     void prepare(int layer, int n_threads) noexcept;
     void make_units(int layer) noexcept;
     Job& job_of(int layer, int reader) { return jobs_[first_job_[index(layer)] + index(reader)]; }
+    // Whether a head is this thread's: what it holds is then in the cache of one core. It is looked
+    // through and committed by this thread, and attended to first.
+    bool owns(const Call& call, int head) const noexcept {
+        return (commits_before_ + head) % n_working_ == call.thread;
+    }
+    int claim(const Call& call, Cursor& cursor) noexcept;  // -1: there is none
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
 
@@ -219,21 +229,20 @@ private:
     bool recalling_ = false;  // frozen entries are looked for
     bool recall_now_ = false;
 
-    // Heads of single tokens that wait to be committed, in the order in which they will be.
-    std::deque<Commit> commits_;       // as many as there are heads
-    std::atomic<int> next_commit_{0};  // to be claimed
-    std::atomic<int> last_commit_{0};  // to be written
-    int commits_before_ = 0;           // of the layers before
-    int commits_so_far_ = 0;           // with this layer
-    int commits_due_ = 0;              // when this layer ends
-    int most_heads_ = 0;               // of a layer
+    // Heads of single tokens wait to be committed, each by its own thread.
+    std::deque<Commit> commits_;    // as many as there are heads, in the order of the layers
+    std::vector<int> next_commit_;  // of each thread
+    int n_working_ = 1;             // threads
+    int commits_before_ = 0;        // of the layers before
+    int commits_so_far_ = 0;        // with this layer
+    int commits_due_ = 0;           // when this layer ends
+    int most_heads_ = 0;            // of a layer
 
     std::deque<Job> jobs_;
     std::vector<std::size_t> first_job_;  // of each layer
     std::vector<Carried> carried_;        // of each layer
 
     // The layer that is being attended to: sized by begin(), filled by prepare().
-    std::atomic<int> next_recall_{0};  // heads
     std::atomic<int> recalled_heads_{0};
     std::atomic<bool> ready_{false};  // units are made
     std::size_t longest_ = 0;         // entries of the longest head, staged ones included

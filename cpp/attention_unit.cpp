@@ -270,19 +270,18 @@ bool Attention::queues(int layer) const noexcept {
 }
 
 void Attention::queue_commit(int layer, int head, const float* observed) noexcept {
-    Commit& commit = commits_[index(last_commit_.fetch_add(1, std::memory_order_relaxed))];
+    Commit& commit = commits_[index(commits_before_ + head)];
     commit.layer = layer;
     commit.head = head;
     commit.observed = observed;
     commit.ready.store(true, std::memory_order_release);
 }
 
-// The first `limit` of the micro-batch, as far as nobody else has claimed them. Those of this layer
-// become ready without anybody's waiting.
+// The thread's own of the heads before `limit`. Those of this layer become ready without anybody's
+// waiting.
 void Attention::run_commits(int limit, int thread) noexcept {
-    for (int i = next_commit_.load(std::memory_order_relaxed); i < limit;) {
-        if (!next_commit_.compare_exchange_weak(i, i + 1, std::memory_order_relaxed)) continue;
-        const Commit& commit = commits_[index(i++)];
+    for (int& next = next_commit_[index(thread)]; next < limit; next += n_working_) {
+        const Commit& commit = commits_[index(next)];
         while (!commit.ready.load(std::memory_order_acquire)) relax();
         store_.commit(commit.layer, commit.head, n_tokens_, commit.observed, 0.0f, thread);
     }
