@@ -485,6 +485,8 @@ void bind_freezing(py::class_<Headwise>& store) {
         .def_property_readonly("cold_seconds",
                                [](const Headwise& s) { return s.store.cold_seconds(); })
         .def_property_readonly("cold_bytes", [](const Headwise& s) { return s.store.cold_bytes(); })
+        .def_property_readonly("sketch_bytes",
+                               [](const Headwise& s) { return s.store.sketch_bytes(); })
         .def_property_readonly("cold_file_bytes",
                                [](const Headwise& s) { return s.store.cold_file_bytes(); })
         .def_property_readonly("cold_failure", [](const Headwise& s) -> std::optional<std::string> {

@@ -29,7 +29,7 @@ struct FreezeSchedule {
 struct FreezeSettings {
     ColdType type = ColdType::as_stored;
     std::size_t limit_bytes = 0;  // of cold storage, all KV heads; 0: none
-    int recall_interval = 4;      // generated tokens between looking for frozen entries; 0: never
+    int recall_interval = 1;      // generated tokens between looking for frozen entries; 0: never
     std::optional<FreezeSchedule> schedule{};
     int descriptor = -1;                   // of an open file; -1: in memory
     std::array<std::uint64_t, 2> nonce{};  // goes into the checksum of every page of the file

@@ -289,6 +289,14 @@ std::vector<std::int32_t> HeadStore::frozen_positions(int layer_index, int head_
     return result;
 }
 
+std::size_t HeadStore::sketch_bytes() const {
+    std::size_t bytes = 0;
+    for (const Layer& layer : layers_)
+        for (const Head& head : layer.heads)
+            if (head.cold) bytes += head.cold->sketch_bytes();
+    return bytes;
+}
+
 std::size_t HeadStore::cold_bytes() const {
     std::size_t bytes = 0;
     for (const Layer& layer : layers_)

@@ -178,7 +178,8 @@ public:
     double cold_seconds() const {
         return 1e-9 * static_cast<double>(cold_nanoseconds_.load(std::memory_order_relaxed));
     }
-    std::size_t cold_bytes() const;  // of pages in storage and open ones
+    std::size_t cold_bytes() const;    // of pages in storage and open ones
+    std::size_t sketch_bytes() const;  // of the keys in storage, always in memory
     std::size_t cold_file_bytes() const { return cold_ ? cold_->file_bytes() : 0; }
     const char* cold_failure() const { return cold_ ? cold_->failed() : nullptr; }
 

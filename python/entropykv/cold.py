@@ -171,6 +171,7 @@ class ColdSide:
             "frozen_entries": store.frozen,
             "frozen_bytes": store.cold_bytes,
             "frozen_bytes_peak": self._peak,
+            "frozen_sketch_bytes": store.sketch_bytes,
             "entries_frozen": store.frozen_total,
             "entries_restored": store.restored_total,
             "entries_recalled": store.recalled_total,

@@ -50,6 +50,8 @@ class SessionStats:
     """Bytes of theirs, in memory or on disk; those of kv_bytes_* are hot entries only."""
     frozen_bytes_peak: int = 0
     """Most bytes that were in cold storage."""
+    frozen_sketch_bytes: int = 0
+    """Bytes of the sketches that queries are compared with, in memory, besides frozen_bytes."""
     entries_frozen: int = 0
     """How often an entry went into cold storage, of all KV heads."""
     entries_restored: int = 0

@@ -212,7 +212,9 @@ def test_a_limit_drops_and_says_so(tiny_llama: Path) -> None:
             check_all_is_there(session)
             assert session.stats().frozen_bytes <= least
         assert session.evicted > 0
-        assert session.stats().frozen_bytes_peak <= least
+        stats = session.stats()
+        assert stats.frozen_bytes_peak <= least
+        assert 0 < stats.frozen_sketch_bytes < stats.frozen_bytes
 
 
 # --- sessions on disk -----------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
         (
             "frozen",
             f"{stats.frozen_entries} entries, {_mib(stats.frozen_bytes)} "
-            f"({_mib(stats.frozen_bytes_peak)} at most, {stats.freeze})",
+            f"({_mib(stats.frozen_bytes_peak)} at most, {stats.freeze}), "
+            f"sketches in memory {_mib(stats.frozen_sketch_bytes)}",
         ),
         (
             "restored",
