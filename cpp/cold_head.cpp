@@ -1,14 +1,11 @@
 #include "cold_head.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 
 #include "importance.hpp"
 #include "prefetch.hpp"
 
 namespace entropykv {
-namespace {}  // namespace
 
 ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
     : page(hot), sketch(hot), codec(type, hot) {}
