@@ -115,7 +115,7 @@ void HeadStore::weigh_frozen(const Layer& layer, const Head& head, const QueryRo
                                      needs);
         }
         for (int slot = 0; slot < per_page; ++slot)
-            if (!head.cold->frozen(first_record + slot)) needs[slot] = 0.0f;
+            needs[slot] = head.cold->frozen(first_record + slot) ? needs[slot] : 0.0f;
     }
 }
 
