@@ -6,7 +6,6 @@
 // that nothing is ever trusted that this session did not write there.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -70,7 +69,7 @@ protected:
     void grow(std::size_t n_pages) override;
 
 private:
-    std::size_t per_slab() const { return std::max<std::size_t>(1, kSlabBytes / page_bytes()); }
+    std::size_t per_slab() const { return pages_of_slab(page_bytes()); }
     std::byte* at(std::uint32_t page) const;
     std::vector<MappedMemory> slabs_;
 };

@@ -265,19 +265,8 @@ void HeadStore::stop_freezing() {
     schedule_.reset();
 }
 
-std::size_t HeadStore::total(std::size_t Head::* of_head) const {
-    std::size_t sum = 0;
-    for (const Layer& layer : layers_)
-        for (const Head& head : layer.heads) sum += head.*of_head;
-    return sum;
-}
-
 std::size_t HeadStore::frozen() const {
-    std::size_t total = 0;
-    for (const Layer& layer : layers_)
-        for (const Head& head : layer.heads)
-            if (head.cold) total += index(head.cold->n_frozen());
-    return total;
+    return total([](const Head& head) { return head.cold ? index(head.cold->n_frozen()) : 0; });
 }
 
 std::vector<std::int32_t> HeadStore::frozen_positions(int layer_index, int head_index) const {
@@ -290,11 +279,7 @@ std::vector<std::int32_t> HeadStore::frozen_positions(int layer_index, int head_
 }
 
 std::size_t HeadStore::sketch_bytes() const {
-    std::size_t bytes = 0;
-    for (const Layer& layer : layers_)
-        for (const Head& head : layer.heads)
-            if (head.cold) bytes += head.cold->sketch_bytes();
-    return bytes;
+    return total([](const Head& head) { return head.cold ? head.cold->sketch_bytes() : 0; });
 }
 
 std::size_t HeadStore::cold_bytes() const {

@@ -197,10 +197,9 @@ int HeadStore::find_rows(const Layer& layer, Head& head, int n,
         of_page = page;
         if (rows == nullptr) continue;
         Incoming& entry = workspace.incoming[index(n_found)];
-        entry = {record, rows, record, {}};
+        entry = {record, rows, {}};
         if (!head.cold->stays(page)) {
             entry.rows = nullptr;
-            entry.number = n_found;
             head.cold->take(rows, record, *kernels_, aside(layer, n_found, workspace),
                             n_found % per_page);
         }
@@ -227,10 +226,10 @@ void HeadStore::exchange(const Layer& layer, Head& head, int n_incoming, std::in
         const Incoming& entry = workspace.incoming[index(n)];
         const Slot slot = stored_slot(layer, head, target);
         if (entry.rows != nullptr)
-            head.cold->take(entry.rows, entry.number, *kernels_, slot.page, slot.index);
+            head.cold->take(entry.rows, entry.home, *kernels_, slot.page, slot.index);
         else
-            copy_rows(layer.layout, aside(layer, entry.number, workspace),
-                      entry.number % layer.layout.entries, slot.page, slot.index);
+            copy_rows(layer.layout, aside(layer, n, workspace), n % layer.layout.entries, slot.page,
+                      slot.index);
         note_restored(layer, head, target, entry.record, entry.home, now);
     }
 }

@@ -406,10 +406,7 @@ std::vector<float> HeadStore::importance(int layer_index, int head_index) const 
 }
 
 std::size_t HeadStore::entries() const {
-    std::size_t total = 0;
-    for (const Layer& layer : layers_)
-        for (const Head& head : layer.heads) total += index(head.count);
-    return total;
+    return total([](const Head& head) { return index(head.count); });
 }
 
 }  // namespace entropykv

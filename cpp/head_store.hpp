@@ -172,9 +172,15 @@ public:
     std::size_t frozen() const;
     std::vector<std::int32_t> frozen_positions(int layer, int head) const;  // ascending
     // How often, so far; what was recalled was restored, too.
-    std::size_t frozen_total() const { return total(&Head::n_frozen); }
-    std::size_t restored_total() const { return total(&Head::n_restored); }
-    std::size_t recalled_total() const { return total(&Head::n_recalled); }
+    std::size_t frozen_total() const {
+        return total([](const Head& head) { return head.n_frozen; });
+    }
+    std::size_t restored_total() const {
+        return total([](const Head& head) { return head.n_restored; });
+    }
+    std::size_t recalled_total() const {
+        return total([](const Head& head) { return head.n_recalled; });
+    }
     double cold_seconds() const {
         return 1e-9 * static_cast<double>(cold_nanoseconds_.load(std::memory_order_relaxed));
     }
@@ -251,7 +257,6 @@ private:
     struct Incoming {  // an entry that recall brings back
         int home = ColdHead::kNone;
         const std::byte* rows = nullptr;  // as ColdHead::read() has them; null: in aside()
-        int number = 0;                   // its record, or its place there
         ColdRecord record{};
     };
     struct Workspace {  // of one thread, for one commit
@@ -285,7 +290,13 @@ private:
     const Head& head_at(int layer, int head) const {
         return layers_.at(index(layer)).heads.at(index(head));
     }
-    std::size_t total(std::size_t Head::* of_head) const;
+    template <typename OfHead>
+    std::size_t total(OfHead of_head) const {
+        std::size_t sum = 0;
+        for (const Layer& layer : layers_)
+            for (const Head& head : layer.heads) sum += of_head(head);
+        return sum;
+    }
     static Slot stored_slot(const Layer& layer, const Head& head, int i) {
         return {head.pages[index(layer.layout.page_of(i))], layer.layout.slot_of(i)};
     }

@@ -9,6 +9,11 @@ namespace entropykv {
 // would pay for a TLB miss with each.
 constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
 
+// As many as fit, and one that does not.
+constexpr std::size_t pages_of_slab(std::size_t page_bytes) {
+    return page_bytes < kSlabBytes ? kSlabBytes / page_bytes : 1;
+}
+
 class MappedMemory {
 public:
     // At least so many bytes; what fills slabs all but a little is whole slabs, at multiples of

@@ -15,8 +15,7 @@ std::size_t PagePool::mapped_bytes() const {
 }
 
 void PagePool::add_slab() {
-    const std::size_t per_slab = std::max<std::size_t>(1, kSlabBytes / page_bytes_);
-    const std::size_t pages = std::min(per_slab, budget_pages_ - mapped_pages_);
+    const std::size_t pages = std::min(pages_of_slab(page_bytes_), budget_pages_ - mapped_pages_);
     slabs_.push_back({MappedMemory(pages * page_bytes_), pages});
     const Slab& slab = slabs_.back();
     mapped_pages_ += slab.pages;
