@@ -36,6 +36,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	build/cpp/store_test
 	build/cpp/state_test
 	build/cpp/cold_test
+	build/cpp/large_test
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q --no-build-isolation ".[reference,ray]"

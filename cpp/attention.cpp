@@ -3,14 +3,21 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <stdexcept>
 
 #include "relax.hpp"
+#include "scratch.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr int kWideGroup = 12;  // from so many query heads on, rows in lanes pay for decode too
 constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
+// What is observed is held once for every band of tiles: so many bands of a layer's heads are enough
+// for the threads, and few enough not to need as much memory as the cache.
+constexpr int kMostBands = 64;
+constexpr int kRowsChunk = 256;      // entries of a unit of the prompt kernel, or more
+constexpr int kMostRowsChunks = 64;  // units of such a tile
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
@@ -68,15 +75,15 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
         for (int r = 0; r < store_.shape(l).readers; ++r)
             jobs_.emplace_back(store_.shape(l).n_head_kv);
         for (int h = 0; h < store_.shape(l).n_head_kv; ++h) commits_.emplace_back();
-        most_heads_ = std::max(most_heads_, store_.shape(l).n_head_kv);
         entropy_.push_back({std::vector<double>(index(store_.shape(l).n_head), 0.0), 0, {}});
         for (Worker& worker : workers_) {
             grow(worker.query, index(kRowTile) * index(layout.k_stride));
             grow(worker.output, index(kRowTile) * index(layout.v_stride));
             grow(worker.kernel, prompt_scratch_floats(layout));
             grow(worker.softmax, index(7 * kRowTile));
-            if (store_.freezes())
-                grow(worker.recall, index(kMostQueryRows * (layout.k_stride + 2)));
+            if (!store_.freezes()) continue;
+            grow(worker.recall, index(kMostQueryRows * (layout.k_stride + 1)));
+            worker.recall_positions.resize(kMostQueryRows);
         }
     }
     next_commit_.resize(workers_.size());
@@ -140,12 +147,15 @@ Attention::Split Attention::split_of(int layer) const {
     split.tile_rows = split.by_rows ? kRowTile : split.rows;
     split.tiles = (split.rows + split.tile_rows - 1) / split.tile_rows;
     split.by_entries = !split.by_rows || split.tiles * shape.n_head_kv < kFewUnits;
+    const int most_bands = std::max(1, kMostBands / shape.n_head_kv);
+    split.band_tiles = split.by_entries ? split.tiles : (split.tiles + most_bands - 1) / most_bands;
     return split;
 }
 
 int Attention::chunk_entries(const Split& split, int total) {
-    // A unit costs as much as some twenty entries, and a few units per thread share out evenly.
-    if (split.by_rows) return 256;
+    // A unit costs as much as some twenty entries, and a few units per thread share out evenly. What
+    // the prompt kernel leaves of a unit is as large as a tile of outputs: there are only so many.
+    if (split.by_rows) return std::max(kRowsChunk, (total / kMostRowsChunks + 63) / 64 * 64);
     return total <= 1024 ? 128 : total <= 8192 ? 256 : total <= 65536 ? 512 : 1024;
 }
 
@@ -157,6 +167,8 @@ int Attention::chunks_of(const Split& split, int total) {
 
 // Of so many entries or fewer: where units grow, there may be fewer of them.
 int Attention::most_chunks(const Split& split, int most) {
+    if (split.by_entries && split.by_rows)
+        return std::min(kMostRowsChunks, (most + kRowsChunk - 1) / kRowsChunk);
     int chunks = chunks_of(split, most);
     for (const int total : {1024, 8192, 65536})
         if (total < most) chunks = std::max(chunks, chunks_of(split, total));
@@ -167,12 +179,25 @@ int Attention::first_observed_row(const Split& split) const {
     return std::max(0, n_tokens_ - store_.settings().importance.observation_window) * split.group;
 }
 
+// Bands with rows of the observation window.
+int Attention::observed_bands(const Split& split) const {
+    return (split.tiles - 1) / split.band_tiles - first_observed_tile(split) / split.band_tiles + 1;
+}
+
+// Units of a head of so many entries.
+int Attention::units_of(const Split& split, int total) const {
+    if (split.by_entries) return split.tiles * chunks_of(split, total);
+    return (split.tiles + split.band_tiles - 1) / split.band_tiles;
+}
+
 Attention::Tile Attention::tile_at(const Split& split, int head, int number) {
     const int first = number * split.tile_rows;
     return {head, number, first, std::min(split.tile_rows, split.rows - first)};
 }
 
 void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position) {
+    if (base_position < 0 || base_position > kMostPositions - n_tokens)
+        throw std::invalid_argument("a position outside of 0 .. 2^30");
     const int interval = store_.recall_interval();
     recalling_ = interval > 0 && store_.frozen() > 0 &&
                  (n_tokens > 1 || recall_now_ || base_position % interval == 0);
@@ -186,13 +211,17 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
     std::iota(next_commit_.begin(), next_commit_.end(), 0);
     commits_before_ = commits_so_far_ = commits_due_ = 0;
     for (Commit& commit : commits_) commit.ready.store(false, std::memory_order_relaxed);
+    // Recall adds only what the budget has room for.
     const auto most_entries = [&](int layer, int head) {
-        return total_entries(layer, head) + (recalling_ ? store_.most_recalled(layer, head) : 0);
+        const int total = total_entries(layer, head);
+        const int recalled = recalling_ ? store_.most_recalled(layer, head) : 0;
+        return std::max(total, std::min(total + recalled, store_.budget(layer, head)));
     };
     longest_ = 0;
     for (int l = 0; l < store_.n_layers(); ++l)
         for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
             longest_ = std::max(longest_, index(most_entries(l, h)));
+    std::size_t observed = 0;  // of a layer
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = split_of(l);
         const std::size_t n_heads = index(store_.shape(l).n_head_kv);
@@ -212,11 +241,30 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
             grow(carried_[index(l)].squares, n_heads);
         }
         if (!observing_) continue;
-        const int observed = split.tiles - first_observed_row(split) / split.tile_rows;
-        const std::size_t of_head = index(observed) * longest_;
-        grow(observed_, (n_tokens == 1 ? index(2 * most_heads_) : n_heads) * of_head);
+        observed = std::max(observed, n_heads * index(observed_bands(split)) * longest_);
         if (!split.by_rows) grow(logits_, n_heads * index(split.group) * longest_);
     }
+    observed_turn_ = n_tokens == 1 ? observed : 0;
+    grow(observed_, observed_turn_ + observed);
+}
+
+std::size_t Attention::scratch_bytes() const {
+    std::size_t bytes = bytes_of(partials_) + bytes_of(logits_) + bytes_of(observed_);
+    for (const Worker& worker : workers_)
+        bytes += bytes_of(worker.query) + bytes_of(worker.output) + bytes_of(worker.kernel) +
+                 bytes_of(worker.softmax) + bytes_of(worker.recall) +
+                 bytes_of(worker.recall_positions);
+    for (const Carried& carried : carried_)
+        bytes += bytes_of(carried.observed) + bytes_of(carried.squares);
+    for (const Capture& capture : captures_) bytes += bytes_of(capture.queries);
+    for (const LayerEntropy& entropy : entropy_) bytes += bytes_of(entropy.last);
+    return bytes;
+}
+
+void Attention::release_scratch() {
+    for (std::vector<float>* values : {&partials_, &logits_, &observed_})
+        std::vector<float>().swap(*values);
+    for (Carried& carried : carried_) carried = Carried{};
 }
 
 // What is left over where heads are no multiple of the threads waits for the next layer. (Not
@@ -241,7 +289,7 @@ void Attention::make_units(int layer) noexcept {
         Job& job = job_of(layer, reader);
         int units = 0;
         for (int h = 0; h < n_heads; ++h) {
-            const int of_head = split.tiles * chunks_of(split, total_entries(layer, h));
+            const int of_head = units_of(split, total_entries(layer, h));
             job.first_unit[index(h)] = units;
             job.unfinished_units[index(h)].store(of_head, std::memory_order_relaxed);
             job.next_unit[index(h)].store(units, std::memory_order_relaxed);
@@ -308,12 +356,13 @@ void Attention::recall_head(const Call& call, int head) noexcept {
     const int group = call.split.group;
     float* rows = workers_[index(call.thread)].recall.data();
     const int n_looking = std::clamp(kMostQueryRows / group, 1, n_tokens_);  // the last ones
-    float* positions = rows + kMostQueryRows * layout.k_stride;
-    float* slopes = call.params->slopes != nullptr ? positions + kMostQueryRows : nullptr;
+    std::int32_t* positions = workers_[index(call.thread)].recall_positions.data();
+    float* slopes =
+        call.params->slopes != nullptr ? rows + kMostQueryRows * layout.k_stride : nullptr;
     int n = 0;
     for (int token = n_tokens_ - n_looking; token < n_tokens_; ++token) {
         for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
-            positions[n] = static_cast<float>(base_position_ + token);
+            positions[n] = base_position_ + token;
             if (slopes != nullptr) slopes[n] = call.params->slopes[head * group + g];
             const float* query = call.query->row(token, head * group + g);
             float* row = rows + n * layout.k_stride;

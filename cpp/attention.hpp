@@ -71,6 +71,11 @@ public:
     void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                 float* output, int thread) noexcept;  // output [n_tokens][n_head][v_dim]
 
+    // Bytes besides the store: what threads work with, and what queries give until it is committed.
+    std::size_t scratch_bytes() const;
+    // Between micro-batches, where budgets shrank: the next one takes what it needs.
+    void release_scratch();
+
     int n_threads() const { return static_cast<int>(workers_.size()); }
     int n_tokens() const { return n_tokens_; }
 
@@ -101,8 +106,9 @@ private:
         int rows;       // n_tokens * group, token-major
         int tile_rows;  // of a full tile
         int tiles;
+        int band_tiles;   // tiles of a band: one thread attends to them, one after the other
         bool by_rows;     // the prompt kernel
-        bool by_entries;  // a unit is a range of entries, merged at the end
+        bool by_entries;  // a unit is a range of entries of a tile, merged at the end; else a band
     };
     struct Job {  // one reader of a layer: sized by the constructor, filled by prepare()
         explicit Job(int n_heads);
@@ -128,7 +134,7 @@ private:
         int count;
     };
     struct Unit {
-        Tile tile;
+        Tile tile;  // the first one of a band
         int chunk;
     };
     struct Worker {                 // scratch of one thread
@@ -136,7 +142,8 @@ private:
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
         std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
-        std::vector<float> recall;   // query rows, their positions and slopes
+        std::vector<float> recall;   // query rows and their slopes
+        std::vector<std::int32_t> recall_positions;  // of those rows
     };
     struct Carried {                  // what a layer's readers saw, but for the last one
         std::vector<float> observed;  // [head][longest_]
@@ -164,6 +171,11 @@ private:
     static int chunks_of(const Split& split, int total);
     int total_entries(int layer, int head) const { return store_.count(layer, head) + n_tokens_; }
     int first_observed_row(const Split& split) const;
+    int first_observed_tile(const Split& split) const {
+        return first_observed_row(split) / split.tile_rows;
+    }
+    int observed_bands(const Split& split) const;
+    int units_of(const Split& split, int total) const;
     static Tile tile_at(const Split& split, int head, int number);
     Unit unit_at(const Call& call, int unit) const noexcept;
     static int most_chunks(const Split& split, int most);
@@ -182,6 +194,7 @@ private:
     void recall(const Call& call) noexcept;
     void recall_head(const Call& call, int head) noexcept;
     void run_unit(const Call& call, int unit, int next) noexcept;  // next: -1 if there is none
+    void run_band(const Call& call, const Tile& first) noexcept;
     void run_rows(const Call& call, const Tile& tile, int chunk) noexcept;
     void run_decode(const Call& call, const Tile& tile, int chunk, int next) noexcept;
     void finish_head(const Call& call, int head) noexcept;
@@ -204,12 +217,14 @@ private:
     PromptTask prompt_task(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     template <typename Visit>
     void over_ranges(const Call& call, const Tile& tile, int first, int last, Visit visit) noexcept;
+    float oldest_relative(int layer, int token) const noexcept;
     void load_queries(const Call& call, const Tile& tile) noexcept;
     void start_softmax(const Call& call, const Tile& tile, int chunk,
                        const SoftmaxState& state) const noexcept;
     SoftmaxState worker_state(const Call& call) noexcept;
     SoftmaxState partial_state(const Call& call, const Tile& tile, int chunk) noexcept;
-    float* observed_of(const Call& call, const Tile& tile) noexcept;
+    float* observed_of(const Call& call, int head, int band) noexcept;
+    int band_of(const Call& call, int tile) const noexcept;
     float* logits_of(const Call& call, int head) noexcept;
     const float* row_weights(const Call& call, const Tile& tile) noexcept;
 
@@ -236,7 +251,6 @@ private:
     int commits_before_ = 0;        // of the layers before
     int commits_so_far_ = 0;        // with this layer
     int commits_due_ = 0;           // when this layer ends
-    int most_heads_ = 0;            // of a layer
 
     std::deque<Job> jobs_;
     std::vector<std::size_t> first_job_;  // of each layer
@@ -248,7 +262,11 @@ private:
     std::size_t longest_ = 0;         // entries of the longest head, staged ones included
     std::vector<float> partials_;
     std::vector<float> logits_;    // decode: [head][row][longest_]
-    std::vector<float> observed_;  // [head][observed tile][longest_]; single tokens: twice
+    // What the observed rows of a band gave, added up tile by tile: [head][observed band][longest_],
+    // of single tokens twice: for layers of even and of odd numbers, since a layer's commits may
+    // wait for the next one.
+    std::vector<float> observed_;
+    std::size_t observed_turn_ = 0;  // where the second half begins
 };
 
 }  // namespace entropykv

@@ -26,17 +26,20 @@ Statistic statistic_of(ScoreKind kind) {
 Attention::Unit Attention::unit_at(const Call& call, int unit) const noexcept {
     int head = 0;
     while (unit >= call.job->first_unit[index(head + 1)]) ++head;
-    const int chunks = chunks_of(call.split, total_entries(call.layer, head));
     const int local = unit - call.job->first_unit[index(head)];
+    if (!call.split.by_entries) return {tile_at(call.split, head, local * call.split.band_tiles), 0};
+    const int chunks = chunks_of(call.split, total_entries(call.layer, head));
     return {tile_at(call.split, head, local / chunks), local % chunks};
 }
 
 void Attention::run_unit(const Call& call, int unit, int next) noexcept {
     const auto [tile, chunk] = unit_at(call, unit);
-    if (call.split.by_rows) {
+    if (!call.split.by_rows) {
+        run_decode(call, tile, chunk, next);
+    } else if (call.split.by_entries) {
         run_rows(call, tile, chunk);
     } else {
-        run_decode(call, tile, chunk, next);
+        run_band(call, tile);
     }
     std::atomic<int>& unfinished = call.job->unfinished_units[index(tile.head)];
     if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) finish_head(call, tile.head);
@@ -79,6 +82,12 @@ SoftmaxState Attention::partial_state(const Call& call, const Tile& tile, int ch
     return {start, start + rows, start + 2 * rows, start + 3 * rows};
 }
 
+// The oldest position that a token of the micro-batch sees, relative to the first token.
+float Attention::oldest_relative(int layer, int token) const noexcept {
+    const std::int32_t oldest = store_.shape(layer).oldest_seen(base_position_ + token);
+    return static_cast<float>(oldest - base_position_);
+}
+
 void Attention::load_queries(const Call& call, const Tile& tile) noexcept {
     const PageLayout& layout = store_.layout(call.layer);
     Worker& worker = workers_[index(call.thread)];
@@ -97,9 +106,8 @@ void Attention::load_queries(const Call& call, const Tile& tile) noexcept {
         if (call.params->slopes != nullptr) slopes[r] = call.params->slopes[query_head];
         for (int d = 0; d < layout.k_dim; ++d)
             query[index(d) * lanes + index(r) * stride] = source[d] * call.params->scale;
-        positions[r] = static_cast<float>(base_position_ + token);
-        oldest[r] =
-            static_cast<float>(store_.shape(call.layer).oldest_seen(base_position_ + token));
+        positions[r] = static_cast<float>(token);
+        oldest[r] = oldest_relative(call.layer, token);
     }
 }
 
@@ -130,6 +138,7 @@ PromptTask Attention::prompt_task(const Call& call, const Tile& tile,
     Worker& worker = workers_[index(call.thread)];
     PromptTask task{};
     task.query = worker.query.data();
+    task.base_position = base_position_;
     task.row_positions = worker.softmax.data() + 3 * kRowTile;
     task.rows = tile.count;
     task.softcap = call.params->softcap;
@@ -138,6 +147,12 @@ PromptTask Attention::prompt_task(const Call& call, const Tile& tile,
     task.scratch = worker.kernel.data();
     task.state = state;
     return task;
+}
+
+void Attention::run_band(const Call& call, const Tile& first) noexcept {
+    const int end = std::min(first.number + call.split.band_tiles, call.split.tiles);
+    for (int number = first.number; number < end; ++number)
+        run_rows(call, tile_at(call.split, first.head, number), 0);
 }
 
 void Attention::run_rows(const Call& call, const Tile& tile, int chunk) noexcept {
@@ -186,10 +201,9 @@ void Attention::run_decode(const Call& call, const Tile& tile, int chunk, int ne
     task.query = workers_[index(call.thread)].query.data();
     task.rows = tile.count;
     task.softcap = call.params->softcap;
-    const LayerShape& shape = store_.shape(call.layer);
-    task.oldest_position =
-        shape.window > 0 ? static_cast<float>(shape.oldest_seen(base_position_)) : kMaskedLogit;
-    task.position = static_cast<float>(base_position_);
+    const bool windowed = store_.shape(call.layer).window > 0;
+    task.oldest = windowed ? oldest_relative(call.layer, 0) : kMaskedLogit;
+    task.position = base_position_;
     if (call.params->slopes != nullptr)
         task.slopes = workers_[index(call.thread)].softmax.data() + 6 * kRowTile;
     task.state = state;
@@ -364,9 +378,10 @@ void Attention::note_entropy(const Call& call, const Tile& tile,
     if (!track_entropy_) return;
     std::vector<float>& last = entropy_[index(call.layer)].last;
     for (int r = 0; r < tile.count; ++r) {
+        // A query that is no number has no entropy, and must not spoil the sums of the others.
         const float nats = std::log(state.sum[r]) - state.weighted[r] / state.sum[r];
         last[index(tile.head * call.split.rows + tile.first + r)] =
-            std::max(nats, 0.0f) * kBitsPerNat;
+            nats > 0.0f ? nats * kBitsPerNat : 0.0f;
     }
 }
 
@@ -374,12 +389,16 @@ float* Attention::logits_of(const Call& call, int head) noexcept {
     return logits_.data() + index(head * call.split.group) * longest_;
 }
 
-float* Attention::observed_of(const Call& call, const Tile& tile) noexcept {
-    const int first = first_observed_row(call.split) / call.split.tile_rows;
-    const int observed = call.split.tiles - first;
-    const int before = n_tokens_ == 1 ? call.layer % 2 * most_heads_ : 0;  // that may wait
-    return observed_.data() +
-           index((before + tile.head) * observed + tile.number - first) * longest_;
+// The band of a tile, counted from the first observed one.
+int Attention::band_of(const Call& call, int tile) const noexcept {
+    const int size = call.split.band_tiles;
+    return tile / size - first_observed_tile(call.split) / size;
+}
+
+float* Attention::observed_of(const Call& call, int head, int band) noexcept {
+    const std::size_t turn = call.layer % 2 == 0 ? 0 : observed_turn_;
+    return observed_.data() + turn +
+           index(head * observed_bands(call.split) + band) * longest_;
 }
 
 // How much each row of a tile counts: nothing before the observation window. What is divided by an
@@ -403,8 +422,11 @@ void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& 
     const Statistic what = statistic_of(store_.settings().importance.kind);
     const float* weights = row_weights(call, tile);
     const auto neighbourhood = static_cast<float>(store_.neighbourhood());
-    float* observed = observed_of(call, tile);
-    std::fill(observed, observed + total, 0.0f);
+    const int band = band_of(call, tile.number);
+    float* observed = observed_of(call, tile.head, band);
+    const bool begins = tile.number == first_observed_tile(call.split) ||
+                        tile.number % call.split.band_tiles == 0;
+    if (begins) std::fill(observed, observed + total, 0.0f);
     PromptTask task = prompt_task(call, tile, state);
     over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {
         task.entries = range;
@@ -418,7 +440,7 @@ void Attention::observe_decode(const Call& call, const Tile& tile,
     if (!observing_) return;
     const int total = total_entries(call.layer, tile.head);
     const Statistic what = statistic_of(store_.settings().importance.kind);
-    float* observed = observed_of(call, tile);
+    float* observed = observed_of(call, tile.head, 0);
     std::fill(observed, observed + total, 0.0f);
     for (int r = 0; r < tile.count; ++r)
         kernels_.logits_observe(logits_of(call, tile.head) + index(r) * longest_, total, what,
@@ -428,11 +450,10 @@ void Attention::observe_decode(const Call& call, const Tile& tile,
 // What the observation window gave to every entry of a head, or null.
 float* Attention::sum_observed(const Call& call, int head) noexcept {
     if (!observing_) return nullptr;
-    const int first = first_observed_row(call.split) / call.split.tile_rows;
-    float* total = observed_of(call, tile_at(call.split, head, first));
+    float* total = observed_of(call, head, 0);
     const int n = total_entries(call.layer, head);
-    for (int number = first + 1; number < call.split.tiles; ++number) {
-        const float* more = observed_of(call, tile_at(call.split, head, number));
+    for (int band = 1; band < observed_bands(call.split); ++band) {
+        const float* more = observed_of(call, head, band);
         for (int j = 0; j < n; ++j) total[j] += more[j];
     }
     return total;

@@ -66,8 +66,8 @@ public:
                               const std::optional<InputArray<float>>& v, AttentionParams params,
                               const std::optional<InputArray<float>>& sinks,
                               const std::optional<InputArray<float>>& slopes, int position) {
-        const LayerShape& shape = store.shape(layer);
-        const auto n_tokens = static_cast<int>(q.shape(0));
+        const LayerShape& shape = shape_of(layer);
+        const auto n_tokens = static_cast<int>(q.ndim() == 3 ? q.shape(0) : 0);
         const auto check = [&](const InputArray<float>& rows, int heads, int dim) {
             if (rows.ndim() != 3 || rows.shape(0) != n_tokens || rows.shape(1) != heads ||
                 rows.shape(2) != dim)
@@ -76,6 +76,10 @@ public:
         check(q, shape.n_head, shape.k_dim);
         if (reader < 0 || reader >= shape.readers)
             throw std::invalid_argument("a reader that the layer does not have");
+        if (reader > 0 && (layer != last_layer || reader != last_reader + 1))
+            throw std::invalid_argument("readers of a layer attend one after the other");
+        if (reader > 0 && n_tokens != attention.n_tokens())
+            throw std::invalid_argument("readers of a layer attend to the same tokens");
         if (k.has_value() != (reader == 0))
             throw std::invalid_argument("k must be given for the first reader, and for no other");
         if (v.has_value() != (reader == 0 && !shape.latent))
@@ -98,12 +102,38 @@ public:
         if (k) attention.stage_k(layer, rows(*k), 0, 1);
         if (v) attention.stage_v(layer, rows(*v), 0, 1);
         attention.attend(layer, reader, params, rows(q), output.mutable_data(), 0);
+        last_layer = layer;
+        last_reader = reader;
         return output;
+    }
+
+    const LayerShape& shape_of(int layer) const {
+        if (layer < 0 || layer >= store.n_layers())
+            throw std::invalid_argument("layer " + std::to_string(layer) + " of a store of " +
+                                        std::to_string(store.n_layers()));
+        return store.shape(layer);
+    }
+
+    void check_head(int layer, int head) const {
+        const int n = shape_of(layer).n_head_kv;
+        if (head < 0 || head >= n)
+            throw std::invalid_argument("KV head " + std::to_string(head) + " of a layer of " +
+                                        std::to_string(n));
+    }
+
+    // Budgets in entries; what threads work with shrinks with them.
+    void set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
+                     const Protection& protection) {
+        const std::size_t before = store.budget_bytes();
+        store.set_budgets(budgets, pool_pages, protection);
+        if (store.budget_bytes() < before) attention.release_scratch();
     }
 
     const KernelTable& kernels;
     HeadStore store;
     Attention attention;
+    int last_layer = -1;  // that attend() was called for
+    int last_reader = -1;
 };
 
 void bind_decisions(py::module_& m) {
@@ -178,7 +208,14 @@ void bind_decisions(py::module_& m) {
         py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
         py::arg("entries_per_page"), py::arg("knots"), py::arg("losses"),
         py::arg("limits") = std::vector<int>{});
-    m.def("pages_for", &pages_for, py::arg("entries"), py::arg("entries_per_page"));
+    m.def(
+        "pages_for",
+        [](int entries, int per_page) {
+            if (entries < 0 || per_page < 1)
+                throw std::invalid_argument("pages hold 1 entry or more, of 0 or more");
+            return pages_for(entries, per_page);
+        },
+        py::arg("entries"), py::arg("entries_per_page"));
     m.def(
         "page_geometry",
         [](const std::vector<LayerShape>& layers, const std::string& kv_type) {
@@ -330,9 +367,10 @@ void bind_observation(py::class_<Headwise>& store) {
         .def(
             "row_entropies",
             [](const Headwise& self, int layer) {
+                const LayerShape& shape = self.shape_of(layer);
                 const std::vector<float> rows = self.attention.row_entropies(layer);
                 if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
-                return to_rows(rows, {self.attention.n_tokens(), self.store.shape(layer).n_head});
+                return to_rows(rows, {self.attention.n_tokens(), shape.n_head});
             },
             py::arg("layer"))
         .def(
@@ -341,8 +379,8 @@ void bind_observation(py::class_<Headwise>& store) {
         .def(
             "queries",
             [](const Headwise& self, int layer) {
+                const LayerShape& shape = self.shape_of(layer);
                 const Attention::Capture& capture = self.attention.capture(layer);
-                const LayerShape& shape = self.store.shape(layer);
                 const int n_tokens = self.attention.n_tokens();
                 const auto size = static_cast<std::size_t>(n_tokens * shape.n_head * shape.k_dim);
                 if (capture.queries.size() != size)
@@ -356,6 +394,7 @@ void bind_observation(py::class_<Headwise>& store) {
         .def(
             "rows",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 const StoredRows rows = self.store.rows(layer, head);
                 const auto n = static_cast<py::ssize_t>(rows.positions.size());
                 const LayerShape& shape = self.store.shape(layer);
@@ -375,12 +414,14 @@ void bind_state(py::class_<Headwise>& store) {
         .def(
             "state_bytes",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 return self.store.state_bytes(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "save_head",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 py::bytes state(nullptr, self.store.state_bytes(layer, head));
                 self.store.save_head(layer, head,
                                      reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
@@ -391,6 +432,7 @@ void bind_state(py::class_<Headwise>& store) {
             "state_problem",
             [data](const Headwise& self, int layer, int count, const py::bytearray& state,
                    int end) {
+                self.shape_of(layer);
                 return self.store.state_problem(layer, count, data(state), state.size(), end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
@@ -407,6 +449,7 @@ void bind_state(py::class_<Headwise>& store) {
         .def(
             "load_head",
             [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
+                self.check_head(layer, head);
                 self.store.load_head(layer, head, count, data(state));
             },
             py::arg("layer"), py::arg("kv_head"), py::arg("count"), py::arg("state"));
@@ -472,6 +515,7 @@ void bind_freezing(py::class_<Headwise>& store) {
         .def(
             "frozen_positions",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 return to_array(self.store.frozen_positions(layer, head));
             },
             py::arg("layer"), py::arg("kv_head"))
@@ -531,7 +575,7 @@ void bind_headwise(py::module_& m) {
             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,
                int recent_window) {
                 const py::gil_scoped_release release;
-                self.store.set_budgets(budgets, pool_pages, {n_sinks, recent_window});
+                self.set_budgets(budgets, pool_pages, {n_sinks, recent_window});
             },
             py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"), py::arg("recent_window"))
         .def(
@@ -567,6 +611,7 @@ void bind_headwise(py::module_& m) {
         .def(
             "entropies",
             [](const Headwise& self, int layer) {
+                self.shape_of(layer);
                 std::vector<double> means = self.attention.entropy_sums(layer);
                 const auto rows = static_cast<double>(self.attention.entropy_rows(layer));
                 if (rows == 0.0) throw std::invalid_argument("nothing was attended to yet");
@@ -588,24 +633,30 @@ void bind_headwise(py::module_& m) {
         .def(
             "positions",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 return to_array(self.store.positions(layer, head));
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "importance",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 return to_array(self.store.importance(layer, head));
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "budget",
             [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
                 return self.store.budget(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "count",
-            [](const Headwise& self, int layer, int head) { return self.store.count(layer, head); },
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return self.store.count(layer, head);
+            },
             py::arg("layer"), py::arg("kv_head"))
         .def_property_readonly("entries", [](const Headwise& s) { return s.store.entries(); })
         .def_property_readonly("evicted", [](const Headwise& s) { return s.store.evicted(); })
@@ -620,7 +671,10 @@ void bind_headwise(py::module_& m) {
         .def_property_readonly("mapped_bytes",
                                [](const Headwise& s) { return s.store.mapped_bytes(); })
         .def_property_readonly("staging_bytes",
-                               [](const Headwise& s) { return s.store.staging_bytes(); });
+                               [](const Headwise& s) { return s.store.staging_bytes(); })
+        .def_property_readonly("scratch_bytes", [](const Headwise& s) {
+            return s.store.workspace_bytes() + s.attention.scratch_bytes();
+        });
 }
 
 void bind_flat(py::module_& m) {

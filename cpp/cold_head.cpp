@@ -26,7 +26,7 @@ void ColdHead::prepare(int n_new) {
     while (sketches_.size() * index(kSketchesOfSlab) < pages_.size() + n_pages)
         sketches_.emplace_back(index(kSketchesOfSlab) * layout_->sketch.page_bytes());
     make_room(spare_, pages_.capacity());
-    const std::size_t room = most_pages_ == 0 ? n_pages : most_pages_ - n_stored_;
+    const std::size_t room = is_limited() ? most_pages_ - n_stored_ : n_pages;
     while (spare_.size() < std::min(n_pages, room)) spare_.push_back(storage_->take());
 }
 
@@ -39,7 +39,7 @@ int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record, flo
     n_dropped_ = 0;
     if (open_ == kNone || n_open_ == per_page()) {
         if (open_ != kNone) {
-            if (most_pages_ != 0 && n_stored_ >= most_pages_)
+            if (is_limited() && n_stored_ >= most_pages_)
                 drop_page(least_page(decay, record.frozen_at));
             close_open(kernels);
         }

@@ -35,7 +35,7 @@ struct QueryRows {
     int n;
     int stride;
     float softcap;
-    const float* positions;
+    const std::int32_t* positions;
     const float* slopes;  // what a logit falls by per position of distance (ALiBi), or null
     const float* row(int r) const {
         return data + static_cast<std::size_t>(r) * static_cast<std::size_t>(stride);
@@ -45,7 +45,7 @@ struct QueryRows {
     float adjusted(int r, float product, std::int32_t position) const {
         const float logit = softcap > 0.0f ? softcap * std::tanh(product / softcap) : product;
         if (slopes == nullptr) return logit;
-        return logit + slopes[r] * (static_cast<float>(position) - positions[r]);
+        return logit + slopes[r] * static_cast<float>(position - positions[r]);
     }
 };
 
@@ -110,7 +110,10 @@ public:
     void clear_detections();
 
     // Whether a page that was read stays where it is while entries are added.
-    bool stays(int page) const { return page != open_ && most_pages_ == 0 && storage_->in_place(); }
+    bool stays(int page) const { return page != open_ && !is_limited() && storage_->in_place(); }
+
+    // Whether pages of records are dropped where storage has no more room.
+    bool is_limited() const { return most_pages_ != 0; }
 
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }

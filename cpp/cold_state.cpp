@@ -168,7 +168,7 @@ int ColdHead::load(const std::byte* state, const KernelTable& kernels, std::byte
         store(number, packed_.data());
     }
     const int n_frozen = n_frozen_;
-    while (most_pages_ != 0 && n_stored_ > most_pages_) drop_page(least_page(1.0f, 0));
+    while (is_limited() && n_stored_ > most_pages_) drop_page(least_page(1.0f, 0));
     return n_frozen - n_frozen_;
 }
 

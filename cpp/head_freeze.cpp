@@ -11,6 +11,12 @@ void HeadStore::start_freezing() {
     const FreezeSettings& freezing = *settings_.freezing;
     if (settings_.own_windows)
         throw std::invalid_argument("heads that keep the same positions cannot be frozen");
+    if (freezing.schedule) {
+        const FreezeSchedule& schedule = *freezing.schedule;
+        if (schedule.window < 0 || schedule.window > kMostPositions || schedule.history < 0 ||
+            !(schedule.rate > 0.0f) || !(schedule.threshold >= 0.0f))
+            throw std::invalid_argument("a schedule of freezing with impossible numbers");
+    }
     std::size_t page_bytes = 0;
     std::size_t n_heads = 0;
     for (Layer& layer : layers_) {
@@ -43,11 +49,18 @@ void HeadStore::start_freezing() {
 // Cold room for all that a micro-batch can freeze, and how many entries may come back by timers.
 int HeadStore::prepare_cold(const Layer& layer, Head& head, int n_tokens, std::int32_t newest) {
     if (!head.cold) return 0;
-    const int most = head.count + n_tokens;
-    const int beyond = std::max(0, most - head.budget + kDecodeRoom);
-    head.cold->prepare(schedule_ ? most : std::min(most, beyond + most_recalled(head)));
-    size_for_frozen(layer, index(head.cold->n_pages() + n_tokens / layer.layout.entries + 2));
-    return schedule_ ? head.cold->count_due(newest) : 0;
+    const int held = head.count + n_tokens;
+    const int recalled = most_recalled(head);
+    const int due = schedule_ ? head.cold->count_due(newest) : 0;
+    // Without a schedule, what is evicted gets a record, and what is exchanged for recalled entries.
+    // Under one, everything may; and what came back twice, where a limit dropped its record.
+    const int evicted = std::max(0, held - head.budget + kDecodeRoom);
+    const int n_new = !schedule_                ? evicted + recalled
+                      : head.cold->is_limited() ? held + recalled + due
+                                                : held;
+    head.cold->prepare(n_new);
+    size_for_frozen(layer, index(head.cold->n_pages()));
+    return due;
 }
 
 void HeadStore::size_homes(const Layer& layer, Head& head) {
@@ -241,12 +254,18 @@ std::size_t HeadStore::restore(const Asked& asked, std::int32_t now, bool forget
             }
             grow_pages(layer, head, std::min(head.budget, head.count + head.cold->n_frozen()));
             size_homes(layer, head);
-            n += index(
-                append_restored(layer, head, now, workspaces_[0], [&](const ColdHead& cold, int i) {
-                    const ColdRecord record = cold.record(i);
-                    return record.frozen() && record.frozen_at > asked.frozen_after &&
-                           record.due > asked.due_after;
-                }));
+            const auto wants = [&](const ColdHead& cold, int i) {
+                const ColdRecord record = cold.record(i);
+                return record.frozen() && record.frozen_at > asked.frozen_after &&
+                       record.due > asked.due_after;
+            };
+            // Sinks and the recent window first: no head may be without them.
+            const Protection protection = protection_of(layer, head, now);
+            const auto wants_first = [&](const ColdHead& cold, int i) {
+                return wants(cold, i) && protection.covers(cold.position(i), now);
+            };
+            n += index(append_restored(layer, head, now, workspaces_[0], wants_first));
+            n += index(append_restored(layer, head, now, workspaces_[0], wants));
             drop_pages(layer, head, head.count);
         }
     }

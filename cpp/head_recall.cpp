@@ -6,12 +6,12 @@
 
 #include "head_store.hpp"
 #include "prefetch.hpp"
+#include "scratch.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr int kRowsAtOnce = 4;         // queries whose logits are held
-constexpr int kMostAdded = 2048;       // entries that come back at a time where there is room
 constexpr float kLeastShare = 0.003f;  // of a query's attention: what is worth a copy
 constexpr float kAdvantage = 1.25f;    // of need, over that of the entry whose place is taken
 
@@ -21,21 +21,23 @@ constexpr Statistic kNeed = Statistic::squared_probability;
 
 }  // namespace
 
-void HeadStore::size_for_recall(Workspace& workspace) const {
+// Room to look through a head of n entries.
+void HeadStore::size_for_recall(Workspace& workspace, std::size_t n) const {
     if (!cold_) return;
     std::size_t entries = 0;
     for (const Layer& layer : layers_) entries = std::max(entries, index(layer.layout.entries));
-    const std::size_t n = workspace.scores.size();
     // All slots of every page, also of the last one.
-    workspace.logits.resize(
-        std::max(index(kRowsAtOnce) * (n + entries),
-                 kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)));
-    workspace.masses.resize(kMostQueryRows);
-    workspace.active_needs.resize(n);
-    workspace.victims.resize(n);
-    workspace.incoming.resize(n);
-    workspace.page_read = AlignedBytes(cold_->page_bytes() + pool_.page_bytes());
-    workspace.aside = AlignedBytes((n / index(kPageEntries) + 1) * pool_.page_bytes());
+    fit(workspace.logits, std::max(index(kRowsAtOnce) * (n + entries),
+                                   kMostQueryRows * std::max<std::size_t>(entries, kGroupEntries)));
+    fit(workspace.masses, kMostQueryRows);
+    fit(workspace.active_needs, n);
+    fit(workspace.victims, n);
+    fit(workspace.incoming, index(kMostRecalled));
+    if (workspace.page_read.size() == 0) {
+        const std::size_t n_aside = index(kMostRecalled / kPageEntries);
+        workspace.page_read = AlignedBytes(cold_->page_bytes() + pool_.page_bytes());
+        workspace.aside = AlignedBytes(n_aside * pool_.page_bytes());
+    }
 }
 
 // For so many pages of cold storage.
@@ -52,11 +54,13 @@ void HeadStore::size_for_frozen(const Layer& layer, std::size_t n_pages) {
 int HeadStore::room_to_recall(const Layer& layer, const Head& head, int n_staged) const {
     const int per_page = layer.layout.entries;
     const int room = std::min(head.budget, static_cast<int>(head.pages.size()) * per_page);
-    return std::clamp(room - head.count - n_staged, 0, kMostAdded);
+    return std::clamp(room - head.count - n_staged, 0, kMostRecalled);
 }
 
+// Entries that recall may bring back to a head in one step, into room or in exchange: what
+// prepare_cold() and the workspaces have room for.
 int HeadStore::most_recalled(const Head& head) {
-    return head.cold ? std::min(head.cold->n_frozen(), kMostAdded) : 0;
+    return head.cold ? std::min(head.cold->n_frozen(), kMostRecalled) : 0;
 }
 
 // The share of a query's attention that brings an entry back. What the schedule would detect again
@@ -90,6 +94,7 @@ void HeadStore::weigh_active(const Layer& layer, const Head& head, const QueryRo
             }
             const float mass = kernels_->log_sum(logits, head.count);
             workspace.masses[index(first_row + r)] = mass;
+            if (!std::isfinite(mass)) continue;  // a query that is no number needs nothing
             kernels_->logits_observe(logits, head.count, kNeed, mass, 1.0f, needs);
         }
     }
@@ -107,6 +112,7 @@ void HeadStore::weigh_frozen(const Layer& layer, const Head& head, const QueryRo
         float* needs = workspace.needs.data() + first_record;
         head.cold->products(*kernels_, page, queries, logits);
         for (int r = 0; r < queries.n; ++r) {
+            if (!std::isfinite(workspace.masses[index(r)])) continue;
             float* of_query = logits + r * per_page;
             for (int slot = 0; queries.adjusts() && slot < per_page; ++slot)
                 of_query[slot] =
@@ -154,7 +160,8 @@ int HeadStore::find_victims(const Layer& layer, const Head& head, std::int32_t n
 }
 
 // What is needed most of what is frozen: as much as the head has room for, and then as long as it
-// is needed more than what it takes the place of. Victims are in the order of their need then.
+// is needed more than what it takes the place of, kMostRecalled at most. Victims are in the order
+// of their need then.
 int HeadStore::take_best(const Layer& layer, Head& head, float least, std::int32_t newest,
                          Workspace& workspace) const noexcept {
     std::int32_t* best = workspace.best.data();
@@ -166,7 +173,7 @@ int HeadStore::take_best(const Layer& layer, Head& head, float least, std::int32
         const float* active = workspace.active_needs.data();
         std::int32_t* victims = workspace.victims.data();
         const int n_victims = find_victims(layer, head, newest, workspace);
-        const int most = std::min(n - workspace.room, n_victims);
+        const int most = std::min({n - workspace.room, n_victims, kMostRecalled - workspace.room});
         const auto rather = [&](int a, int b) {
             return needs[a] > needs[b] || (needs[a] == needs[b] && a < b);
         };

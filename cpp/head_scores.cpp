@@ -7,32 +7,52 @@
 #include "budget.hpp"
 #include "head_store.hpp"
 #include "redundancy.hpp"
+#include "scratch.hpp"
 
 namespace entropykv {
 
 void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
     kernels_ = &kernels;
     workspaces_.resize(index(std::max(n_workers, 1)));
-    const std::size_t n = index(settings_.max_entries + settings_.max_tokens);
-    int most_of_page = 0;
-    int most_of_key = 0;
+    size_workspaces(0);
+}
+
+// For heads of as many entries as their budgets hold, or `held` where that is more, and those of a
+// micro-batch.
+void HeadStore::size_workspaces(int held) {
+    std::size_t most_of_page = 0;
+    std::size_t most_of_key = 0;
     for (const Layer& layer : layers_) {
-        most_of_page = std::max(most_of_page, layer.layout.entries);
-        most_of_key = std::max(most_of_key, layer.layout.k_stride);
+        most_of_page = std::max(most_of_page, index(layer.layout.entries));
+        most_of_key = std::max(most_of_key, index(layer.layout.k_stride));
+        for (const Head& head : layer.heads) held = std::max(held, head.budget);
     }
+    const std::size_t n = index(held) + index(settings_.max_tokens);
     for (Workspace& workspace : workspaces_) {
-        workspace.positions.resize(n);
-        workspace.scores.resize(n);
-        workspace.scratch.resize(n);
-        workspace.kept.resize(n);
-        workspace.of_page.resize(index(most_of_page));
-        workspace.mean.resize(index(most_of_key));
-        workspace.half_variance.resize(index(most_of_key));
-        size_for_recall(workspace);
+        fit(workspace.positions, n);
+        fit(workspace.scores, n);
+        fit(workspace.scratch, n);
+        fit(workspace.kept, n);
+        fit(workspace.of_page, most_of_page);
+        fit(workspace.mean, most_of_key);
+        fit(workspace.half_variance, most_of_key);
+        size_for_recall(workspace, n);
         if (!settings_.importance.distinct) continue;
-        workspace.order.resize(n);
-        workspace.keys.resize(index(most_of_key) * kContest);
+        fit(workspace.order, n);
+        fit(workspace.keys, most_of_key * kContest);
     }
+}
+
+std::size_t HeadStore::workspace_bytes() const {
+    std::size_t bytes = 0;
+    for (const Workspace& w : workspaces_)
+        bytes += bytes_of(w.positions) + bytes_of(w.scores) + bytes_of(w.scratch) +
+                 bytes_of(w.of_page) + bytes_of(w.mean) + bytes_of(w.half_variance) +
+                 bytes_of(w.order) + bytes_of(w.keys) + bytes_of(w.kept) + bytes_of(w.logits) +
+                 bytes_of(w.masses) + bytes_of(w.active_needs) + bytes_of(w.victims) +
+                 bytes_of(w.needs) + bytes_of(w.best) + bytes_of(w.incoming) + w.page_read.size() +
+                 w.aside.size();
+    return bytes;
 }
 
 void HeadStore::follow_queries(Layer& layer, std::size_t number) {
@@ -53,7 +73,8 @@ void HeadStore::prepare_queries(std::int32_t rope_position, int n_tokens) {
 
 namespace {
 
-// What a damaged session file holds may be no number, which nothing can be ranked by.
+// Where norms and queries are beyond what floats hold, a score is no number, which nothing can be
+// ranked by.
 void make_finite(float* scores, int n) {
     for (int i = 0; i < n; ++i)
         scores[i] =
@@ -76,9 +97,12 @@ void HeadStore::add_observed(const Layer& layer, const Head& head, int head_inde
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layer.layout.positions(page);
         float* importance = layer.layout.importance(page);
-        for (int i = 0; i < n; ++i)
-            importance[i] = importance[i] * factor +
-                            (positions[i] <= limit ? weight * observed[first + i] : 0.0f);
+        for (int i = 0; i < n; ++i) {
+            const float kept = importance[i] * factor;
+            const float next = kept + (positions[i] <= limit ? weight * observed[first + i] : 0.0f);
+            // Of queries that are no numbers, or too large for them, nothing is to be learnt.
+            importance[i] = next <= std::numeric_limits<float>::max() ? next : kept;
+        }
     });
 }
 
@@ -102,7 +126,9 @@ std::int32_t HeadStore::gather(const Layer& layer, const Head& head, int head_in
 float HeadStore::score_of(std::int32_t position, std::int32_t newest,
                           float importance) const noexcept {
     const ImportanceSettings& settings = settings_.importance;
-    if (settings.kind == ScoreKind::streaming) return static_cast<float>(position);
+    // The newer, the higher, and never 0: of ages, floats tell more apart than of positions.
+    if (settings.kind == ScoreKind::streaming)
+        return 1.0f / (1.0f + static_cast<float>(newest - position));
     if (settings.kind == ScoreKind::recency)
         return recency_score(position, newest, settings.variation);
     return settings.by_exposure ? importance / exposure(newest - position, settings) : importance;
@@ -219,12 +245,15 @@ void HeadStore::measure(const Layer& layer, Head& head, int total, std::int32_t 
     const Protection protection = protection_of(layer, head, newest);
     const ImportanceSettings& importance = settings_.importance;
     const bool relative = importance.kind == ScoreKind::mass && importance.by_values;
-    const float unit = relative && output_squares > 0.0f ? 1.0f / output_squares : 1.0f;
+    constexpr float kLeast = std::numeric_limits<float>::min();
+    constexpr float kMost = std::numeric_limits<float>::max();
+    const float unit = relative && output_squares >= kLeast ? 1.0f / output_squares : 1.0f;
     int n = 0;
     for (int i = 0; i < total; ++i)
         if (protection.leaves_open(workspace.positions[index(i)], newest))
-            workspace.scratch[index(n++)] = workspace.scores[index(i)] * unit;
+            workspace.scratch[index(n++)] = std::min(workspace.scores[index(i)] * unit, kMost);
     losses_at(workspace.scratch.data(), n, knots_, head.losses.data());
+    for (float& loss : head.losses) loss = std::min(loss, kMost);
 }
 
 std::vector<double> HeadStore::losses() const {

@@ -138,6 +138,7 @@ std::string HeadStore::homes_problem(const Layer& layer, int count, const std::b
 
 void HeadStore::begin_load(const std::vector<int>& counts,
                            const std::vector<const std::byte*>& states) {
+    size_workspaces(counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end()));
     std::size_t next = 0;
     for (Layer& layer : layers_) {
         for (Head& head : layer.heads) {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 
@@ -23,8 +25,26 @@ void check_shapes(const std::vector<LayerShape>& shapes) {
         if (shape.latent && shape.v_dim > shape.k_dim)
             throw std::invalid_argument("V cannot be more values than the K that it is a part of");
         if (shape.readers < 1) throw std::invalid_argument("entries that no layer reads");
-        if (shape.window < 0) throw std::invalid_argument("a window of less than 0 tokens");
+        if (shape.window < 0 || shape.window > kMostPositions)
+            throw std::invalid_argument("a window outside of 0 .. 2^30 tokens");
     }
+}
+
+void check_protection(const Protection& protection) {
+    for (const int n : {protection.n_sinks, protection.recent_window})
+        if (n < 0 || n > kMostPositions)
+            throw std::invalid_argument("sinks or a recent window outside of 0 .. 2^30 entries");
+}
+
+void check_importance(const ImportanceSettings& importance) {
+    if (importance.observation_window < 1)
+        throw std::invalid_argument("observation_window must be 1 or more");
+    if (importance.future_positions < 1 || importance.future_positions > kMostPositions)
+        throw std::invalid_argument("future_positions outside of 1 .. 2^30");
+    if (!(importance.decay >= 0.0f && importance.decay <= 1.0f))
+        throw std::invalid_argument("decay must be a number from 0 to 1");
+    if (!(importance.variation >= 0.0f && std::isfinite(importance.variation)))
+        throw std::invalid_argument("variation must be 0 or a positive number");
 }
 
 PageLayout layout_of(const LayerShape& shape, KvType type, int entries) {
@@ -38,6 +58,7 @@ int most_entries(const LayerShape& shape, int max_entries) {
 }
 
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
+    check_shapes(layers);
     std::size_t bytes = 0;
     for (const LayerShape& shape : layers)
         bytes = std::max(bytes, layout_of(shape, type, kPageEntries).bytes);
@@ -58,11 +79,11 @@ std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvTy
 
 HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings& settings)
     : settings_(settings), pool_(pool_page_bytes(shapes, settings.type), 0) {
-    check_shapes(shapes);
-    if (settings.max_tokens < 1 || settings.max_entries < 1)
-        throw std::invalid_argument("max_tokens and max_entries must be 1 or more");
-    if (settings.importance.observation_window < 1)
-        throw std::invalid_argument("observation_window must be 1 or more");
+    for (const int n : {settings.max_tokens, settings.max_entries})
+        if (n < 1 || n > kMostPositions)
+            throw std::invalid_argument("max_tokens and max_entries must be from 1 to 2^30");
+    check_importance(settings.importance);
+    check_protection(settings.protection);
     const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         Layer layer{shapes[i], layouts[i], {}};
@@ -127,14 +148,18 @@ void HeadStore::drop_pages(const Layer& layer, Head& head, int entries) {
 }
 
 void HeadStore::compact_pool() {
-    for (Layer& layer : layers_)
-        for (Head& head : layer.heads)
-            for (std::byte*& page : head.pages) page = pool_.relocate(page);
-    pool_.trim();
+    pool_.compact([&](auto relocate) {
+        for (Layer& layer : layers_)
+            for (Head& head : layer.heads)
+                for (std::byte*& page : head.pages) page = relocate(page);
+    });
 }
 
 void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                             const Protection& protection) {
+    check_protection(protection);
+    if (pool_pages > std::numeric_limits<std::size_t>::max() / pool_.page_bytes())
+        throw std::invalid_argument("more pages than memory has addresses");
     std::size_t wanted_pages = 0;
     std::size_t n_heads = 0;
     for (const Layer& layer : layers_) {
@@ -143,9 +168,10 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             const int budget = budgets[n_heads];
             if (budget > settings_.max_entries || budget < 1)
                 throw std::invalid_argument("a budget outside of 1 .. max_entries");
-            if (!settings_.own_windows &&
-                budget < std::min(protection.n_sinks + protection.recent_window,
-                                  most_entries(layer.shape, settings_.max_entries)))
+            const std::int64_t least =
+                std::min<std::int64_t>(std::int64_t{protection.n_sinks} + protection.recent_window,
+                                       most_entries(layer.shape, settings_.max_entries));
+            if (!settings_.own_windows && budget < least)
                 throw std::invalid_argument("a budget below sinks + recent window");
             wanted_pages += static_cast<std::size_t>(pages_for(budget, layer.layout.entries));
         }
@@ -172,6 +198,7 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
         }
     }
     pool_.set_budget(pool_pages);
+    size_workspaces(0);
     if (shrinks) compact_pool();
 }
 
@@ -360,6 +387,7 @@ bool HeadStore::keep_from(const Layer& layer, Head& head, int head_index, int n_
 }
 
 void HeadStore::truncate(std::int32_t position) {
+    if (position < 0) throw std::invalid_argument("positions begin at 0");
     Workspace& workspace = workspaces_[0];
     whole_from_.store(std::min(windows_whole_from(), position), std::memory_order_relaxed);
     for (Layer& layer : layers_) {

@@ -66,7 +66,8 @@ struct StoreSettings {
     std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
 };
 
-constexpr int kMostQueryRows = 128;  // that recall looks at
+constexpr int kMostQueryRows = 128;   // that recall looks at
+constexpr int kMostRecalled = 2048;   // entries that come back to a head in one step
 
 // Which frozen entries somebody asks for.
 struct Asked {
@@ -81,6 +82,10 @@ struct StoredRows {
     std::vector<float> k;  // [entries][k_dim]
     std::vector<float> v;  // [entries][v_dim]
 };
+
+// The longest text: positions and sums of two of them fit into 32 bits, differences within a context
+// of llama.cpp, too.
+constexpr std::int32_t kMostPositions = std::int32_t{1} << 30;
 
 constexpr int kLeastMeasured = 32;  // fewer queries say little
 
@@ -229,6 +234,7 @@ public:
     std::size_t mapped_bytes() const { return pool_.mapped_bytes(); }
     std::size_t page_bytes() const { return pool_.page_bytes(); }
     std::size_t staging_bytes() const { return staging_.size(); }
+    std::size_t workspace_bytes() const;  // of all workers, besides staging
 
 private:
     struct Head {
@@ -360,7 +366,8 @@ private:
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void make_staging();
     void start_freezing();
-    void size_for_recall(Workspace& workspace) const;
+    void size_workspaces(int held);
+    void size_for_recall(Workspace& workspace, std::size_t n) const;
     static int most_recalled(const Head& head);
     void size_for_frozen(const Layer& layer, std::size_t n_pages);
     int room_to_recall(const Layer& layer, const Head& head, int n_staged) const;
@@ -467,6 +474,7 @@ void HeadStore::add_queries(int layer_index, int head_index, int n_tokens, float
             queries.add(g, turned, weight);
         }
     }
+    queries.finish();
 }
 
 }  // namespace entropykv

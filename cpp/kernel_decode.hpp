@@ -138,6 +138,11 @@ inline void over_logits(int n, Step step) {
         for (int i = 0; i < kSoftmaxStep; i += kLanes) step(e + i);
 }
 
+// How far a vector of entries lies from the task's token, negative; `at`: their positions.
+inline Vec distance_to(const DecodeTask& task, const std::int32_t* at) {
+    return to_float(load_ints(at) + broadcast_int(-task.position));
+}
+
 // A tile's logits of one row; what the task does not see, or the tile does not hold, is masked.
 inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int number, float* row) {
     if (task.softcap > 0.0f)
@@ -147,16 +152,16 @@ inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int nu
         const Vec slope = broadcast(task.slopes[number]);
         for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes) {
             const std::int32_t* at = tile.groups[e / kGroupEntries].positions + e % kGroupEntries;
-            const Vec distance = to_float(load_ints(at)) - broadcast(task.position);
-            store(row + e, multiply_add(slope, distance, load(row + e)));
+            store(row + e, multiply_add(slope, distance_to(task, at), load(row + e)));
         }
     }
-    if (task.oldest_position > kMaskedLogit) {
-        const Vec oldest = broadcast(task.oldest_position);
+    if (task.oldest > kMaskedLogit) {
+        const Vec oldest = broadcast(task.oldest);
         for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes) {
             const std::int32_t* at = tile.groups[e / kGroupEntries].positions + e % kGroupEntries;
-            const Vec position = to_float(load_ints(at));
-            store(row + e, where_less(position, oldest, broadcast(kMaskedLogit), load(row + e)));
+            const Vec logit = load(row + e);
+            store(row + e,
+                  where_less(distance_to(task, at), oldest, broadcast(kMaskedLogit), logit));
         }
     }
     for (int e = 0; e < tile.skipped; ++e) row[e] = kMaskedLogit;

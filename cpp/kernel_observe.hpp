@@ -54,7 +54,7 @@ void prompt_observe_typed(const PromptTask& task, const float* row_weights, floa
         tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
         finish_scores(task, tile, count, scratch.logits);
         for (int e = 0; e < count; ++e) {
-            const Vec reach = broadcast(position_of(tile, e) + neighbourhood - 0.5f);
+            const Vec reach = broadcast(position_of(task, tile, e) + neighbourhood - 0.5f);
             Vec total = zero();
             for (int row = 0; row < task.rows; row += kLanes) {
                 const Vec given =

@@ -85,16 +85,17 @@ inline void tile_scores(const PromptTask& task, const float* k, int count, float
             store(logits + i, soft_cap(load(logits + i), task.softcap));
 }
 
-// Of entry e of a tile, skipped ones not counted.
-inline float position_of(const PromptTile& tile, int e) {
+// Of entry e of a tile, skipped ones not counted, relative to the micro-batch.
+inline float position_of(const PromptTask& task, const PromptTile& tile, int e) {
     const int at = tile.skipped + e;
-    return static_cast<float>(tile.groups[at / kGroupEntries].positions[at % kGroupEntries]);
+    const std::int32_t position = tile.groups[at / kGroupEntries].positions[at % kGroupEntries];
+    return static_cast<float>(position - task.base_position);
 }
 
 inline void mask_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
     const Vec masked = broadcast(kMaskedLogit);
     for (int e = 0; e < count; ++e) {
-        const Vec position = broadcast(position_of(tile, e));
+        const Vec position = broadcast(position_of(task, tile, e));
         for (int row = 0; row < task.rows; row += kLanes) {
             Vec logit = load(logits + e * kRowTile + row);
             logit = where_less(load(task.row_positions + row), position, masked, logit);
@@ -106,7 +107,7 @@ inline void mask_scores(const PromptTask& task, const PromptTile& tile, int coun
 
 inline void bias_scores(const PromptTask& task, const PromptTile& tile, int count, float* logits) {
     for (int e = 0; e < count; ++e) {
-        const Vec position = broadcast(position_of(tile, e));
+        const Vec position = broadcast(position_of(task, tile, e));
         for (int row = 0; row < task.rows; row += kLanes) {
             float* at = logits + e * kRowTile + row;
             const Vec distance = position - load(task.row_positions + row);

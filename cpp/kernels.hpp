@@ -38,21 +38,24 @@ struct DecodeTask {
     const float* query;  // [rows][layout.k_stride], scaled
     int rows;
     float softcap;          // 0: none
-    float oldest_position;  // entries before it are not seen (sliding window)
+    std::int32_t position;  // of the token
+    float oldest;           // relative to it: entries before are not seen (sliding window)
     const float* slopes;    // [rows]: what a logit falls by per position (ALiBi); null: nothing
-    float position;         // of the token
     float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
     SoftmaxState state;   // output [rows][layout.v_stride]
     EntryRange upcoming;  // what the thread reads next: asked for early; layout null: not known
 };
 
-// Up to kRowTile query rows, each with its own position.
+// Up to kRowTile query rows, each with its own position. Those of rows are relative to the
+// micro-batch's first token, and so small that floats hold them; of entries, differences to it are
+// taken as integers.
 struct PromptTask {
     EntryRange entries;
     const float* query;          // [layout.k_stride][kRowTile], scaled
-    const float* row_positions;  // [kRowTile]
-    const float* row_oldest;     // [kRowTile], positions; entries before them are not seen
+    std::int32_t base_position;  // of the micro-batch's first token
+    const float* row_positions;  // [kRowTile], relative to it
+    const float* row_oldest;     // [kRowTile], relative to it; entries before are not seen
     int rows;
     bool masked;  // false: every row sees every entry
     float softcap;

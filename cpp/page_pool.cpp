@@ -1,6 +1,7 @@
 #include "page_pool.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 namespace entropykv {
@@ -45,42 +46,56 @@ void PagePool::set_budget(std::size_t pages) {
     budget_pages_ = pages;
 }
 
-bool PagePool::holds(const Slab& slab, const std::byte* page) const {
-    return page >= slab.memory.data() && page < slab.memory.data() + slab.pages * page_bytes_;
-}
-
 std::size_t PagePool::slab_of(const std::byte* page) const {
-    for (std::size_t i = 0; i < slabs_.size(); ++i)
-        if (holds(slabs_[i], page)) return i;
+    const auto after = std::upper_bound(
+        by_address_.begin(), by_address_.end(), page,
+        [&](const std::byte* at, std::uint32_t slab) { return at < slabs_[slab].memory.data(); });
+    if (after != by_address_.begin()) {
+        const Slab& slab = slabs_[*(after - 1)];
+        if (page < slab.memory.data() + slab.pages * page_bytes_) return *(after - 1);
+    }
     throw std::logic_error("a page that is not of this pool");
 }
 
-std::byte* PagePool::relocate(std::byte* page) {
-    // The first slabs that hold all pages in use stay; free pages of theirs take the rest.
-    std::size_t kept_slabs = 0;
-    for (std::size_t pages = 0; pages < used_pages_; ++kept_slabs)
-        pages += slabs_[kept_slabs].pages;
-    if (slab_of(page) < kept_slabs) return page;
-    const auto target = std::find_if(free_.begin(), free_.end(), [&](const std::byte* candidate) {
-        return slab_of(candidate) < kept_slabs;
-    });
-    if (target == free_.end()) throw std::logic_error("no free page to relocate to");
-    std::byte* moved = *target;
+// How many of the first slabs hold as many pages as are in use.
+std::size_t PagePool::slabs_of_used_pages() const {
+    std::size_t n = 0;
+    for (std::size_t pages = 0; pages < used_pages_; ++n) pages += slabs_[n].pages;
+    return n;
+}
+
+std::vector<std::byte*> PagePool::free_pages_of(std::size_t n_slabs) const {
+    std::vector<std::byte*> pages;
+    for (std::byte* page : free_)
+        if (slab_of(page) < n_slabs) pages.push_back(page);
+    return pages;
+}
+
+std::byte* PagePool::relocate(std::byte* page, std::size_t n_kept,
+                              std::vector<std::byte*>& room) const {
+    if (slab_of(page) < n_kept) return page;
+    if (room.empty()) throw std::logic_error("more pages to relocate than are in use");
+    std::byte* moved = room.back();
+    room.pop_back();
     std::copy(page, page + page_bytes_, moved);
-    *target = page;
     return moved;
 }
 
-void PagePool::trim() {
-    while (!slabs_.empty()) {
-        const Slab& last = slabs_.back();
-        const auto in_last = [&](const std::byte* page) { return holds(last, page); };
-        const auto n_free = std::count_if(free_.begin(), free_.end(), in_last);
-        if (static_cast<std::size_t>(n_free) < last.pages) return;
-        free_.erase(std::remove_if(free_.begin(), free_.end(), in_last), free_.end());
-        mapped_pages_ -= last.pages;
+// Gives the slabs behind the first n back to the system: no page of theirs is in use.
+void PagePool::keep_slabs(std::size_t n, std::vector<std::byte*> free) {
+    while (slabs_.size() > n) {
+        mapped_pages_ -= slabs_.back().pages;
         slabs_.pop_back();
     }
+    free_ = std::move(free);
+}
+
+void PagePool::sort_slabs() {
+    by_address_.resize(slabs_.size());
+    std::iota(by_address_.begin(), by_address_.end(), 0u);
+    std::sort(by_address_.begin(), by_address_.end(), [&](std::uint32_t a, std::uint32_t b) {
+        return slabs_[a].memory.data() < slabs_[b].memory.data();
+    });
 }
 
 }  // namespace entropykv

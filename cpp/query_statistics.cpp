@@ -46,6 +46,12 @@ void QueryStatistics::add(int query_head, const float* row, float weight) {
     }
 }
 
+void QueryStatistics::finish() {
+    const auto finite = [](float sum) { return std::isfinite(sum); };
+    if (!std::all_of(sums_.begin(), sums_.end(), finite))
+        std::fill(sums_.begin(), sums_.end(), 0.0f);
+}
+
 void QueryStatistics::expect(int query_head, const TurnsBack& turns, int n_future, float* mean,
                              float* half_variance) const {
     const float* values = sums_.data() + 1 + static_cast<std::size_t>(query_head) * dim_;

@@ -45,6 +45,9 @@ public:
     // the group.
     void count(float weight) { sums_[0] += weight; }
     void add(int query_head, const float* row, float weight);
+    // After the last one: forgets everything where a sum is no number any more, since it would stay
+    // so for good.
+    void finish();
 
     // Mean and half the variance of a query head's queries at the `n_future` positions to come.
     void expect(int query_head, const TurnsBack& turns, int n_future, float* mean,

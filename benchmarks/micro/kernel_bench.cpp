@@ -217,7 +217,7 @@ void decode_unit(const Pages& pages, const KernelTable& kernels, const std::vect
     task.entries = {&layout, pages.pages(), i * entries, (i + 1) * entries};
     task.query = query.data();
     task.rows = rows;
-    task.oldest_position = kMaskedLogit;
+    task.oldest = kMaskedLogit;
     task.state = {state.data(), state.data() + rows, state.data() + 2 * rows,
                   state.data() + 3 * rows};
     if ((i + 2) * entries <= pages.total_entries())

@@ -382,6 +382,8 @@ class HeadwiseStore:
     @property
     def staging_bytes(self) -> int: ...
     @property
+    def scratch_bytes(self) -> int: ...
+    @property
     def frozen(self) -> int:
         """Entries that are frozen now, of all KV heads."""
 

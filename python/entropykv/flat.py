@@ -238,6 +238,7 @@ class FlatStore(Store):
             "kv_bytes_peak": self._store.peak * cell_bytes,
             "kv_bytes_now": self._store.entries * cell_bytes,
             "kv_bytes_staging": 0,
+            "kv_bytes_scratch": 0,
             "entries_kept": self._store.entries * self.n_kv_heads,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,

@@ -273,6 +273,7 @@ class HeadwiseStore(Store):
             "kv_bytes_peak": self._store.peak_bytes,
             "kv_bytes_now": self._store.used_bytes,
             "kv_bytes_staging": self._store.staging_bytes,
+            "kv_bytes_scratch": self._store.scratch_bytes,
             "entries_kept": self._store.entries,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,

@@ -31,6 +31,9 @@ class SessionStats:
     """K and V of every token read or generated, for every KV head, in f16."""
     kv_bytes_staging: int
     """Besides the pool: one micro-batch of one layer."""
+    kv_bytes_scratch: int
+    """Besides both: what the threads of the attention op work with. It grows with the budget of the
+    largest KV head, with the micro-batch and the threads, never with n_ctx."""
     entries_kept: int
     """Entries of all KV heads now."""
     entries_full: int

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "budget.hpp"
@@ -31,8 +32,16 @@ void test_pool_never_exceeds_its_budget() {
     CHECK(pool.allocate() != nullptr && pool.allocate() != nullptr && pool.allocate() == nullptr);
 }
 
-// Every page holds its number: what was in use survives relocation, and slabs go back.
-void test_pool_relocates_and_trims() {
+// Moves the pages of a list that are in use (not null).
+void compact(PagePool& pool, std::vector<std::byte*>& pages) {
+    pool.compact([&](auto relocate) {
+        for (std::byte*& page : pages)
+            if (page != nullptr) page = relocate(page);
+    });
+}
+
+// Every page holds its number: what was in use survives compaction, and slabs go back.
+void test_pool_compacts() {
     constexpr std::size_t page_bytes = 256 * 1024;  // 8 of them in a slab
     PagePool pool(page_bytes, 40);
     std::vector<std::byte*> pages;
@@ -40,13 +49,12 @@ void test_pool_relocates_and_trims() {
         pages.push_back(pool.allocate());
         std::memset(pages.back(), i, page_bytes);
     }
-    CHECK(pool.mapped_bytes() == 40 * page_bytes);
+    compact(pool, pages);
+    CHECK(pool.mapped_bytes() == 40 * page_bytes);  // every page is in use
     for (int i = 0; i < 40; ++i)
-        if (i % 5 != 4) pool.release(pages[index(i)]);
-    pool.trim();
-    CHECK(pool.mapped_bytes() == 40 * page_bytes);  // every slab still holds a page
-    for (int i = 4; i < 40; i += 5) pages[index(i)] = pool.relocate(pages[index(i)]);
-    pool.trim();
+        if (i % 5 != 4) pool.release(std::exchange(pages[index(i)], nullptr));
+    CHECK(pool.mapped_bytes() == 40 * page_bytes);
+    compact(pool, pages);
     CHECK(pool.mapped_bytes() == 8 * page_bytes);
     CHECK(pool.used_bytes() == 8 * page_bytes);
     for (int i = 4; i < 40; i += 5) {
@@ -54,9 +62,37 @@ void test_pool_relocates_and_trims() {
         CHECK(page[0] == std::byte(i) && std::memcmp(page, page + 1, page_bytes - 1) == 0);
     }
     std::byte stranger{};
-    CHECK(refused([&] { pool.relocate(&stranger); }));
-    while (pool.allocate() != nullptr) continue;
+    std::vector<std::byte*> foreign{&stranger};
+    CHECK(refused([&] { compact(pool, foreign); }));
+    std::vector<std::byte*> more = pages;
+    while (std::byte* page = pool.allocate()) more.push_back(page);
+    more.erase(std::remove(more.begin(), more.end(), nullptr), more.end());
+    CHECK(std::set<std::byte*>(more.begin(), more.end()).size() == 40);
     CHECK(pool.used_bytes() == 40 * page_bytes && pool.mapped_bytes() == 40 * page_bytes);
+}
+
+// A quarter of a million pages in random places: where compaction takes longer than in proportion
+// to them, this test does not end.
+void test_pool_compacts_many_pages() {
+    constexpr std::size_t page_bytes = 1024;
+    constexpr int kPages = 1 << 18;
+    PagePool pool(page_bytes, kPages);
+    std::vector<std::byte*> pages;
+    for (int i = 0; i < kPages; ++i) {
+        pages.push_back(pool.allocate());
+        std::memcpy(pages.back(), &i, sizeof i);
+    }
+    std::mt19937 random(9);
+    for (std::byte*& page : pages)
+        if (random() % 5 != 0) pool.release(std::exchange(page, nullptr));
+    compact(pool, pages);
+    CHECK(pool.mapped_bytes() < pool.used_bytes() + kSlabBytes);
+    bool held = true;
+    for (int i = 0; i < kPages; ++i) {
+        const std::byte* page = pages[index(i)];
+        held = held && (page == nullptr || std::memcmp(page, &i, sizeof i) == 0);
+    }
+    CHECK(held);
 }
 
 void test_layout_round_trip(KvType type, const KernelTable& kernels, int k_dim, int v_dim,
@@ -257,7 +293,8 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
 
 int main() {
     test_pool_never_exceeds_its_budget();
-    test_pool_relocates_and_trims();
+    test_pool_compacts();
+    test_pool_compacts_many_pages();
     for (const KernelTable* kernels : available_kernels())
         for (const KvType type : {KvType::f16, KvType::q8_0})
             for (const int dim : {16, 20, 33, 64, 128}) {

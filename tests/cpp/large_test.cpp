@@ -1,0 +1,393 @@
+// Sizes beyond every constant of the code: heads of more than 10,000 entries, micro-batches that
+// bring back thousands of them, 64 and more query heads for a KV head, positions of which floats
+// know not every one, and queries that are no numbers.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "budget.hpp"
+#include "testing.hpp"
+
+namespace {
+
+// ------------------------------------------------------------------------------------------------
+// a store of several layers, and micro-batches of it
+
+using Rows = std::vector<float>;
+
+struct Batch {  // of one layer
+    Rows q, k, v;
+};
+
+Batch random_batch(const LayerShape& shape, int n, std::mt19937& random) {
+    return {random_rows(random, n * shape.n_head * shape.k_dim),
+            random_rows(random, n * shape.n_head_kv * shape.k_dim),
+            random_rows(random, n * shape.n_head_kv * shape.v_dim)};
+}
+
+struct Model {
+    Model(const std::vector<LayerShape>& layers, const StoreSettings& settings, int budget,
+          int threads)
+        : shapes(layers),
+          n_threads(threads),
+          store(layers, settings),
+          attention(store, *available_kernels().back(), threads) {
+        set_budget(budget);
+    }
+
+    void set_budget(int budget) {
+        std::vector<int> budgets;
+        std::size_t pages = 0;
+        for (int l = 0; l < store.n_layers(); ++l) {
+            for (int h = 0; h < store.shape(l).n_head_kv; ++h) {
+                budgets.push_back(budget);
+                pages += index(pages_for(budget, store.layout(l).entries));
+            }
+        }
+        store.set_budgets(budgets, pages, store.settings().protection);
+    }
+
+    // Reads a micro-batch, of every layer its own rows; returns the outputs.
+    Rows read(const std::vector<Batch>& batches, int n, bool biased = false) {
+        Rows outputs;
+        attention.begin(n, end, end);
+        for (int l = 0; l < store.n_layers(); ++l) {
+            const LayerShape& shape = shapes[index(l)];
+            const Batch& batch = batches[index(l)];
+            const RowsView q = view(batch.q, shape.n_head, shape.k_dim);
+            const RowsView k = view(batch.k, shape.n_head_kv, shape.k_dim);
+            const RowsView v = view(batch.v, shape.n_head_kv, shape.v_dim);
+            const std::vector<float> slopes = alibi_slopes(shape.n_head, 8.0f);
+            AttentionParams params;
+            params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
+            params.slopes = biased ? slopes.data() : nullptr;
+            Rows output(index(n * shape.n_head * shape.v_dim), NAN);
+            run_node(n_threads, [&](int t) { attention.stage_k(l, k, t, n_threads); });
+            run_node(n_threads, [&](int t) { attention.stage_v(l, v, t, n_threads); });
+            run_node(n_threads,
+                     [&](int t) { attention.attend(l, 0, params, q, output.data(), t); });
+            outputs.insert(outputs.end(), output.begin(), output.end());
+        }
+        end += n;
+        return outputs;
+    }
+
+    Rows read(int n, std::mt19937& random, bool biased = false) {
+        std::vector<Batch> batches;
+        for (const LayerShape& shape : shapes) batches.push_back(random_batch(shape, n, random));
+        return read(batches, n, biased);
+    }
+
+    std::vector<LayerShape> shapes;
+    int n_threads;
+    HeadStore store;
+    Attention attention;
+    std::int32_t end = 0;
+};
+
+StoreSettings plain_settings(int max_entries) {
+    StoreSettings settings;
+    settings.importance.observation_window = 8;
+    settings.protection = {4, 64};
+    settings.max_tokens = 512;
+    settings.max_entries = max_entries;
+    return settings;
+}
+
+bool all_finite(const Rows& values) {
+    return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
+}
+
+// Budgets, sinks, the recent window, and no position twice, in attention or frozen.
+void check_model(const Model& model) {
+    const Protection& protection = model.store.settings().protection;
+    CHECK(model.store.used_bytes() <= model.store.budget_bytes());
+    CHECK(model.store.cold_failure() == nullptr);
+    for (int l = 0; l < model.store.n_layers(); ++l) {
+        for (int h = 0; h < model.store.shape(l).n_head_kv; ++h) {
+            const std::vector<std::int32_t> hot = model.store.positions(l, h);
+            const std::vector<std::int32_t> cold = model.store.frozen_positions(l, h);
+            std::set<std::int32_t> all(hot.begin(), hot.end());
+            all.insert(cold.begin(), cold.end());
+            CHECK(all.size() == hot.size() + cold.size());
+            CHECK(model.store.count(l, h) <= model.store.budget(l, h));
+            CHECK(hot.back() == model.end - 1 && hot.front() >= 0);
+            const auto recent = hot.end() - protection.recent_window;
+            CHECK(*recent == model.end - protection.recent_window);
+            for (int i = 0; i < protection.n_sinks; ++i) CHECK(hot[index(i)] == i);
+            CHECK(all_finite(model.store.importance(l, h)));
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// thousands of entries come back at once
+
+// Rows that all point to a topic, and a little to anywhere.
+Batch on_topic(const LayerShape& shape, int n, int topic, std::mt19937& random) {
+    Batch batch = random_batch(shape, n, random);
+    for (Rows* rows : {&batch.q, &batch.k}) {
+        for (std::size_t i = 0; i < rows->size(); ++i) {
+            const int d = static_cast<int>(i) % shape.k_dim;
+            (*rows)[i] = 0.2f * (*rows)[i] + (d == topic ? 6.0f : 0.0f);
+        }
+    }
+    return batch;
+}
+
+void read_topic(Model& model, int topic, int n, std::mt19937& random) {
+    while (n > 0) {
+        const int step = std::min(n, 512);
+        model.read({on_topic(model.shapes[0], step, topic, random)}, step);
+        n -= step;
+    }
+}
+
+void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int budget) {
+    const LayerShape shape{1, 1, 16, 16};
+    StoreSettings settings = plain_settings(1 << 20);
+    settings.type = type;
+    settings.freezing = freezing;
+    if (freezing.schedule) settings.importance.kind = ScoreKind::attention;
+    Model model({shape}, settings, budget, 2);
+    std::mt19937 random(3);
+    read_topic(model, 1, budget, random);
+    read_topic(model, 2, budget + 500, random);
+    check_model(model);
+    CHECK(freezing.limit_bytes > 0 || model.store.frozen() > index(kMostRecalled) + 200);
+    // Back to the first topic, one token at a time, and back and forth.
+    const std::size_t before = model.store.recalled_total();
+    read_topic(model, 1, 1, random);
+    const std::size_t recalled = model.store.recalled_total() - before;
+    CHECK(recalled <= index(kMostRecalled));
+    if (!freezing.schedule) CHECK(recalled > 1000);
+    check_model(model);
+    for (int step = 0; step < 4; ++step) {
+        for (int i = 0; i < 3; ++i) read_topic(model, 1 + step % 2, 1, random);
+        read_topic(model, 1 + step % 2, step * 20 + 1, random);
+        check_model(model);
+        if (freezing.limit_bytes > 0) CHECK(model.store.cold_bytes() <= freezing.limit_bytes);
+    }
+    // A budget that shrinks to a tenth in one step freezes thousands, and grows again.
+    model.set_budget(budget / 10);
+    check_model(model);
+    read_topic(model, 1, 5, random);
+    model.set_budget(2 * budget);
+    read_topic(model, 2, 5, random);
+    read_topic(model, 1, 600, random);
+    check_model(model);
+    model.store.freeze_all(model.end - 1);
+    CHECK(model.store.entries() == 0);
+    model.store.restore({-1, -1}, model.end - 1, false);
+    if (freezing.limit_bytes == 0) {  // else some of it was dropped
+        CHECK(model.store.entries() > index(budget));
+        check_model(model);
+    }
+    model.store.truncate(model.end -= 300);
+    read_topic(model, 2, 100, random);
+    check_model(model);
+}
+
+std::vector<FreezeSettings> large_freezings() {
+    FreezeSettings by_recall, limited, by_schedule, both;
+    limited.limit_bytes = 2500 * 64;  // fewer than are frozen
+    limited.type = ColdType::q8_0;
+    by_schedule.schedule = FreezeSchedule{64, 0.2f, 1.0f, 0};
+    both.schedule = by_schedule.schedule;
+    both.limit_bytes = limited.limit_bytes;
+    return {by_recall, limited, by_schedule, both};
+}
+
+// ------------------------------------------------------------------------------------------------
+// memory follows budgets, not contexts
+
+void test_scratch_follows_budgets() {
+    const std::vector<LayerShape> layers{{2, 1, 16, 16}, {2, 2, 16, 16}};
+    for (const auto& freezing : freezings()) {
+        std::vector<std::size_t> bytes;
+        for (const int max_entries : {4096, 1 << 20, 1 << 30}) {
+            StoreSettings settings = plain_settings(max_entries);
+            settings.freezing = freezing;
+            if (settings.freezing) settings.freezing->limit_bytes = 0;
+            if (settings.freezing && settings.freezing->schedule)
+                settings.freezing->schedule->window = settings.protection.recent_window;
+            settings.importance.distinct = true;
+            Model model(layers, settings, 1000, 3);
+            std::mt19937 random(4);
+            for (const int n : {512, 512, 300, 1}) model.read(n, random);
+            bytes.push_back(model.store.workspace_bytes() + model.attention.scratch_bytes());
+            check_model(model);
+            // It is given back where budgets shrink, and grows with them.
+            model.set_budget(100);
+            CHECK(model.store.workspace_bytes() < bytes.back());
+            model.set_budget(max_entries > 4096 ? 10000 : 4096);
+            for (int i = 0; i < 3; ++i) model.read(512, random);
+            check_model(model);
+        }
+        CHECK(bytes[0] == bytes[1] && bytes[1] == bytes[2]);
+    }
+}
+
+// What is observed of a prompt is held for bands of rows: with 64 query heads for a KV head not 512
+// times as often as there are entries.
+void test_scratch_of_wide_groups() {
+    constexpr int kEntries = 3000;
+    StoreSettings settings = plain_settings(kEntries);
+    settings.importance.observation_window = 512;
+    Model model({{128, 1, 16, 16}}, settings, kEntries, 2);
+    Model narrow({{1, 1, 16, 16}}, settings, kEntries, 2);
+    std::mt19937 random(6);
+    while (narrow.end + 512 < kEntries) narrow.read(512, random);
+    std::vector<std::byte> state(narrow.store.state_bytes(0, 0));
+    narrow.store.save_head(0, 0, state.data());
+    const int count = narrow.store.count(0, 0);
+    model.store.begin_load({count}, {state.data()});
+    model.store.load_head(0, 0, count, state.data());
+    model.end = narrow.end;
+    model.read(256, random);
+    check_model(model);
+    CHECK(model.attention.scratch_bytes() < 100 * kEntries * sizeof(float));
+}
+
+// ------------------------------------------------------------------------------------------------
+// threads, and layers of different groups
+
+void test_groups_side_by_side() {
+    // 128 query heads for a KV head are two tiles of a single token; what waits to be committed of
+    // one layer must not lie where the next one observes.
+    const std::vector<LayerShape> layers{{512, 4, 16, 16}, {4, 4, 16, 16}, {5, 5, 16, 16},
+                                         {320, 5, 16, 16}, {640, 5, 16, 16}, {3, 1, 16, 16}};
+    std::vector<double> alone;
+    for (const int n_threads : {1, 2, 3, 4, 5, 7}) {
+        StoreSettings settings = plain_settings(4096);
+        settings.protection = {4, 8};
+        settings.importance.decay = 0.9f;
+        Model model(layers, settings, 60, n_threads);
+        std::mt19937 random(8);
+        std::vector<double> numbers;
+        const auto note = [&](const auto& values) {
+            for (const auto value : values) numbers.push_back(static_cast<double>(value));
+        };
+        for (const int n : {70, 1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1}) note(model.read(n, random));
+        for (int l = 0; l < model.store.n_layers(); ++l) {
+            for (int h = 0; h < model.store.shape(l).n_head_kv; ++h) {
+                note(model.store.positions(l, h));
+                note(model.store.importance(l, h));
+            }
+        }
+        check_model(model);
+        if (n_threads == 1) alone = numbers;
+        check(numbers == alone, ("threads " + std::to_string(n_threads)).c_str(), __FILE__,
+              __LINE__);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// positions that floats do not tell apart
+
+struct Far {
+    const char* name;
+    LayerShape shape;
+    ScoreKind score;
+    bool biased;
+    bool freezes;
+};
+
+// The same text from position `begin` on: outputs, and what is kept, relative to it.
+std::vector<double> read_from(std::int32_t begin, const Far& test) {
+    StoreSettings settings = plain_settings(kMostPositions);
+    settings.importance.kind = test.score;
+    settings.protection = {0, 20};
+    if (test.freezes) settings.freezing = FreezeSettings{};
+    Model model({test.shape}, settings, 150, 2);
+    model.end = begin;
+    std::mt19937 random(11);
+    std::vector<double> numbers;
+    for (const int n : {100, 1, 1, 90, 3, 1, 1, 1, 1, 64, 1, 1, 20})
+        for (const float value : model.read(n, random, test.biased))
+            numbers.push_back(static_cast<double>(value));
+    for (const std::int32_t position : model.store.positions(0, 0))
+        numbers.push_back(position - begin);
+    for (const std::int32_t position : model.store.frozen_positions(0, 0))
+        numbers.push_back(position - begin);
+    return numbers;
+}
+
+void test_far_positions() {
+    const LayerShape plain{6, 2, 16, 16}, wide{64, 1, 16, 16};
+    const LayerShape sliding{6, 2, 16, 16, 50}, chunked{6, 2, 16, 16, 64, true};
+    const Far tests[]{{"mass", plain, ScoreKind::mass, false, false},
+                      {"wide", wide, ScoreKind::mass, false, false},
+                      {"window", sliding, ScoreKind::mass, false, false},
+                      {"chunks", chunked, ScoreKind::mass, false, false},
+                      {"ALiBi", plain, ScoreKind::mass, true, false},
+                      {"streaming", plain, ScoreKind::streaming, false, false},
+                      {"recall", plain, ScoreKind::mass, true, true}};
+    for (const Far& test : tests) {
+        // Chunks, and tokens that are scored, begin at the same places.
+        const std::vector<double> near = read_from(1 << 12, test);
+        for (const std::int32_t begin : {1 << 24, 1 << 26, kMostPositions - (1 << 12)})
+            check(read_from(begin, test) == near, test.name, __FILE__, __LINE__);
+    }
+    Model model({plain}, plain_settings(4096), 100, 1);
+    std::mt19937 random(12);
+    model.end = kMostPositions - 3;
+    CHECK(refused([&] { model.read(4, random); }));
+    model.end = -1;
+    CHECK(refused([&] { model.read(1, random); }));
+}
+
+// ------------------------------------------------------------------------------------------------
+// queries that are no numbers
+
+void test_bad_queries_leave_no_trace() {
+    for (const ScoreKind score : kScores) {
+        for (const float bad : {std::numeric_limits<float>::quiet_NaN(),
+                                std::numeric_limits<float>::infinity(), 1e30f}) {
+            for (const int n_bad : {1, 40}) {
+                StoreSettings settings = settings_of(KvType::f16, score);
+                settings.freezing = freezings()[1];
+                Model model({{4, 2, 16, 16}}, settings, 60, 2);
+                model.attention.set_entropy_tracking(true);
+                std::mt19937 random(13);
+                for (const int n : {100, 1, 1}) model.read(n, random);
+                Batch spoilt = random_batch(model.shapes[0], n_bad, random);
+                std::fill_n(spoilt.q.begin(), 4 * 16, bad);
+                while (model.end % kScoringInterval != 0) model.read(1, random);
+                model.read({spoilt}, n_bad);
+                check_model(model);
+                for (const int n : {1, 1, 1, 1, 1, 30, 1}) CHECK(all_finite(model.read(n, random)));
+                check_model(model);
+                for (const double sum : model.attention.entropy_sums(0)) CHECK(std::isfinite(sum));
+                for (const int head : {0, 1}) {
+                    std::vector<std::byte> state(model.store.state_bytes(0, head));
+                    model.store.save_head(0, head, state.data());
+                    CHECK(model.store
+                              .state_problem(0, model.store.count(0, head), state.data(),
+                                             state.size(), model.end)
+                              .empty());
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (const FreezeSettings& freezing : large_freezings())
+        for (const KvType type : {KvType::f16, KvType::q8_0})
+            test_thousands_come_back(freezing, type, 3000);
+    test_thousands_come_back({}, KvType::f16, 11'000);
+    test_scratch_follows_budgets();
+    test_scratch_of_wide_groups();
+    test_groups_side_by_side();
+    test_far_positions();
+    test_bad_queries_leave_no_trace();
+    return summary();
+}
