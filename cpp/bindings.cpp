@@ -211,8 +211,8 @@ void bind_decisions(py::module_& m) {
     m.def(
         "pages_for",
         [](int entries, int per_page) {
-            if (entries < 0 || per_page < 1)
-                throw std::invalid_argument("pages hold 1 entry or more, of 0 or more");
+            if (entries > kMostPositions || per_page < 1)
+                throw std::invalid_argument("pages hold 1 entry or more, of 2^30 at most");
             return pages_for(entries, per_page);
         },
         py::arg("entries"), py::arg("entries_per_page"));

@@ -167,7 +167,7 @@ def test_numbers_beyond_all_limits_are_refused() -> None:
         store.truncate(-1)
     with pytest.raises(ValueError, match=r"2\^30"):
         store.begin(1, MOST, MOST)
-    for entries, per_page in ((10, 0), (10, -1), (-1, 16)):
+    for entries, per_page in ((10, 0), (10, -1), (2**31 - 1, 16)):
         with pytest.raises(ValueError, match="pages hold"):
             _core.pages_for(entries, per_page)
     with pytest.raises(ValueError, match="head size"):
