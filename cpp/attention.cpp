@@ -348,7 +348,7 @@ void Attention::recall(const Call& call) noexcept {
         ready_.store(true, std::memory_order_release);
     }
     run_commits(commits_before_, call.thread);
-    while (!ready_.load(std::memory_order_acquire)) relax();
+    wait_for(ready_);
 }
 
 void Attention::recall_head(const Call& call, int head) noexcept {

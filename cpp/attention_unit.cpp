@@ -296,7 +296,7 @@ void Attention::queue_commit(int layer, int head, const float* observed) noexcep
 void Attention::run_commits(int limit, int thread) noexcept {
     for (int& next = next_commit_[index(thread)]; next < limit; next += n_working_) {
         const Commit& commit = commits_[index(next)];
-        while (!commit.ready.load(std::memory_order_acquire)) relax();
+        wait_for(commit.ready);
         store_.commit(commit.layer, commit.head, n_tokens_, commit.observed, 0.0f, thread);
     }
 }

@@ -1,4 +1,5 @@
 // The Python face of the extension: the only file that includes pybind11.
+#include <ggml.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,6 +12,7 @@
 #include "attention.hpp"
 #include "bandwidth.hpp"
 #include "budget.hpp"
+#include "built_for.hpp"
 #include "flat_store.hpp"
 #include "gate_hook.hpp"
 #include "graph_hook.hpp"
@@ -730,10 +732,24 @@ void bind_flat(py::module_& m) {
         .def_property_readonly("eviction_seconds", &FlatStore::eviction_seconds);
 }
 
+void bind_built_for(py::module_& m) {
+    m.attr("SEQUENCE_STATE_VERSION") = sequence_state_version();
+    m.def("ggml_version", &ggml_version);
+    m.def("ggml_commit", &ggml_commit);
+    m.def("differences", &differences);
+    m.def("struct_layouts", [] {
+        std::vector<std::tuple<std::string, std::size_t, std::string, std::size_t>> layouts;
+        for (const StructLayout& s : struct_layouts())
+            layouts.emplace_back(s.name, s.size, s.field, s.offset);
+        return layouts;
+    });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
     m.doc() = "Stores, attention and budgets of entropykv";
+    bind_built_for(m);
     bind_importance(m);
     bind_rope(m);
     bind_graph(m);

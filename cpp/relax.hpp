@@ -1,7 +1,16 @@
 // How threads of an op wait for each other.
 #pragma once
 
+#include <time.h>
+
+#include <atomic>
+
 namespace entropykv {
+
+// About 0.1 ms: longer than any wait for a thread that is running. One that waits longer waits for
+// a thread that has no core, and would only keep one from it.
+constexpr int kMostSpins = 4096;
+constexpr timespec kNap{0, 50'000};
 
 // As ggml's threads do: to yield would give the core away for milliseconds.
 inline void relax() {
@@ -10,6 +19,19 @@ inline void relax() {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+// Waits until another thread sets a flag: spinning at first, then sleeping between looks.
+inline void wait_for(const std::atomic<bool>& flag) noexcept {
+    int spins = 0;
+    while (!flag.load(std::memory_order_acquire)) {
+        if (spins < kMostSpins) {
+            relax();
+            ++spins;
+        } else {
+            nanosleep(&kNap, nullptr);
+        }
+    }
 }
 
 }  // namespace entropykv

@@ -1,67 +1,136 @@
-"""A long document and a question about it: the full cache against a budget of 0.2, side by side."""
+"""Ten facts of one document, asked for after it was read: what a small KV cache still knows.
+
+The facts are planted into a long text, and nothing tells a cache while it reads what will be asked.
+Stock llama.cpp with its full cache is the yardstick: what it does not know, the model cannot know.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from entropykv import Session, SessionStats, models
+from tqdm import tqdm
 
-HERE = Path(__file__).parent
-N_CTX = 6144
-MAX_TOKENS = 48
+from entropykv import Session, models
+from entropykv.evaluation.reading import read, write
+from entropykv.evaluation.recall import RecallItem, RecallPart, ask, recall_items
+from entropykv.evaluation.texts import EvaluationText
+from entropykv.model import Model
+from entropykv.model_file import read_geometry
+from entropykv.stock import StockSession
+
+DOCUMENT = Path(__file__).parent / "lighthouse.txt"
+PASSAGE_TOKENS = 2048
+FACTS = 10
+SEED = 0
+WRITTEN_TOKENS = 48
+"""After the document, for the speed of decoding."""
+
+STOCK = "stock llama.cpp, full cache"
+CACHES: dict[str, dict[str, Any]] = {
+    STOCK: {},
+    "--kv-budget 0.2": {"kv_budget": 0.2},
+    "--kv-budget 0.1 --freeze ram": {"kv_budget": 0.1, "freeze": "ram"},
+    "--kv-budget 0.2 --policy recency": {"kv_budget": 0.2, "policy": "recency"},
+}
+"""Arguments of Session, by what they are on the command line."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """What one run answered, and what it cost."""
+    """What one cache still knew, and what it cost."""
 
-    name: str
-    answer: str
-    stats: SessionStats
-    seconds: float
-
-
-def ask(name: str, kv_budget: float, kv_type: str) -> Outcome:
-    """Read the document inside a budget and answer the question."""
-    document = (HERE / "lighthouse.txt").read_text(encoding="utf-8")
-    question = (HERE / "lighthouse.question.txt").read_text(encoding="utf-8").strip()
-    print(f"\n{name}: reading the document ...", flush=True)
-    start = time.perf_counter()
-    with Session(
-        models.smollm2().path, n_ctx=N_CTX, kv_budget=kv_budget, kv_type=kv_type
-    ) as session:
-        prompt = session.chat_prompt(f"{document}\n\n{question}") or document
-        tokens = session.tokenize(prompt, add_bos=False)
-        answer = session.detokenize(list(session.generate(tokens, max_tokens=MAX_TOKENS)))
-        return Outcome(name, answer.strip(), session.stats(), time.perf_counter() - start)
+    right: list[bool]
+    bytes_in_attention: int
+    bytes_frozen: int
+    prompt_speed: float
+    decode_speed: float
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Both runs side by side."""
+def plant(path: Path) -> RecallItem:
+    """Plant the facts into the document."""
+    model = Model(path, n_gpu_layers=0, verbose=False)
+    text = EvaluationText(DOCUMENT.name, DOCUMENT.read_text(encoding="utf-8"))
+    items = recall_items(
+        [text], model, n_cases=1, n_tokens=PASSAGE_TOKENS, facts_per_text=FACTS, seed=SEED
+    )
+    model.close()
+    return items[0]
+
+
+def examine(
+    reader: Session | StockSession, item: RecallItem, tick: Callable[[int], object]
+) -> tuple[list[bool], float, float]:
+    """Read the document and ask for every fact; the speeds of reading and of writing, too."""
+    logits, seconds = read(reader, item.tokens, tick)
+    state = reader.save_state()
+    written = write(reader, logits, WRITTEN_TOKENS, tick)
+    reader.load_state(state)
+    right = ask(reader, item, tick)["right"]
+    return right, len(item.tokens) / seconds, written.n_decoded / written.seconds
+
+
+def outcome_of(cache: str, path: Path, item: RecallItem, tick: Callable[[int], object]) -> Outcome:
+    """Run one cache; all have the same context, model, document and questions."""
+    n_ctx = max(RecallPart([item]).n_ctx, len(item.tokens) + WRITTEN_TOKENS)
+    if cache == STOCK:
+        stock = StockSession(path, n_ctx=n_ctx, n_threads=0)
+        figures = examine(stock, item, tick)
+        n_bytes = 2 * read_geometry(path).cached_values * len(item.tokens)
+        stock.close()
+        return Outcome(figures[0], n_bytes, 0, *figures[1:])
+    with Session(path, n_ctx=n_ctx, **CACHES[cache]) as session:
+        figures = examine(session, item, tick)
+        stats = session.stats()
+    cold = stats.frozen_bytes_peak + stats.frozen_sketch_bytes
+    return Outcome(figures[0], stats.kv_bytes_peak, cold, *figures[1:])
+
+
+def facts_table(item: RecallItem, outcomes: dict[str, Outcome]) -> str:
+    """Which facts each cache knew."""
+    lines = [f"{'':<54}" + "".join(f"{f'({i})':>5}" for i in range(1, len(outcomes) + 1))]
+    for number, (fact, depth) in enumerate(zip(item.case.facts, item.case.depths, strict=True)):
+        known = ("yes" if outcome.right[number] else "-" for outcome in outcomes.values())
+        lines.append(f"{depth:>4.0%}  {fact.statement:<48}" + "".join(f"{k:>5}" for k in known))
+    return "\n".join(lines)
+
+
+def costs_table(outcomes: dict[str, Outcome]) -> str:
+    """What each cache knew in all, and what it cost."""
+    head = ("", "right", "in attention", "frozen", "prompt", "decode")
     rows = [
-        ("", *(o.name for o in outcomes)),
-        ("KV cache", *(f"{o.stats.kv_bytes_peak / 2**20:.1f} MiB" for o in outcomes)),
-        ("entries kept", *(f"{o.stats.entries_kept / o.stats.entries_full:.0%}" for o in outcomes)),
-        ("prompt", *(f"{o.stats.prompt_speed:.0f} tokens/s" for o in outcomes)),
-        ("answer", *(f"{o.stats.decode_speed:.0f} tokens/s" for o in outcomes)),
-        ("whole run", *(f"{o.seconds:.1f} s" for o in outcomes)),
+        (
+            f"({number}) {cache}",
+            f"{sum(o.right)} of {len(o.right)}",
+            f"{o.bytes_in_attention / 2**20:.1f} MiB",
+            f"{o.bytes_frozen / 2**20:.1f} MiB" if o.bytes_frozen else "",
+            f"{o.prompt_speed:.0f} tok/s",
+            f"{o.decode_speed:.0f} tok/s",
+        )
+        for number, (cache, o) in enumerate(outcomes.items(), 1)
     ]
-    return "\n".join(f"{row[0]:<14}" + "".join(f"{cell:>18}" for cell in row[1:]) for row in rows)
+    return "\n".join(
+        f"{row[0]:<38}{row[1]:>9}" + "".join(f"{cell:>14}" for cell in row[2:])
+        for row in (head, *rows)
+    )
 
 
 def main() -> None:
-    """Run both and print what was saved."""
-    question = (HERE / "lighthouse.question.txt").read_text(encoding="utf-8").strip()
-    outcomes = [ask("full cache", 1.0, "f16"), ask("budget 0.2", 0.2, "q8_0")]
-    print(f"\nQuestion: {question}")
-    for outcome in outcomes:
-        print(f"{outcome.name:>12}: {outcome.answer}")
-    print("\n" + table(outcomes))
-    full, budget = outcomes
-    ratio = full.stats.kv_bytes_peak / budget.stats.kv_bytes_peak
-    print(f"\nThe budget keeps the KV cache {ratio:.1f} times smaller.")
+    """Run every cache in turn and print what it knew."""
+    start = time.perf_counter()
+    path = models.smollm2().path
+    item = plant(path)
+    steps = item.n_steps + WRITTEN_TOKENS
+    outcomes = {}
+    for cache in CACHES:
+        with tqdm(total=steps, desc=f"{cache:<33}", unit="tok", leave=True) as bar:
+            outcomes[cache] = outcome_of(cache, path, item, bar.update)
+    print(f"\n{FACTS} facts in {len(item.tokens)} tokens of {DOCUMENT.name}, and how far in:\n")
+    print(facts_table(item, outcomes), costs_table(outcomes), sep="\n\n")
+    print(f"\nSmolLM2-135M-Instruct, {time.perf_counter() - start:.0f} s in all.")
 
 
 if __name__ == "__main__":

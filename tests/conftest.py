@@ -1,8 +1,10 @@
-"""Fixtures: real models, tiny and not so tiny."""
+"""Fixtures: real models, tiny and not so tiny; and no test leaves a file outside its folder."""
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,37 @@ from tests.tiny_models import write_bitnet, write_llama
 # A shell that starts pytest in the background has it ignore interrupts, and its children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TEXTS = Path(__file__).resolve().parents[1] / "benchmarks" / "texts"
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = ROOT / "benchmarks" / "texts"
+
+
+OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__"}
+"""What tools write while tests run, besides hidden folders for their caches."""
+
+
+def files_of_the_tree() -> set[str]:
+    """Return the files of the repository and of the working directory, by path.
+
+    Only names are read, and none of folders that belong to tools: a few milliseconds.
+    """
+    found = {str(path) for path in Path.cwd().iterdir()}
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [
+            name
+            for name in folders
+            if name not in OWN_FOLDERS and not name.endswith((".egg-info", "_cache", ".hypothesis"))
+        ]
+        found.update(os.path.join(folder, name) for name in files)
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_files_left_behind() -> Iterator[None]:
+    """Fail where the tests of a module leave a file outside of their temporary folders."""
+    before = files_of_the_tree()
+    yield
+    left = sorted(files_of_the_tree() - before)
+    assert not left, f"tests left files outside of their temporary folders: {', '.join(left)}"
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,21 @@ import numpy.typing as npt
 _Floats = npt.NDArray[np.float32]
 _Ints = npt.NDArray[np.int32]
 
+SEQUENCE_STATE_VERSION: int
+"""Of what llama.cpp writes for a sequence (LLAMA_STATE_SEQ_VERSION)."""
+
+def ggml_version() -> str:
+    """Return the version of the loaded ggml."""
+
+def ggml_commit() -> str:
+    """Return the commit of the loaded ggml."""
+
+def differences() -> list[str]:
+    """Return what the loaded ggml has otherwise than the headers: cpp/built_for.hpp."""
+
+def struct_layouts() -> list[tuple[str, int, str, int]]:
+    """Return name, size, a field and its offset of structures that Python passes to llama.cpp."""
+
 class ScoreKind:
     """What ranks entries: cpp/importance.hpp."""
 

@@ -1,26 +1,78 @@
-"""The version of this package, and of the llama-cpp-python that its extension was built against."""
+"""The version of this package, and whether the llama.cpp here is the one it was built against."""
 
+from __future__ import annotations
+
+import ctypes
 from importlib import metadata
+from types import ModuleType
 
-from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 from entropykv.errors import VersionError
 
 VERSION = metadata.version("entropykv")
 
+REBUILD = "build it again in its source directory: `pip install --force-reinstall --no-deps .`"
+_BUILT = f"entropykv {VERSION} was built against llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}"
+
 
 def check() -> None:
-    """Refuse a llama-cpp-python of another version than the extension was built against.
+    """Refuse a llama.cpp that differs from the one that the extension was built against.
 
-    The extension reads llama.cpp's structures, which change between versions: it must not be
-    loaded at all then. Raises VersionError.
+    The extension reads and changes llama.cpp's structures, which differ between releases: where the
+    release is another one, it is not even loaded. Raises VersionError.
     """
+    _check_release()
+    try:
+        from entropykv import _core  # noqa: PLC0415  (only of a release that fits)
+    except ImportError as error:
+        raise VersionError(f"{_BUILT}, but cannot be loaded with it ({error}); {REBUILD}") from None
+    _check_library(_core)
+
+
+def _check_release() -> None:
+    pinned = f"`pip install llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION}`"
     try:
         installed = metadata.version("llama_cpp_python")
     except metadata.PackageNotFoundError:
-        installed = "none"
-    if installed != LLAMA_CPP_PYTHON_VERSION:
+        raise VersionError(f"{_BUILT}, but none is installed; run {pinned}") from None
+    if installed == LLAMA_CPP_PYTHON_VERSION:
+        return
+    served = next(r for r in metadata.requires("entropykv") or () if r.startswith("llama-cpp-py"))
+    raise VersionError(
+        f"{_BUILT}, but {installed} is installed; {REBUILD} (its sources serve {served}), or run "
+        f"{pinned}"
+    )
+
+
+def _check_library(core: ModuleType) -> None:
+    """Compare the loaded libraries with the headers; the same release may be built of others."""
+    loaded = (core.ggml_version(), core.ggml_commit())
+    built = (GGML_VERSION, GGML_COMMIT)
+    if _release_of(*loaded) != _release_of(*built):
         raise VersionError(
-            f"entropykv {VERSION} was built against llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}, "
-            f"but {installed} is installed; run `pip install "
-            f"llama-cpp-python=={LLAMA_CPP_PYTHON_VERSION}` or build entropykv again"
+            f"{_BUILT} with ggml {built[0]} ({built[1]}), but runs with ggml {loaded[0]} "
+            f"({loaded[1]}); {REBUILD}"
         )
+    # Only now: the names of numbers that a library does not have lie beyond its table.
+    for difference in (*core.differences(), *_different_structures(core)):
+        raise VersionError(f"{_BUILT}, but in the one that it runs with {difference}; {REBUILD}")
+
+
+def _release_of(version: str, commit: str) -> tuple[str, str]:
+    """Leave out that a tree was changed: every source distribution of llama-cpp-python says so."""
+    return version, commit.removesuffix("-dirty")
+
+
+def _different_structures(core: ModuleType) -> list[str]:
+    import llama_cpp  # noqa: PLC0415  (only a release that fits)
+
+    found = []
+    for name, size, field, offset in core.struct_layouts():
+        structure = getattr(llama_cpp, name)
+        theirs = (ctypes.sizeof(structure), getattr(structure, field).offset)
+        if theirs != (size, offset):
+            found.append(
+                f"{name} has {theirs[0]} bytes with {field} at {theirs[1]} instead of {size} with "
+                f"{field} at {offset}"
+            )
+    return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
 
+from entropykv.cores import usable_cores
 from entropykv.errors import BudgetError, SettingsError
 
 KV_TYPES = ("f16", "q8_0")
@@ -99,19 +99,13 @@ class Settings:
 
     @property
     def threads(self) -> int:
-        """Threads of token generation; the machine's cores unless set."""
-        return self.n_threads or _cores()
+        """Threads of token generation; the cores that this process may use unless set."""
+        return self.n_threads or usable_cores()
 
     @property
     def threads_batch(self) -> int:
         """Threads of prompt reading."""
         return self.n_threads_batch or self.threads
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

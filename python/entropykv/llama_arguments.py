@@ -12,6 +12,7 @@ import llama_cpp
 from llama_cpp import llama_chat_format
 
 from entropykv.config import Budget, Settings, at_least
+from entropykv.cores import usable_cores
 from entropykv.errors import SettingsError
 from entropykv.freezing import Freezing, check_freezing
 from entropykv.policy import AUTO
@@ -75,6 +76,8 @@ def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[s
             f"{', '.join(BudgetArguments.__dataclass_fields__)}"
         )
     arguments = {**_DEFAULTS, **given}
+    for name in ("n_threads", "n_threads_batch"):  # Llama's own default counts all of the machine
+        arguments[name] = arguments[name] or usable_cores()
     at_least("n_batch", arguments["n_batch"], 1)
     Settings(
         kv_type=budget.kv_type,

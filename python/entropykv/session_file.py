@@ -10,7 +10,8 @@ All numbers are little-endian:
 
 The headwise store has a section for every KV head, layer by layer: cpp/head_state.cpp; where
 budgets follow the text, one more of what was seen of it (f64): online.py's state(). The flat
-store has two: the positions that it keeps (i32), and llama.cpp's state of the sequence.
+store has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose
+version is in the header.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from entropykv.errors import SessionFileError
 from entropykv.new_file import new_file
 
 MAGIC = b"EKVSESS\0"
-VERSION = 3
+VERSION = 4
 """Another one wherever anything in the file changes: sections, header, or the layout of a page."""
 
 _PREFIX = struct.Struct("<8sII")
@@ -62,6 +63,9 @@ class SavedSettings:
     recent_window: int | None
     freeze: str | None
     """The type of frozen entries; None: nothing is frozen."""
+    sequence_state: int | None
+    """The version of llama.cpp's own state of a sequence, where the file holds some of it; None: it
+    holds none, and every release of llama.cpp can load it."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,11 @@ def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> No
             )
     if theirs.freeze != ours.freeze:
         raise SessionFileError(f"{where}: {_other_freezing(theirs.freeze, ours.freeze)}")
-    if theirs.store == "flat" and theirs.llama_cpp_python != ours.llama_cpp_python:
+    if theirs.sequence_state != ours.sequence_state:
         raise SessionFileError(
-            f"{where}: was saved with llama-cpp-python {theirs.llama_cpp_python}, whose flat "
-            f"sessions {ours.llama_cpp_python} may not understand; {AGAIN}"
+            f"{where}: holds version {theirs.sequence_state} of llama.cpp's state of a sequence "
+            f"(llama-cpp-python {theirs.llama_cpp_python}), but {ours.llama_cpp_python} reads "
+            f"version {ours.sequence_state}; {AGAIN}"
         )
 
 
@@ -317,7 +322,7 @@ class SessionReader:
 
 
 _TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
-_MAY_BE_NONE = {"chat", "freeze", "recent_window"}
+_MAY_BE_NONE = {"chat", "freeze", "recent_window", "sequence_state"}
 _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from entropykv import _core
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv._version import VERSION
 from entropykv.config import Budget, Settings
@@ -17,6 +18,7 @@ from entropykv.errors import SessionFileError
 from entropykv.freezing import Freezing
 from entropykv.model import Model
 from entropykv.policy import Policy
+from entropykv.recurrent import is_recurrent
 from entropykv.session_file import (
     AGAIN,
     SavedContents,
@@ -63,6 +65,9 @@ def saved_settings(
         n_sinks=settings.n_sinks,
         recent_window=settings.recent_window,
         freeze=None if freezing is None else freezing.kv_type,
+        sequence_state=(
+            _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.recovery import Recovery, Rung
 from entropykv.stock import StockSession
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
+from tests.architectures.known import skip_where_unknown
 from tests.integration.test_architectures import next_logits, read
 from tests.integration.test_cli import entropykv
 from tests.integration.test_freezing import freeze_and_restore, frozen_entries
@@ -41,6 +42,7 @@ def path(name: str, tmp_path: Path) -> Path:
 def written(model: Architecture, directory: Path, **metadata: Any) -> Path:
     file = directory / f"{model.name}.gguf"
     write_architecture(file, replace(model, metadata={**model.metadata, **metadata}))
+    skip_where_unknown(file)
     return file
 
 

@@ -13,6 +13,7 @@ from entropykv import ContextError, Session, SettingsError, UnsupportedModelErro
 from entropykv.plan import make_plan
 from entropykv.stock import StockSession
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
+from tests.architectures.known import skip_where_unknown
 from tests.integration.test_headwise import relative_error, tokens_for
 
 Logits = npt.NDArray[np.float32]
@@ -36,6 +37,7 @@ every_model = pytest.mark.parametrize(("kind", "model"), ALL, ids=[model.name fo
 def path(model: Architecture, tmp_path: Path) -> Path:
     file = tmp_path / f"{model.name}.gguf"
     write_architecture(file, model)
+    skip_where_unknown(file)
     return file
 
 

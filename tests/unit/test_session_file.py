@@ -44,6 +44,7 @@ SETTINGS = SavedSettings(
     n_sinks=4,
     recent_window=None,
     freeze=None,
+    sequence_state=None,
 )
 CONTENTS = SavedContents(
     position=3,
@@ -213,9 +214,12 @@ def test_settings_that_may_differ() -> None:
         SETTINGS, entropykv="2.0", n_ctx=9, kv_budget="7", n_sinks=0, llama_cpp_python="0.4"
     )
     check_settings(SETTINGS, ours, "x.ekv")
-    flat = replace(SETTINGS, store="flat")
-    with pytest.raises(SessionFileError, match=r"llama-cpp-python 0\.3"):
-        check_settings(flat, replace(flat, llama_cpp_python="0.4"), "x.ekv")
+    flat = replace(SETTINGS, store="flat", sequence_state=2)
+    check_settings(flat, replace(flat, llama_cpp_python="0.4"), "x.ekv")
+    with pytest.raises(
+        SessionFileError, match=r"version 2 of .*\(llama-cpp-python 0\.3\), but 0\.4"
+    ):
+        check_settings(flat, replace(flat, llama_cpp_python="0.4", sequence_state=3), "x.ekv")
 
 
 # --- paths ----------------------------------------------------------------------------------------

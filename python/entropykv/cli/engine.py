@@ -11,6 +11,7 @@ from entropykv.cli.freeze_options import (
 )
 from entropykv.cli.options import add_store_options, integer
 from entropykv.cli.saved import say
+from entropykv.cores import too_many_threads
 from entropykv.errors import SettingsError
 from entropykv.freeze_options import freezing_of
 from entropykv.generate import Sampling
@@ -77,6 +78,8 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
 
 def open_engine(options: argparse.Namespace) -> Session:
     """Load the model; says what the user should know of it."""
+    if warning := too_many_threads(options.threads, "-t"):
+        say(warning)
     session = Session(
         options.model,
         n_ctx=options.ctx_size,

@@ -149,7 +149,12 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
 def add_threads_option(group: argparse._ActionsContainer) -> None:
     """-t."""
     group.add_argument(
-        "-t", "--threads", type=integer(0), default=0, help="0, the default: all cores"
+        "-t",
+        "--threads",
+        type=integer(0),
+        default=0,
+        help="0, the default: one for every core that this process may use (physical cores, "
+        "affinity, CPU quota of the cgroup)",
     )
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.options import integer
+from entropykv.cli.saved import say
 from entropykv.config import KV_CHOICES, STORES
+from entropykv.cores import too_many_threads
 from entropykv.errors import SettingsError
 from entropykv.policy import POLICY_SYNTAX
 
@@ -85,6 +87,9 @@ def run(options: argparse.Namespace) -> int:
     from entropykv.server.running import serve  # noqa: PLC0415
 
     model, server = _read(ModelOptions, options), _read(ServerOptions, options)
+    for name in ("n_threads", "n_threads_batch"):
+        if warning := too_many_threads(getattr(model, name), f"--{name}"):
+            say(warning)
     if options.replicas is not None:
         from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
 

@@ -47,16 +47,17 @@ class RecallPart:
         """What the full cache knows."""
         stock.reset()
         read(stock, item.tokens, tick)
-        return _ask(stock, item, tick)
+        return ask(stock, item, tick)
 
     def measure(self, session: Session, item: RecallItem, tick: Tick) -> Values:
         """What is known inside the budget, which does not grow for the questions."""
         read(session, item.tokens, tick)
         kept = kept_values(session)
-        return {**_ask(session, item, tick), **kept}
+        return {**ask(session, item, tick), **kept}
 
 
-def _ask(reader: Reader, item: RecallItem, tick: Tick) -> Values:
+def ask(reader: Reader, item: RecallItem, tick: Tick) -> Values:
+    """Ask a reader that has read the passage for every fact; each time from the same state."""
     state = reader.save_state()
     answers = []
     for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):

@@ -8,6 +8,7 @@ from llama_cpp.server.settings import ModelSettings, ServerSettings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from entropykv.cores import usable_cores
 from entropykv.policy import AUTO
 
 _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
@@ -21,6 +22,12 @@ class ModelOptions(ModelSettings):
 
     model_config = _PREFIX
 
+    n_threads: int = Field(
+        default=usable_cores(), ge=1, description="Threads that generate; all usable cores."
+    )
+    n_threads_batch: int = Field(
+        default=usable_cores(), ge=0, description="Threads that read prompts; all usable cores."
+    )
     logits_all: bool = Field(
         default=False, description="Keep the logits of every token; logprobs need it."
     )

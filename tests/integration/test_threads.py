@@ -1,0 +1,69 @@
+"""How many threads run where nobody says, and what is said where somebody asks for too many."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from entropykv import cores
+from entropykv.cli import main
+from entropykv.config import Settings
+from entropykv.cores import usable_cores
+from entropykv.llama_arguments import BudgetArguments, llama_arguments
+from entropykv.server import ModelOptions
+
+TOLD = "entropykv: 2 threads were asked for, but 1 core is there for this process"
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+@pytest.mark.parametrize(("threads", "times"), [("2", 1), ("1", 0), ("0", 0)])
+def test_more_threads_than_cores(
+    tiny_llama: Path,
+    one_core: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    threads: str,
+    times: int,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the\n")))
+    prompt = ("-p", "the") if command == "run" else ()
+    options = ("-m", str(tiny_llama), "-n", "3", "-c", "64", "-t", threads, *prompt)
+    assert main([command, *options]) == 0
+    assert capsys.readouterr().err.count(TOLD) == times
+
+
+def test_the_server_says_it_too(
+    tiny_llama: Path,
+    one_core: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("entropykv.server.running.serve", lambda *_: None)
+    model = ("serve", "--model", str(tiny_llama), "--n_threads_batch", "1")
+    for threads, times in (("2", 1), ("1", 0)):
+        assert main([*model, "--n_threads", threads]) == 0
+        errors = capsys.readouterr().err
+        assert errors.count(TOLD) == times
+        assert ("use --n_threads 1, or leave it out" in errors) == bool(times)
+
+
+def test_nobody_says_how_many() -> None:
+    settings, here = Settings(), usable_cores()
+    arguments = llama_arguments({}, BudgetArguments())
+    options = ModelOptions(model="x")
+    for found in (
+        (settings.threads, settings.threads_batch),
+        (arguments["n_threads"], arguments["n_threads_batch"]),
+        (options.n_threads, options.n_threads_batch),
+    ):
+        assert found == (here, here)
+    assert llama_arguments({"n_threads": 7}, BudgetArguments())["n_threads"] == 7

@@ -1,0 +1,100 @@
+"""How many threads may compute at once, on machines made of files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from entropykv import cores
+from entropykv.cores import Machine, too_many_threads
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="ascii")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Twelve CPUs, two to a core, no limits."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    for cpu in range(12):
+        pair = f"{cpu % 6},{cpu % 6 + 6}"
+        write(tmp_path / f"cpus/cpu{cpu}/topology/core_cpus_list", pair)
+    return Machine(tmp_path / "cgroups", tmp_path / "own", tmp_path / "cpus")
+
+
+def test_without_limits_it_is_the_physical_cores(machine: Machine) -> None:
+    assert machine.cores() == 6
+
+
+def test_affinity(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for allowed, expected in (({1, 7}, 1), ({1, 2, 8}, 2), ({0, 1, 2, 3}, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, of=allowed: of)
+        assert machine.cores() == expected
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert Machine(tmp_path, tmp_path / "own", tmp_path).cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert Machine(tmp_path, tmp_path / "own", tmp_path).cores() == 7
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("100000 100000", 1),
+        ("250000 100000", 2),
+        ("20000 100000", 1),
+        ("max 100000", 6),
+        ("900000 100000", 6),
+        ("nonsense", 6),
+        ("100000 0", 6),
+    ],
+)
+@pytest.mark.parametrize("root", ["", "unified/"])
+@pytest.mark.parametrize("folder", ["pods/one", "pods", "."])
+def test_a_quota_of_version_2(
+    machine: Machine, limit: str, expected: int, root: str, folder: str
+) -> None:
+    write(machine.own_cgroups, "0::/pods/one")
+    write(machine.cgroups / root / "pods/one/cpu.max", "max 100000")
+    write(machine.cgroups / root / folder / "cpu.max", limit)
+    assert machine.cores() == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "period", "expected"),
+    [("100000", "100000", 1), ("150000", "50000", 3), ("-1", "100000", 6), ("50000", "100000", 1)],
+)
+@pytest.mark.parametrize("controllers", ["cpu", "cpu,cpuacct"])
+@pytest.mark.parametrize("folder", ["docker/abc", "docker", "."])
+def test_a_quota_of_version_1(
+    machine: Machine, quota: str, period: str, expected: int, controllers: str, folder: str
+) -> None:
+    write(machine.own_cgroups, f"9:memory:/docker/abc\n4:{controllers}:/docker/abc\n0::/")
+    write(machine.cgroups / controllers / folder / "cpu.cfs_quota_us", quota)
+    write(machine.cgroups / controllers / folder / "cpu.cfs_period_us", period)
+    assert machine.cores() == expected
+
+
+def test_other_controllers_do_not_count(machine: Machine) -> None:
+    write(machine.own_cgroups, "4:cpuset:/a\n3:cpuacct:/a")
+    write(machine.cgroups / "cpuset/a/cpu.cfs_quota_us", "100000")
+    write(machine.cgroups / "cpuset/a/cpu.cfs_period_us", "100000")
+    assert machine.cores() == 6
+
+
+def test_who_asks_for_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    told = too_many_threads(5, "-t")
+    assert told is not None
+    assert "5 threads were asked for, but 1 core is" in told
+    assert "-t 1" in told
+    monkeypatch.setattr(cores, "usable_cores", lambda: 5)
+    assert too_many_threads(5, "-t") is None
+    assert "but 5 cores are" in (too_many_threads(6, "-t") or "")
