@@ -7,7 +7,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard cpp/*) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
 
-.PHONY: demo test test-cpp test-reference lint architectures bench bench-kernels install clean
+.PHONY: demo test test-cpp test-reference fuzz lint architectures bench bench-kernels install clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,23 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q --no-build-isolation ".[reference,ray]"
 	$(BIN)/python -m pytest -m "reference or replicas"
+
+# One run again: make fuzz SEED=7, or the name of a scenario. Longer: make fuzz SECONDS=3600 JOBS=2
+# The extension is built with the objects of test-cpp; the sanitizers' runtime is preloaded, so that
+# Python and llama.cpp are those that are installed.
+FUZZ := build/fuzz
+fuzz: install  ## random operations on sessions, under the sanitizers
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
+		-DENTROPYKV_WITH_EXTENSION=ON -DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
+		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp --target _core
+	rm -rf $(FUZZ) && mkdir -p $(FUZZ) && cp -r python/entropykv $(FUZZ)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --install build/cpp --prefix $(FUZZ) > /dev/null
+	PYTHONPATH=$(FUZZ) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) \
+		$$($(CXX) -print-file-name=libstdc++.so)" $(BIN)/python -m tests.fuzz \
+		$(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
 
 lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/pip install -q ".[lint]" --no-build-isolation

@@ -209,6 +209,7 @@ void HeadStore::measure_losses(const std::vector<int>& knots) {
         if (knots[i] < 0 || (i > 0 && knots[i] <= knots[i - 1]))
             throw std::invalid_argument("knots must ascend");
     knots_ = knots;
+    if (knots.empty()) return;  // what was measured stays
     for (Layer& layer : layers_)
         for (Head& head : layer.heads) head.losses.assign(knots.size(), 0.0f);
 }

@@ -295,7 +295,7 @@ void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_st
                         std::int32_t newest, float output_squares, Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
     const bool evicts = total > head.budget;
-    const bool measured = measures(n_staged);
+    const bool measured = measures();
     if (!evicts && !measured) {
         append(layer, head, head_index, n_staged);
         return;

@@ -82,8 +82,6 @@ struct StoredRows {
     std::vector<float> v;  // [entries][v_dim]
 };
 
-constexpr int kLeastMeasured = 32;  // fewer queries say little
-
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
 
 // Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
@@ -130,11 +128,10 @@ public:
                 int workspace) noexcept;
     void set_workers(int n_workers, const KernelTable& kernels);
 
-    // Has every micro-batch of kLeastMeasured tokens or more measure what each head would have
-    // lost, had it kept so many entries beyond the protected ones; knots: ascending from 0, none:
-    // off.
+    // Has every micro-batch from the next one on measure what each head would have lost, had it
+    // kept so many entries beyond the protected ones; knots: ascending from 0, none: off.
     void measure_losses(const std::vector<int>& knots);
-    bool measures(int n_tokens) const { return !knots_.empty() && n_tokens >= kLeastMeasured; }
+    bool measures() const { return !knots_.empty(); }
     // Of the last micro-batch that measured: sums of the scores of what is not kept, relative to
     // `output_squares` where scores are squared outputs; [KV head of all layers][knot].
     std::vector<double> losses() const;
@@ -199,9 +196,11 @@ public:
     // What is wrong with the state of a sequence of `end` tokens, or nothing.
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
-    // Pages for the states of all heads, so many entries in each, or for their budgets:
-    // load_head() allocates no more.
-    void begin_load(const std::vector<int>& counts, const std::vector<const std::byte*>& states);
+    // Room for the states of all heads, so many entries in each, under budgets that set_budgets()
+    // will be given before load_head(), which does not fail then. Throws where there is none, and
+    // nothing that is held has changed.
+    void begin_load(const std::vector<int>& counts, const std::vector<const std::byte*>& states,
+                    const std::vector<int>& budgets);
     // Replaces a head's entries by those of a state without problems; changes the state where it
     // holds more than the head's budget, and evicts as set_budgets() does.
     void load_head(int layer, int head, int count, std::byte* state);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from entropykv.policy import BudgetRule, Policy
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
 """Entries beyond the floor at which losses are measured, as factors of the mean budget's."""
 LEAST_TOKENS = 32
-"""Smaller micro-batches change no budgets: so few queries say little."""
+"""Budgets change after so many tokens, not sooner: a few queries say little."""
 LAYER_RANGE = (8, 128)
 """Budgets of the layers with the lowest and the highest entropy, as in the layer document."""
 MOST_BITS = 32
@@ -24,14 +25,39 @@ MOST_BITS = 32
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Which micro-batches show something of a text, and after which of them budgets change.
+
+    It hangs on places in the text alone, so that a session that was loaded keeps step.
+    """
+
+    n_ubatch: int
+    """Tokens of the largest micro-batch."""
+
+    def shows(self, n_tokens: int) -> bool:
+        """Whether a micro-batch has LEAST_TOKENS, or as many as any can have where that is less."""
+        return n_tokens >= min(LEAST_TOKENS, self.n_ubatch)
+
+    def changes_budgets(self, n_tokens: int, position: int) -> bool:
+        """Whether it shows something, and ends beyond a multiple of LEAST_TOKENS: all large ones
+        do, and of smaller ones every so many.
+        """
+        end = position + n_tokens
+        return self.shows(n_tokens) and position // LEAST_TOKENS < end // LEAST_TOKENS
+
+
 class OnlineBudgets(Protocol):
     """What was seen of a text, and the budgets that follow from it."""
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Measure what budgets of this plan will need, from the next micro-batch on."""
+        """Measure what budgets of this plan will need."""
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Say, before every micro-batch, whether budgets will change after it."""
 
     def observe(self, n_tokens: int) -> None:
-        """Take in what the micro-batch of LEAST_TOKENS or more that was just read has shown."""
+        """Take in what the micro-batch that was just read has shown."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
@@ -82,6 +108,7 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
+        self._measures = False
         self._knots: Floats
         self._losses: Floats
         self.forget()
@@ -94,12 +121,19 @@ class MeasuredLosses:
         beyond = max(1, plan.mean_entries - plan.floor_entries)
         factors = KNOT_FACTORS if plan.mean_entries < self._n_ctx else ()
         self._next_knots = sorted({int(factor * beyond) for factor in factors})
-        self._store.measure_losses(self._next_knots)
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Measure where budgets will change: it takes time."""
+        self._measures = budgets_change
+        self._store.measure_losses(self._next_knots if budgets_change else [])
 
     def observe(self, n_tokens: int) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
+        if not self._measures:
+            return
         self._knots = np.array(self._next_knots, np.float64)
-        self._losses = self._store.losses().reshape(self._n_heads, -1)
+        losses = self._store.losses() if self._next_knots else np.empty(0)
+        self._losses = losses.reshape(self._n_heads, self._knots.size)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Shares for the least summed loss."""
@@ -181,6 +215,9 @@ class LayerEntropies:
 
     def expect(self, plan: HeadwisePlan) -> None:
         """Entropies are always the same."""
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Entropies are tracked in any case."""
 
     def observe(self, n_tokens: int) -> None:
         """Add the entropies of the micro-batch's rows."""
