@@ -19,7 +19,7 @@ from entropykv.freezing import Freezing
 from entropykv.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 from entropykv.headwise_state import HeadwiseState
 from entropykv.model import Model
-from entropykv.online import Pace, online_budgets
+from entropykv.online import changes_budgets, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.recovery import Rung
@@ -57,7 +57,7 @@ class HeadwiseStore(Store):
         self._policy = policy
         self._profile = profile
         self._n_ctx = n_ctx
-        self._pace = Pace(n_ubatch)
+        self._n_ubatch = n_ubatch
         refuse_by_kind(model, settings)
         self._model = model
         self._hook = _core.GraphHook(relu2_layers(model, settings))
@@ -174,9 +174,9 @@ class HeadwiseStore(Store):
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
+        self._budgets_change = changes_budgets(n_tokens, position, self._n_ubatch)
         if self._online:
-            changes = self._pace.changes_budgets(n_tokens, position)
-            self._online.prepare(budgets_change=changes)
+            self._online.prepare(budgets_change=self._budgets_change)
         with self.cold.growing():
             self._store.begin(n_tokens, position, self.rope_position(position))
         self._hook.begin_step()
@@ -189,18 +189,17 @@ class HeadwiseStore(Store):
         self.shift = shift
         self.rebases += 1
 
-    def after(self, n_tokens: int, position: int) -> None:
+    def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """Free llama.cpp's cells, check that every layer was served, and share the budget again."""
         if self._recurrent:
             self._recurrent.forget_cells()
         else:
             self._forget_cells()
         self._hook.check_step()
-        if self._online and self._pace.shows(n_tokens):
+        if self._online and self._budgets_change:
             self._online.observe(n_tokens)
-            if self._pace.changes_budgets(n_tokens, position):
-                with self.cold.growing_later():
-                    self._share()
+            with self.cold.growing_later():
+                self._share()
 
     def check(self) -> None:
         """Raise FreezeError where cold storage failed; what was frozen is given up."""

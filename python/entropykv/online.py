@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,26 +24,14 @@ MOST_BITS = 32
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Which micro-batches show something of a text, and after which of them budgets change.
+def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
+    """Whether budgets change after a micro-batch at `position`: all of LEAST_TOKENS or more change
+    them, and where micro-batches are smaller than that (`n_ubatch`), a full one every LEAST_TOKENS.
 
     It hangs on places in the text alone, so that a session that was loaded keeps step.
     """
-
-    n_ubatch: int
-    """Tokens of the largest micro-batch."""
-
-    def shows(self, n_tokens: int) -> bool:
-        """Whether a micro-batch has LEAST_TOKENS, or as many as any can have where that is less."""
-        return n_tokens >= min(LEAST_TOKENS, self.n_ubatch)
-
-    def changes_budgets(self, n_tokens: int, position: int) -> bool:
-        """Whether it shows something, and ends beyond a multiple of LEAST_TOKENS: all large ones
-        do, and of smaller ones every so many.
-        """
-        end = position + n_tokens
-        return self.shows(n_tokens) and position // LEAST_TOKENS < end // LEAST_TOKENS
+    is_full = n_tokens >= min(LEAST_TOKENS, n_ubatch)
+    return is_full and position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
 
 
 class OnlineBudgets(Protocol):
@@ -57,7 +44,7 @@ class OnlineBudgets(Protocol):
         """Say, before every micro-batch, whether budgets will change after it."""
 
     def observe(self, n_tokens: int) -> None:
-        """Take in what the micro-batch that was just read has shown."""
+        """Take in what the micro-batch has shown after which budgets change."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
@@ -108,7 +95,6 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
-        self._measures = False
         self._knots: Floats
         self._losses: Floats
         self.forget()
@@ -124,13 +110,10 @@ class MeasuredLosses:
 
     def prepare(self, *, budgets_change: bool) -> None:
         """Measure where budgets will change: it takes time."""
-        self._measures = budgets_change
         self._store.measure_losses(self._next_knots if budgets_change else [])
 
     def observe(self, n_tokens: int) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
-        if not self._measures:
-            return
         self._knots = np.array(self._next_knots, np.float64)
         losses = self._store.losses() if self._next_knots else np.empty(0)
         self._losses = losses.reshape(self._n_heads, self._knots.size)

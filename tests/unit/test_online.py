@@ -18,7 +18,7 @@ from entropykv.online import (
     LEAST_TOKENS,
     LayerEntropies,
     MeasuredLosses,
-    Pace,
+    changes_budgets,
     layer_weights,
     online_budgets,
 )
@@ -431,21 +431,20 @@ def test_other_policies_do_not_follow_the_text() -> None:
 
 @given(st.integers(LEAST_TOKENS, 600), st.integers(0, 2**30), st.integers(1, 600))
 def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ubatch: int) -> None:
-    assert Pace(max(n, n_ubatch)).changes_budgets(n, position)
-    assert not Pace(max(n, n_ubatch)).changes_budgets(LEAST_TOKENS - 1, position)
+    assert changes_budgets(n, position, max(n, n_ubatch))
+    assert not changes_budgets(LEAST_TOKENS - 1, position, max(n, n_ubatch))
 
 
-def test_budgets_change_every_so_many_tokens_where_micro_batches_are_small() -> None:
-    for n_ubatch in (1, 2, 16, 31):
-        pace = Pace(n_ubatch)
-        ends = [
-            position + n_ubatch
-            for position in range(0, 320, n_ubatch)
-            if pace.changes_budgets(n_ubatch, position)
-        ]
-        assert [end // LEAST_TOKENS for end in ends] == list(range(1, len(ends) + 1))
-        assert ends[-1] > 288
-    assert not Pace(16).shows(15)
+@pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
+def test_budgets_change_every_so_many_tokens_where_micro_batches_are_small(n_ubatch: int) -> None:
+    ends = [
+        position + n_ubatch
+        for position in range(0, 320, n_ubatch)
+        if changes_budgets(n_ubatch, position, n_ubatch)
+    ]
+    assert [end // LEAST_TOKENS for end in ends] == list(range(1, len(ends) + 1))
+    assert ends[-1] > 288
+    assert not any(changes_budgets(n_ubatch - 1, p, n_ubatch) for p in range(64))
 
 
 # --- the layer document ---------------------------------------------------------------------------
@@ -477,10 +476,10 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     online = LayerEntropies(layers.store, LAYERS, MAX_ENTRIES, POLICIES[policy].rule)
     assert online.budgets(plan) is None
     observed: list[Any] = [[] for _ in LAYERS]
-    pace = Pace(MAX_TOKENS)
     for n_tokens in (96, 40, 7, 1, 64):  # too short ones do not count
+        before = layers.position
         layers.attend(n_tokens)
-        if pace.shows(n_tokens):
+        if changes_budgets(n_tokens, before, MAX_TOKENS):
             online.observe(n_tokens)
             for layer in range(len(LAYERS)):
                 observed[layer].append(layers.store.row_entropies(layer))
