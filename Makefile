@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py cpp/*) \
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
 
 .PHONY: demo test test-cpp test-reference test-versions lint architectures wheel bench \
-	bench-kernels install clean
+	bench-kernels fuzz install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -79,6 +79,23 @@ wheel: $(VENV)/.package  ## into dist/, and tried in an environment without a co
 	rm -rf dist
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps -C build-dir=$(VENV)/build -w dist .
 	$(BIN)/python backend/try_wheel.py dist/*.whl $(WHEELS)
+
+# One run again: make fuzz SEED=7, or the name of a scenario. Longer: make fuzz SECONDS=3600 JOBS=2
+# The extension is built with the objects of test-cpp; the sanitizers' runtime is preloaded, so that
+# Python and llama.cpp are those that are installed.
+FUZZ := build/fuzz
+fuzz: install  ## random operations on sessions, under the sanitizers
+	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
+		-DENTROPYKV_WITH_EXTENSION=ON -DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
+		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$(BIN)/python" \
+		-Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > /dev/null
+	PATH="$(BIN):$$PATH" cmake --build build/cpp --target _core
+	rm -rf $(FUZZ) && mkdir -p $(FUZZ) && cp -r python/entropykv $(FUZZ)
+	PATH="$(BIN):$$PATH" cmake --install build/cpp --prefix $(FUZZ) > /dev/null
+	PYTHONPATH=$(FUZZ) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) \
+		$$($(CXX) -print-file-name=libstdc++.so)" $(BIN)/python -m tests.fuzz \
+		$(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
 
 lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/pip install -q "entropykv[lint]"

@@ -157,6 +157,7 @@ private:
         int layer = 0;
         int head = 0;
         const float* observed = nullptr;
+        float squares = 0.0f;  // of the outputs, where they are measured
         std::atomic<bool> ready{false};
     };
     struct LayerEntropy {
@@ -209,7 +210,7 @@ private:
     void commit(const Call& call, int head, const float* observed) noexcept;
     void commit_layer(const Call& call) noexcept;
     bool queues(int layer) const noexcept;
-    void queue_commit(int layer, int head, const float* observed) noexcept;
+    void queue_commit(const Call& call, int head, const float* observed) noexcept;
     void run_commits(int limit, int thread) noexcept;
     void capture_queries(const Call& call) noexcept;
 

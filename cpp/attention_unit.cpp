@@ -249,7 +249,7 @@ void Attention::finish_head(const Call& call, int head) noexcept {
     if (call.reader + 1 < store_.shape(call.layer).readers) {
         carry(call, head, sum_observed(call, head));
     } else if (queues(call.layer)) {
-        queue_commit(call.layer, head, sum_observed(call, head));
+        queue_commit(call, head, sum_observed(call, head));
     } else if (!shared_choice_) {
         commit(call, head, carry(call, head, sum_observed(call, head)));
     } else if (call.job->unfinished_heads.fetch_sub(1, std::memory_order_acq_rel) == 1) {
@@ -261,7 +261,7 @@ void Attention::finish_head(const Call& call, int head) noexcept {
 float* Attention::carry(const Call& call, int head, float* observed) noexcept {
     if (store_.shape(call.layer).readers == 1) return observed;
     Carried& carried = carried_[index(call.layer)];
-    const float squares = store_.measures(n_tokens_) ? output_squares(call, head) : 0.0f;
+    const float squares = store_.measures() ? output_squares(call, head) : 0.0f;
     carried.squares[index(head)] =
         squares + (call.reader > 0 ? carried.squares[index(head)] : 0.0f);
     if (observed == nullptr) return nullptr;
@@ -274,7 +274,7 @@ float* Attention::carry(const Call& call, int head, float* observed) noexcept {
 void Attention::commit(const Call& call, int head, const float* observed) noexcept {
     const bool shared = store_.shape(call.layer).readers > 1;
     const float squares = shared ? carried_[index(call.layer)].squares[index(head)]
-                          : store_.measures(n_tokens_) ? output_squares(call, head)
+                          : store_.measures() ? output_squares(call, head)
                                                        : 0.0f;
     store_.commit(call.layer, head, n_tokens_, observed, squares, call.thread);
 }
@@ -283,11 +283,12 @@ bool Attention::queues(int layer) const noexcept {
     return n_tokens_ == 1 && store_.shape(layer).readers == 1 && !shared_choice_;
 }
 
-void Attention::queue_commit(int layer, int head, const float* observed) noexcept {
+void Attention::queue_commit(const Call& call, int head, const float* observed) noexcept {
     Commit& commit = commits_[index(commits_before_ + head)];
-    commit.layer = layer;
+    commit.layer = call.layer;
     commit.head = head;
     commit.observed = observed;
+    commit.squares = store_.measures() ? output_squares(call, head) : 0.0f;
     commit.ready.store(true, std::memory_order_release);
 }
 
@@ -297,7 +298,8 @@ void Attention::run_commits(int limit, int thread) noexcept {
     for (int& next = next_commit_[index(thread)]; next < limit; next += n_working_) {
         const Commit& commit = commits_[index(next)];
         wait_for(commit.ready);
-        store_.commit(commit.layer, commit.head, n_tokens_, commit.observed, 0.0f, thread);
+        store_.commit(commit.layer, commit.head, n_tokens_, commit.observed, commit.squares,
+                      thread);
     }
 }
 

@@ -441,13 +441,16 @@ void bind_state(py::class_<Headwise>& store) {
         .def(
             "begin_load",
             [data](Headwise& self, const std::vector<int>& counts,
-                   const std::vector<py::bytearray>& states, std::size_t evicted) {
+                   const std::vector<py::bytearray>& states, const std::vector<int>& budgets) {
                 std::vector<const std::byte*> starts;
                 for (const py::bytearray& state : states) starts.push_back(data(state));
-                self.store.begin_load(counts, starts);
-                self.store.set_evicted(evicted);
+                self.store.begin_load(counts, starts, budgets);
             },
-            py::arg("counts"), py::arg("states"), py::arg("evicted"))
+            py::arg("counts"), py::arg("states"), py::arg("budgets"))
+        .def(
+            "set_evicted",
+            [](Headwise& self, std::size_t evicted) { self.store.set_evicted(evicted); },
+            py::arg("evicted"))
         .def(
             "load_head",
             [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
@@ -729,6 +732,7 @@ void bind_flat(py::module_& m) {
         .def_property_readonly("peak", &FlatStore::peak)
         .def_property_readonly("evicted", &FlatStore::evicted)
         .def_property_readonly("compactions", &FlatStore::compactions)
+        .def_property_readonly("largest_copy", &FlatStore::largest_copy)
         .def_property_readonly("eviction_seconds", &FlatStore::eviction_seconds);
 }
 

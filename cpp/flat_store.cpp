@@ -84,21 +84,23 @@ void FlatStore::evict(int keep) {
     positions_ = plan.kept;
 }
 
-std::vector<std::uint8_t> FlatStore::saved_state() const {
+std::vector<std::uint8_t> FlatStore::saved_state() {
     std::vector<std::uint8_t> state(llama_state_seq_get_size(context_, kSequence));
+    largest_copy_ = std::max(largest_copy_, state.size());
     if (llama_state_seq_get_data(context_, state.data(), state.size(), kSequence) != state.size())
         throw std::runtime_error("llama.cpp did not save the state of its cache");
     return state;
 }
 
-void FlatStore::restore_state(const std::uint8_t* state, std::size_t size) {
-    if (llama_state_seq_set_data(context_, state, size, kSequence) != size)
+void FlatStore::restore_state(llama_context* context, const std::uint8_t* state,
+                              std::size_t size) {
+    if (llama_state_seq_set_data(context, state, size, kSequence) != size)
         throw std::runtime_error("llama.cpp did not restore the state of its cache");
 }
 
 void FlatStore::replace_state(const std::uint8_t* state, std::size_t size) {
     llama_memory_clear(llama_get_memory(context_), false);
-    if (size > 0) restore_state(state, size);
+    if (size > 0) restore_state(context_, state, size);
 }
 
 void FlatStore::compact() {
@@ -141,9 +143,9 @@ void FlatStore::load_state(std::vector<std::int32_t> positions, const std::uint8
 void FlatStore::move_to(llama_context* context) {
     std::vector<std::uint8_t> state;
     if (!positions_.empty()) state = saved_state();
+    if (!state.empty()) restore_state(context, state.data(), state.size());
     context_ = context;
     highest_cell_ = static_cast<int>(positions_.size());
-    if (!state.empty()) restore_state(state.data(), state.size());
 }
 
 void FlatStore::make_room(int n_tokens) {

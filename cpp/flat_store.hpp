@@ -41,7 +41,8 @@ public:
     void rebase(int shift);
     int shift() const { return shift_; }
     void set_shift(int shift) { shift_ = shift; }  // of a cache that was filled at it
-    // The store goes on in another context (larger or smaller) that holds nothing yet.
+    // The store goes on in another context (larger or smaller) that holds nothing yet. Throws
+    // std::runtime_error where llama.cpp does not take what is held: it goes on in this one then.
     void move_to(llama_context* context);
 
     // llama.cpp's own bytes. The cells are compacted first, as they will be in whoever loads them:
@@ -58,13 +59,16 @@ public:
     std::size_t evicted() const { return evicted_; }
     std::size_t compactions() const { return compactions_; }
     double eviction_seconds() const { return eviction_seconds_; }
+    // Bytes of the largest copy of the cells that compact(), move_to() or a save or load has made:
+    // llama.cpp gives and takes a sequence's state as a whole.
+    std::size_t largest_copy() const { return largest_copy_; }
 
 private:
     void evict(int keep);
     void remove(std::int32_t first, std::int32_t last);
     void compact();
-    std::vector<std::uint8_t> saved_state() const;
-    void restore_state(const std::uint8_t* state, std::size_t size);
+    std::vector<std::uint8_t> saved_state();
+    static void restore_state(llama_context* context, const std::uint8_t* state, std::size_t size);
     void replace_state(const std::uint8_t* state, std::size_t size);
 
     llama_context* context_;
@@ -80,6 +84,7 @@ private:
     std::size_t evicted_ = 0;
     std::size_t compactions_ = 0;
     double eviction_seconds_ = 0.0;
+    std::size_t largest_copy_ = 0;
 };
 
 }  // namespace entropykv

@@ -14,12 +14,13 @@ namespace entropykv {
 void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
     kernels_ = &kernels;
     workspaces_.resize(index(std::max(n_workers, 1)));
-    size_workspaces(0);
+    size_workspaces();
 }
 
-// For heads of as many entries as their budgets hold, or `held` where that is more, and those of a
-// micro-batch.
-void HeadStore::size_workspaces(int held) {
+// For heads of as many entries as their budgets hold, or the states that are being loaded, and those
+// of a micro-batch.
+void HeadStore::size_workspaces() {
+    int held = most_loaded_;
     std::size_t most_of_page = 0;
     std::size_t most_of_key = 0;
     for (const Layer& layer : layers_) {
@@ -235,6 +236,7 @@ void HeadStore::measure_losses(const std::vector<int>& knots) {
         if (knots[i] < 0 || (i > 0 && knots[i] <= knots[i - 1]))
             throw std::invalid_argument("knots must ascend");
     knots_ = knots;
+    if (knots.empty()) return;  // what was measured stays
     for (Layer& layer : layers_)
         for (Head& head : layer.heads) head.losses.assign(knots.size(), 0.0f);
 }

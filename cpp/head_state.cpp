@@ -137,22 +137,28 @@ std::string HeadStore::homes_problem(const Layer& layer, int count, const std::b
 }
 
 void HeadStore::begin_load(const std::vector<int>& counts,
-                           const std::vector<const std::byte*>& states) {
-    size_workspaces(counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end()));
+                           const std::vector<const std::byte*>& states,
+                           const std::vector<int>& budgets) {
+    for (const std::vector<int>* numbers : {&counts, &budgets})
+        for (const int n : *numbers) most_loaded_ = std::max(most_loaded_, n);
+    size_workspaces();
     std::size_t next = 0;
+    std::size_t n_pages = 0;
     for (Layer& layer : layers_) {
         for (Head& head : layer.heads) {
             const int count = counts.at(next);
+            const int budget = budgets.at(next);
             const std::byte* state = states.at(next++);
-            grow_pages(layer, head, std::min(head.budget, count));
-            size_homes(layer, head);
+            head.pages.reserve(pages_of(layer.layout, std::min(budget, count)));
+            n_pages += pages_of(layer.layout, std::min(budget, count));
             if (head.cold)
                 head.cold->begin_load(
                     state + active_state_bytes(layer, count) + home_state_bytes(layer, count),
-                    std::max(0, count - head.budget));
+                    std::max(0, count - budget));
         }
     }
     if (next != counts.size()) throw std::invalid_argument("too many counts");
+    pool_.map(n_pages);
 }
 
 void HeadStore::load_head(int layer_index, int head_index, int count, std::byte* state) {

@@ -198,13 +198,14 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
         }
     }
     pool_.set_budget(pool_pages);
-    size_workspaces(0);
+    size_workspaces();
     if (shrinks) compact_pool();
 }
 
 void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls) {
     if (n_tokens < 1 || n_tokens > settings_.max_tokens)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
+    most_loaded_ = 0;
     for (int l = 0; l < n_layers(); ++l) {
         Layer& layer = layers_[index(l)];
         for (int h = 0; h < layer.shape.n_head_kv; ++h) {
@@ -322,7 +323,7 @@ void HeadStore::take_in(const Layer& layer, Head& head, int head_index, int n_st
                         std::int32_t newest, float output_squares, Workspace& workspace) noexcept {
     const int total = head.count + n_staged;
     const bool evicts = total > head.budget;
-    const bool measured = measures(n_staged);
+    const bool measured = measures();
     if (!evicts && !measured) {
         append(layer, head, head_index, n_staged);
         return;

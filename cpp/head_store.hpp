@@ -87,8 +87,6 @@ struct StoredRows {
 // of llama.cpp, too.
 constexpr std::int32_t kMostPositions = std::int32_t{1} << 30;
 
-constexpr int kLeastMeasured = 32;  // fewer queries say little
-
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
 
 // Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
@@ -135,11 +133,10 @@ public:
                 int workspace) noexcept;
     void set_workers(int n_workers, const KernelTable& kernels);
 
-    // Has every micro-batch of kLeastMeasured tokens or more measure what each head would have
-    // lost, had it kept so many entries beyond the protected ones; knots: ascending from 0, none:
-    // off.
+    // Has every micro-batch from the next one on measure what each head would have lost, had it
+    // kept so many entries beyond the protected ones; knots: ascending from 0, none: off.
     void measure_losses(const std::vector<int>& knots);
-    bool measures(int n_tokens) const { return !knots_.empty() && n_tokens >= kLeastMeasured; }
+    bool measures() const { return !knots_.empty(); }
     // Of the last micro-batch that measured: sums of the scores of what is not kept, relative to
     // `output_squares` where scores are squared outputs; [KV head of all layers][knot].
     std::vector<double> losses() const;
@@ -204,9 +201,11 @@ public:
     // What is wrong with the state of a sequence of `end` tokens, or nothing.
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
-    // Pages for the states of all heads, so many entries in each, or for their budgets:
-    // load_head() allocates no more.
-    void begin_load(const std::vector<int>& counts, const std::vector<const std::byte*>& states);
+    // Room for the states of all heads, so many entries in each, under budgets that set_budgets()
+    // will be given before load_head(), which does not fail then. Throws where there is none, and
+    // nothing that is held has changed.
+    void begin_load(const std::vector<int>& counts, const std::vector<const std::byte*>& states,
+                    const std::vector<int>& budgets);
     // Replaces a head's entries by those of a state without problems; changes the state where it
     // holds more than the head's budget, and evicts as set_budgets() does.
     void load_head(int layer, int head, int count, std::byte* state);
@@ -366,7 +365,7 @@ private:
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
     void make_staging();
     void start_freezing();
-    void size_workspaces(int held);
+    void size_workspaces();
     void size_for_recall(Workspace& workspace, std::size_t n) const;
     static int most_recalled(const Head& head);
     void size_for_frozen(const Layer& layer, std::size_t n_pages);
@@ -431,6 +430,7 @@ private:
     std::vector<std::byte*> staging_pages_;
     std::size_t staging_stride_ = 0;
     std::vector<Workspace> workspaces_;
+    int most_loaded_ = 0;  // entries of a head in the states that are being loaded
     std::vector<TurnsBack> turns_;    // one for every kind of rope
     std::int32_t rope_position_ = 0;  // of the micro-batch
     std::unique_ptr<ColdStorage> cold_;

@@ -25,6 +25,10 @@ void PagePool::add_slab() {
         free_.push_back(slab.memory.data() + i * page_bytes_);
 }
 
+void PagePool::map(std::size_t pages) {
+    while (mapped_pages_ < std::min(pages, budget_pages_)) add_slab();
+}
+
 std::byte* PagePool::allocate() {
     if (used_pages_ == budget_pages_) return nullptr;
     if (free_.empty()) add_slab();

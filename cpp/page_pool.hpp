@@ -20,6 +20,8 @@ public:
     // A page, or nullptr when the budget is used up. Throws std::bad_alloc when the system refuses.
     std::byte* allocate();
     void release(std::byte* page);
+    // Has the system give memory for so many pages: allocate() does not fail then.
+    void map(std::size_t pages);
 
     // Throws std::logic_error when more pages than that are in use.
     void set_budget(std::size_t pages);

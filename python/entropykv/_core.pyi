@@ -304,7 +304,7 @@ class HeadwiseStore:
     def measure_losses(self, knots: Sequence[int]) -> None:
         """Let micro-batches measure what heads lose with so many entries beyond the protected.
 
-        `knots` ascend from 0; none: off. Micro-batches of fewer than 32 tokens measure nothing.
+        `knots` ascend from 0; none: off, and losses() stay as they are.
         """
 
     def losses(self) -> npt.NDArray[np.float64]:
@@ -336,11 +336,17 @@ class HeadwiseStore:
     def state_problem(self, layer: int, count: int, state: bytearray, end: int) -> str:
         """What is wrong with the state of a sequence of `end` tokens; empty: nothing."""
 
-    def begin_load(self, counts: Sequence[int], states: Sequence[bytearray], evicted: int) -> None:
-        """Get room for the states of all KV heads, with so many entries each.
+    def begin_load(
+        self, counts: Sequence[int], states: Sequence[bytearray], budgets: Sequence[int]
+    ) -> None:
+        """Get room for the states of all KV heads, with so many entries each, under budgets that
+        will be set before they are loaded.
 
         MemoryError and ColdStorageError change nothing.
         """
+
+    def set_evicted(self, evicted: int) -> None:
+        """Say how many entries have been evicted so far."""
 
     def load_head(self, layer: int, kv_head: int, count: int, state: bytearray) -> None:
         """Replace a head's entries by a state without problems; evicts down to its budget."""

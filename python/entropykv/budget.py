@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def plan_headwise(
     mean = _mean_entries(budget, n_ctx, bytes_of)
     protection = _protection(budget, mean, n_ctx, n_sinks, recent_window, bytes_of)
     floor = min(protection.entries, n_ctx)
-    if policy.rule.by_layer:  # half of its own budget is the layer's recent window
+    if own_windows(policy, recent_window):
         floor = min(2 * (n_sinks + 1), floor)
     shares = _share(policy, profile, mean, n_ctx, floor, per_head, limits)
     return HeadwisePlan(
@@ -112,6 +113,13 @@ def plan_headwise(
         pages(mean),
         page_bytes,
     )
+
+
+def own_windows(policy: Policy, recent_window: int | None) -> bool:
+    """Whether half of a head's own budget is for sinks and its recent window, as the layer document
+    has it, and not half of the mean budget, or what is given for all.
+    """
+    return policy.rule.by_layer and recent_window is None
 
 
 def by_layer(
@@ -219,11 +227,11 @@ def _protection(
     protection = Protection.for_budget(mean, n_sinks, recent_window)
     if mean >= min(protection.entries, n_ctx) and mean > 0:
         return protection
-    least = next(
-        n
-        for n in range(2, n_ctx + 1)
-        if n >= min(Protection.for_budget(n, n_sinks, recent_window).entries, n_ctx)
-    )
+
+    def holds_them(n: int) -> bool:
+        return n >= min(Protection.for_budget(n, n_sinks, recent_window).entries, n_ctx)
+
+    least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)  # the context does
     needed = Protection.for_budget(least, n_sinks, recent_window)
     raise BudgetError(
         f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,14 @@ from entropykv.errors import BudgetError, SettingsError
 KV_TYPES = ("f16", "q8_0")
 KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "flat")
+
+MOST_TOKENS = 2**30
+"""Of a context, and of all that is counted in tokens: positions, their distances, and sums of two of
+them are 32-bit numbers in llama.cpp and in the extension."""
+MOST_MICRO_BATCH = 2**16
+MOST_THREADS = 512
+"""llama.cpp's own limit."""
+MOST_BYTES = 2**60
 
 _UNITS = {
     "B": 1,
@@ -50,6 +59,8 @@ class Budget:
             return cls._from_number(value)
         if n_bytes < 1:
             raise BudgetError(f"a KV budget of {value} holds nothing; {_HOW}")
+        if n_bytes > MOST_BYTES:
+            raise BudgetError(f"a KV budget cannot be {value}; give {MOST_BYTES}B or less")
         return cls("bytes", n_bytes)
 
     @classmethod
@@ -60,7 +71,9 @@ class Budget:
             raise BudgetError(f"a KV budget cannot be {value!r}; {_HOW}") from None
         if 0.0 < number <= 1.0:
             return cls("fraction", number)
-        if math.isfinite(number) and number >= 2.0 and number == int(number):
+        if number > MOST_TOKENS:
+            raise BudgetError(f"a KV budget cannot be {value}; give {MOST_TOKENS} tokens or less")
+        if number >= 2.0 and number == int(number):
             return cls("tokens", int(number))
         raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
 
@@ -90,9 +103,10 @@ class Settings:
         one_of("kv_type", self.kv_type, KV_CHOICES)
         one_of("store", self.store, STORES)
         at_least("n_ctx", self.n_ctx, 0)
-        at_least("n_ubatch", self.n_ubatch, 1)
-        at_least("n_threads", self.n_threads, 0)
-        at_least("n_threads_batch", self.n_threads_batch, 0)
+        at_least("n_ubatch", self.n_ubatch, 1, MOST_MICRO_BATCH)
+        at_least("n_threads", self.n_threads, 0, MOST_THREADS)
+        at_least("n_threads_batch", self.n_threads_batch, 0, MOST_THREADS)
+        at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)  # llama.cpp's "all"
         at_least("n_sinks", self.n_sinks, 0)
         if self.recent_window is not None:
             at_least("recent_window", self.recent_window, 1)
@@ -114,7 +128,15 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise SettingsError(f"{name} cannot be {value!r}; use one of {', '.join(allowed)}")
 
 
-def at_least(name: str, value: object, least: int) -> None:
-    """Raise SettingsError unless `value` is an integer of `least` or more."""
+def at_least(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
+    """Raise SettingsError unless `value` is an integer of `least` or more, and of `most` or less."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SettingsError(f"{name} cannot be {value!r}; use an integer of {least} or more")
+    if value > most:
+        raise SettingsError(f"{name} cannot be {value}; use {most} or less")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number like any other: not an infinite one, nor none at all."""
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_one and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

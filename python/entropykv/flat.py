@@ -14,7 +14,13 @@ import numpy.typing as npt
 from entropykv import _core
 from entropykv.budget import FlatPlan, plan_flat
 from entropykv.config import Budget, Settings
-from entropykv.errors import ContextError, SessionFileError, SettingsError, UnsupportedModelError
+from entropykv.errors import (
+    BudgetError,
+    ContextError,
+    SessionFileError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from entropykv.fingerprint import check_model
 from entropykv.k_shift import flat_range, k_shift_obstacle
 from entropykv.model import Model, captured_log
@@ -151,11 +157,23 @@ class FlatStore(Store):
         """Evict down to a smaller budget; move to a context with more cells for a larger one."""
         plan = self._plan(budget)
         if plan.cells > self._cells:
-            larger = self._new_context(plan.cells)
-            self._store.move_to(_address(larger))
-            llama_cpp.llama_free(self.context)
-            self.context, self._cells = larger, plan.cells
+            self._move_to(plan.cells)
         self._store.set_budget(plan.entries, plan.protection.n_sinks, plan.protection.recent_window)
+
+    def _move_to(self, cells: int) -> None:
+        """Go on in a larger context. BudgetError, and nothing has changed, where that fails."""
+        larger = self._new_context(cells)
+        try:
+            with captured_log():
+                self._store.move_to(_address(larger))
+        except (MemoryError, RuntimeError) as error:
+            llama_cpp.llama_free(larger)
+            raise BudgetError(
+                f"{self._model.name}: what is held cannot be moved to a cache of {cells} cells "
+                f"({error}); give a smaller budget"
+            ) from error
+        llama_cpp.llama_free(self.context)
+        self.context, self._cells = larger, cells
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
@@ -237,7 +255,7 @@ class FlatStore(Store):
             "kv_bytes_budget": self._cells * cell_bytes,
             "kv_bytes_peak": self._store.peak * cell_bytes,
             "kv_bytes_now": self._store.entries * cell_bytes,
-            "kv_bytes_staging": 0,
+            "kv_bytes_staging": self._store.largest_copy,
             "kv_bytes_scratch": 0,
             "entries_kept": self._store.entries * self.n_kv_heads,
             "evictions": self.evicted,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from entropykv.config import at_least, one_of, parse_bytes
+from entropykv.config import MOST_BYTES, at_least, is_number, one_of, parse_bytes
 from entropykv.errors import SettingsError
 
 RAM = "ram"
@@ -18,7 +17,8 @@ RECALL_MICRO_BATCH = 16
 """Tokens of a prompt read at a time, at most, where frozen entries are looked for: they share what
 is found."""
 
-_MOST = 2**31 - 1
+LIMITS_OF_RATE = (1e-6, 1e6)
+MOST_THRESHOLD = 1e9
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,17 @@ class Freezing:
         """Check every value."""
         if self.where != RAM and not self.directory:
             raise SettingsError(f"freeze cannot be {self.where!r}; use ram or disk:DIRECTORY")
-        if self.limit is not None and not _positive(_bytes(self.limit)):
+        if self.limit is not None and not _possible(_bytes(self.limit)):
             raise SettingsError(
                 f"the limit of frozen entries cannot be {self.limit!r}; give bytes such as 1GiB"
             )
         one_of("the type of frozen entries", self.kv_type, COLD_CHOICES)
-        _check_count("recall_interval", self.recall_interval, 0)
-        _check_count("the window of freezing", self.window, 1)
-        _check_count("the history of freezing", self.history, 0)
-        if self.threshold is not None and (not _is_number(self.threshold) or self.threshold < 0):
-            raise SettingsError(
-                f"the threshold of freezing cannot be {self.threshold!r}; use a number of 0 or more"
-            )
-        if not _is_number(self.rate) or self.rate <= 0:
-            raise SettingsError(
-                f"the rate of freezing cannot be {self.rate!r}; use a number above 0"
-            )
+        at_least("recall_interval", self.recall_interval, 0)
+        at_least("the window of freezing", self.window, 1)
+        at_least("the history of freezing", self.history, 0)
+        if self.threshold is not None:
+            _check_number("threshold", self.threshold, (0.0, MOST_THRESHOLD))
+        _check_number("rate", self.rate, LIMITS_OF_RATE)
 
     @staticmethod
     def parse(value: Freezing | str | None) -> Freezing | None:
@@ -124,15 +119,13 @@ def _bytes(limit: str | int) -> int | None:
     return parse_bytes(limit) if isinstance(limit, str) else limit
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _possible(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_BYTES
 
 
-def _check_count(name: str, value: int, least: int) -> None:
-    at_least(name, value, least)
-    if value > _MOST:
-        raise SettingsError(f"{name} cannot be {value}; use {_MOST} or less")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _check_number(name: str, value: object, limits: tuple[float, float]) -> None:
+    low, high = limits
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise SettingsError(
+            f"the {name} of freezing cannot be {value!r}; use a number from {low:g} to {high:g}"
+        )

@@ -15,6 +15,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.config import at_least, is_number
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.recovery import Recoverable, Watch
 
@@ -81,8 +82,14 @@ class Sampling:
                 raise SettingsError(
                     f"{name} cannot be {getattr(self, name)}; use a value from {low:g} to {high:g}"
                 )
-        if self.repeat_penalty <= 0.0:
-            raise SettingsError("repeat_penalty must be above 0; 1 switches it off")
+        if not is_number(self.temperature):
+            raise SettingsError(
+                f"temperature cannot be {self.temperature!r}; use a number, 0 for the most "
+                "probable token"
+            )
+        at_least("top_k", self.top_k, 0)
+        if not is_number(self.repeat_penalty) or self.repeat_penalty <= 0.0:
+            raise SettingsError("repeat_penalty must be a number above 0; 1 switches it off")
 
     def chain(self, n_vocab: int) -> Any:
         """A llama_sampler chain in llama-cli's order; the caller frees it."""
@@ -130,6 +137,7 @@ def generate(
     that it has no logits, and that what reading ahead has evicted does not come back. Where a
     decode fails, the tokens before it are still yielded, and then the error is raised.
     """
+    at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:
         raise ContextError("there is nothing to generate; use max_tokens of 1 or more, or -1")
     if tokens or session.logits is None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.budget import HeadwisePlan, plan_headwise
+from entropykv.budget import HeadwisePlan, own_windows, plan_headwise
 from entropykv.cold import ColdSide
 from entropykv.config import Budget, Settings
 from entropykv.errors import ContextError, SettingsError
@@ -19,7 +19,7 @@ from entropykv.freezing import Freezing
 from entropykv.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 from entropykv.headwise_state import HeadwiseState
 from entropykv.model import Model
-from entropykv.online import LEAST_TOKENS, online_budgets
+from entropykv.online import changes_budgets, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.recovery import Rung
@@ -57,6 +57,7 @@ class HeadwiseStore(Store):
         self._policy = policy
         self._profile = profile
         self._n_ctx = n_ctx
+        self._n_ubatch = n_ubatch
         refuse_by_kind(model, settings)
         self._model = model
         self._hook = _core.GraphHook(relu2_layers(model, settings))
@@ -86,7 +87,7 @@ class HeadwiseStore(Store):
                 max_tokens=n_ubatch,
                 max_entries=n_ctx,
                 n_threads=max(settings.threads, settings.threads_batch),
-                own_windows=policy.rule.by_layer,
+                own_windows=own_windows(policy, settings.recent_window),
                 shared_choice=policy.rule.by_layer,
                 ropes=[node.rope for node in self._hook.nodes],
                 freezing=self.cold.settings,
@@ -137,12 +138,17 @@ class HeadwiseStore(Store):
             self._online.expect(plan)
         self._share()
 
-    def _share(self) -> None:
-        """Apply the plan: its budgets, or those that follow from the text."""
+    def _shares(self) -> list[int]:
+        """Budgets of the plan, or those that follow from the text."""
         plan = self._followed
         online = self._online.budgets(plan) if self._online else None
+        return online or [entries for layer in plan.budgets for entries in layer]
+
+    def _share(self) -> None:
+        """Apply the plan."""
+        plan = self._followed
         self._store.set_budgets(
-            budgets=online or [entries for layer in plan.budgets for entries in layer],
+            budgets=self._shares(),
             pool_pages=plan.pool_pages,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
@@ -168,6 +174,9 @@ class HeadwiseStore(Store):
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
+        self._budgets_change = changes_budgets(n_tokens, position, self._n_ubatch)
+        if self._online:
+            self._online.prepare(budgets_change=self._budgets_change)
         with self.cold.growing():
             self._store.begin(n_tokens, position, self.rope_position(position))
         self._hook.begin_step()
@@ -187,7 +196,7 @@ class HeadwiseStore(Store):
         else:
             self._forget_cells()
         self._hook.check_step()
-        if self._online and n_tokens >= LEAST_TOKENS:
+        if self._online and self._budgets_change:
             self._online.observe(n_tokens)
             with self.cold.growing_later():
                 self._share()
@@ -256,7 +265,7 @@ class HeadwiseStore(Store):
 
     def load_state(self, contents: SavedContents, sections: Sequence[bytearray]) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
-        self._state.load(contents, sections, self._share)
+        self._state.load(contents, sections, self._shares, self._share)
         self.shift = contents.shift
         self._loaded = contents.position if self._windowed else 0  # what left is not in the file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -91,25 +92,39 @@ class HeadwiseState:
         self,
         contents: SavedContents,
         sections: Sequence[bytearray],
+        shares: Callable[[], list[int]],
         share: Callable[[], None],
     ) -> None:
-        """Get the pages, then copy; `share`: sets budgets by what online ones have seen."""
+        """Get room for everything, then forget what is held, and copy.
+
+        `shares`: budgets by what online ones have seen; `share` sets them. What raises has changed
+        nothing.
+        """
         heads = list(_per_head(contents.entries))
-        former = self._recurrent.replace(sections[-1]) if self._recurrent else b""
-        sections, rest = sections[: self._n_kv_heads], sections[self._n_kv_heads :]
+        of_heads = sections[: self._n_kv_heads]
+        with self._seen_as_in(sections), self._cold.growing():
+            self._store.begin_load([count for _, _, count in heads], of_heads, shares())
+        self._store.truncate(0)
+        self._store.set_evicted(contents.evicted)
+        share()
+        for (layer, head, count), section in zip(heads, of_heads, strict=True):
+            self._store.load_head(layer, head, count, section)
+
+    @contextmanager
+    def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:
+        """Take over what recurrent layers and online budgets have seen; back where that fails."""
+        state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
+        seen = self._online.state() if self._online else None
         if self._online:
-            self._online.load(_floats(rest[0]))
+            self._online.load(_floats(sections[self._n_kv_heads]))
         try:
-            with self._cold.growing():
-                if self._online:
-                    share()
-                self._store.begin_load([count for _, _, count in heads], sections, contents.evicted)
+            yield
         except BaseException:
             if self._recurrent:
-                self._recurrent.replace(former)
+                self._recurrent.replace(state)
+            if self._online and seen is not None:
+                self._online.load(seen)
             raise
-        for (layer, head, count), section in zip(heads, sections, strict=True):
-            self._store.load_head(layer, head, count, section)
 
 
 def _floats(section: bytearray) -> npt.NDArray[np.float64]:

@@ -84,6 +84,9 @@ def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[s
         store=budget.store,
         n_ctx=arguments["n_ctx"],
         n_ubatch=arguments["n_ubatch"],
+        n_threads=arguments["n_threads"] or 0,
+        n_threads_batch=arguments["n_threads_batch"] or 0,
+        n_gpu_layers=arguments["n_gpu_layers"],
         n_sinks=budget.n_sinks,
         recent_window=budget.recent_window,
     )

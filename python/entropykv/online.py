@@ -15,7 +15,7 @@ from entropykv.policy import BudgetRule, Policy
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
 """Entries beyond the floor at which losses are measured, as factors of the mean budget's."""
 LEAST_TOKENS = 32
-"""Smaller micro-batches change no budgets: so few queries say little."""
+"""Budgets change after so many tokens, not sooner: a few queries say little."""
 LAYER_RANGE = (8, 128)
 """Budgets of the layers with the lowest and the highest entropy, as in the layer document."""
 MOST_BITS = 32
@@ -24,14 +24,27 @@ MOST_BITS = 32
 Floats = npt.NDArray[np.float64]
 
 
+def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
+    """Whether budgets change after a micro-batch at `position`: all of LEAST_TOKENS or more change
+    them, and where micro-batches are smaller than that (`n_ubatch`), a full one every LEAST_TOKENS.
+
+    It hangs on places in the text alone, so that a session that was loaded keeps step.
+    """
+    is_full = n_tokens >= min(LEAST_TOKENS, n_ubatch)
+    return is_full and position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
+
+
 class OnlineBudgets(Protocol):
     """What was seen of a text, and the budgets that follow from it."""
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Measure what budgets of this plan will need, from the next micro-batch on."""
+        """Measure what budgets of this plan will need."""
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Say, before every micro-batch, whether budgets will change after it."""
 
     def observe(self, n_tokens: int) -> None:
-        """Take in what the micro-batch of LEAST_TOKENS or more that was just read has shown."""
+        """Take in what the micro-batch has shown after which budgets change."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
@@ -94,12 +107,16 @@ class MeasuredLosses:
         beyond = max(1, plan.mean_entries - plan.floor_entries)
         factors = KNOT_FACTORS if plan.mean_entries < self._n_ctx else ()
         self._next_knots = sorted({int(factor * beyond) for factor in factors})
-        self._store.measure_losses(self._next_knots)
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Measure where budgets will change: it takes time."""
+        self._store.measure_losses(self._next_knots if budgets_change else [])
 
     def observe(self, n_tokens: int) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
         self._knots = np.array(self._next_knots, np.float64)
-        self._losses = self._store.losses().reshape(self._n_heads, -1)
+        losses = self._store.losses() if self._next_knots else np.empty(0)
+        self._losses = losses.reshape(self._n_heads, self._knots.size)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Shares for the least summed loss."""
@@ -181,6 +198,9 @@ class LayerEntropies:
 
     def expect(self, plan: HeadwisePlan) -> None:
         """Entropies are always the same."""
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Entropies are tracked in any case."""
 
     def observe(self, n_tokens: int) -> None:
         """Add the entropies of the micro-batch's rows."""

@@ -215,6 +215,8 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by what each step's queries find, and {importance} does not; use "
             f"--policy {name}, or measure mass, attention or products"
         )
+    # A policy that adds up what all queries gave does so by any measure.
+    importance = replace(importance, decay=policy.importance.decay)
     if importance == policy.importance:
         return policy
     return replace(policy, name=f"{name}:{importance}", importance=importance)

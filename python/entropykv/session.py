@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from entropykv.batch import MicroBatch
 from entropykv.budget import kv_type_for
-from entropykv.config import Budget, Settings
+from entropykv.config import Budget, Settings, at_least
 from entropykv.errors import (
+    BudgetError,
     ContextError,
     EntropyKVError,
     FreezeError,
@@ -187,9 +188,18 @@ class Session:
             policy,
             self.profile,
         )
-        if store == "flat":
-            return FlatStore(*arguments), policy
-        return HeadwiseStore(*arguments, freezing=self.freezing), policy
+        try:
+            if store == "flat":
+                return FlatStore(*arguments), policy
+            return HeadwiseStore(*arguments, freezing=self.freezing), policy
+        except MemoryError:
+            raise self._too_large(self._budget) from None
+
+    def _too_large(self, budget: Budget) -> BudgetError:
+        return BudgetError(
+            f"{self._model.name}: a KV budget of {budget} in a context of {self.n_ctx} tokens does "
+            "not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
+        )
 
     def __enter__(self) -> Session:
         """Use the session as a context manager: it closes at the end."""
@@ -387,7 +397,10 @@ class Session:
         self._check_usable()
         budget = Budget.parse(kv_budget)
         evicted = self.evicted
-        self._store.resize(budget)
+        try:
+            self._store.resize(budget)
+        except MemoryError:
+            raise self._too_large(budget) from None
         self._note_evictions(evicted)
         self._budget = budget
 
@@ -404,6 +417,7 @@ class Session:
         others are looked through for what it needs.
         """
         self._check_usable()
+        at_least("window", window, 0)
         return self._store.thaw(rung, window, self._position)
 
     def note_climb(self, climb: Climb) -> None:
@@ -417,13 +431,15 @@ class Session:
 
     def _note_evictions(self, before: int) -> None:
         if self.evicted != before:
-            self._reusable_from = self._position
+            self._reusable_from = max(self._reusable_from, self._position)
 
     @property
     def reusable_from(self) -> int:
         """The position at the end of what last evicted an entry in any KV head; 0 if none ever did.
 
         Truncating to it or beyond leaves the entries that were there when the session stood there.
+        After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
+        session that never read on would have, until reset().
         """
         return self._reusable_from
 
@@ -458,7 +474,10 @@ class Session:
             self._position, self._logits = position, None
             if self.trajectory:
                 self.trajectory.truncate(position)
-            self._reusable_from = min(self._reusable_from, position)
+            if position == 0:
+                self._reusable_from = 0
+            elif position < self._reusable_from:
+                self._reusable_from = self.n_ctx + 1  # what is missing stays so, wherever it goes
 
     def reset(self) -> None:
         """Forget every token; counters start again."""

@@ -246,7 +246,7 @@ void test_scratch_of_wide_groups() {
     std::vector<std::byte> state(narrow.store.state_bytes(0, 0));
     narrow.store.save_head(0, 0, state.data());
     const int count = narrow.store.count(0, 0);
-    model.store.begin_load({count}, {state.data()});
+    model.store.begin_load({count}, {state.data()}, {kEntries});
     model.store.load_head(0, 0, count, state.data());
     model.end = narrow.end;
     model.read(256, random);

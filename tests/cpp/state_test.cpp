@@ -56,7 +56,8 @@ struct Sequence {
 
     void load(const Sequence& saved, std::vector<State> states) {
         store.begin_load({saved.store.count(0, 0), saved.store.count(0, 1)},
-                         {states[0].data(), states[1].data()});
+                         {states[0].data(), states[1].data()},
+                         {store.budget(0, 0), store.budget(0, 1)});
         for (const int head : {0, 1})
             store.load_head(0, head, saved.store.count(0, head), states[index(head)].data());
         end = saved.end;

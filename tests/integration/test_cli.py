@@ -17,6 +17,23 @@ from gguf import GGUFWriter
 from entropykv import EntropyProfile, Session
 
 Result = subprocess.CompletedProcess[str]
+SLOW_COMMAND = """
+import sys, time
+from entropykv import cli
+from entropykv.new_file import new_file
+
+class Parser:
+    def parse_args(self, given):
+        return self
+    def command(self, options):
+        with new_file(sys.argv[1]) as part:
+            part.write_bytes(b"half of it")
+            print("writing", flush=True)
+            time.sleep(60)
+
+cli._parser = lambda serving: Parser()
+sys.exit(cli.main([]))
+"""
 STATS_FIELDS = {
     "model",
     "store",
@@ -265,3 +282,19 @@ def test_help_names_every_option(command: tuple[str, ...]) -> None:
         ]:
             assert option in result.stdout
     assert "None" not in result.stdout
+
+
+def test_sigterm_leaves_no_half_written_file(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"what was there")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_COMMAND, str(target)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "writing\n"
+    assert len(os.listdir(tmp_path)) == 2
+    process.terminate()
+    process.stdout.close()
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == ["target"]
+    assert target.read_bytes() == b"what was there"

@@ -113,9 +113,16 @@ def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> 
         session.truncate(100)
         assert session.reusable_from == 100
         session.truncate(95)  # possible, though what was evicted does not come back
-        assert session.reusable_from == 95
+        for _ in range(3):  # nor by reading on, nor where that evicts, too
+            position = session.position
+            assert [session.can_return_to(p) for p in (0, 95, position)] == [True, False, False]
+            assert session.reusable_from > session.n_ctx
+            session.decode(tokens_for(40, seed=position))
+        assert session.stats().evictions > 0
         session.reset()
         assert session.reusable_from == 0
+        session.decode(tokens_for(20))
+        assert session.can_return_to(10)
 
 
 # --- by tokens ------------------------------------------------------------------------------------

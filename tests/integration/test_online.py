@@ -62,6 +62,50 @@ def are_equal(session: Session) -> bool:
 
 
 @each_policy
+@pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
+def test_small_micro_batches_change_budgets_too(
+    uneven_llama: Path, policy: str, n_ubatch: int
+) -> None:
+    """As those do that are read at once: the same layers and heads get more."""
+    budgets = []
+    for size in (n_ubatch, 64):
+        with session_of(uneven_llama, policy=policy, n_ubatch=size) as session:
+            session.decode(tokens_for(192))
+            check(session)
+            assert not are_equal(session)
+            budgets.append(np.array(session.budgets(), np.float64).ravel())
+            data = session.save_state()
+            session.decode(tokens_for(77, seed=4))
+            expected = session.budgets()
+            session.load_state(data)
+            session.decode(tokens_for(77, seed=4))
+            assert session.budgets() == expected
+    assert np.corrcoef(*budgets)[0, 1] > 0.7
+
+
+@pytest.mark.parametrize("policy", BY_LAYER)
+@pytest.mark.parametrize("recent_window", [3, 60])
+def test_a_recent_window_that_is_given_is_that_of_every_layer(
+    uneven_llama: Path, policy: str, recent_window: int
+) -> None:
+    """Without one, half of a layer's own budget is for sinks and the newest."""
+    newest = []
+    for window in (recent_window, None):
+        with session_of(uneven_llama, policy=policy, recent_window=window) as session:
+            for n_tokens in (64, 64, 64, 64, 5):
+                session.decode(tokens_for(n_tokens, seed=n_tokens))
+            check(session)
+            assert not are_equal(session)
+            for layer, budgets in enumerate(session.budgets()):
+                kept = session.entries(layer, 0).tolist()
+                protected = budgets[0] // 2 - 4 if window is None else window
+                assert {*range(4), *range(261 - protected, 261)} <= set(kept)
+                assert budgets[0] >= protected + 4
+                newest.append(next(n for n in range(262) if 260 - n not in kept))
+    assert newest[:3] != newest[3:]
+
+
+@each_policy
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type: str) -> None:
     with session_of(uneven_llama, policy=policy, kv_type=kv_type) as session:

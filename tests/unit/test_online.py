@@ -18,6 +18,7 @@ from entropykv.online import (
     LEAST_TOKENS,
     LayerEntropies,
     MeasuredLosses,
+    changes_budgets,
     layer_weights,
     online_budgets,
 )
@@ -158,7 +159,9 @@ class Layers:
         evicted = self.store.evicted
         self.store = self.new_store()
         self.apply_budgets()
-        self.store.begin_load(counts, states, evicted)
+        budgets = [self.store.budget(*key) for key in HEADS]
+        self.store.begin_load(counts, states, budgets)
+        self.store.set_evicted(evicted)
         for (layer, head), count, state in zip(HEADS, counts, states, strict=True):
             self.store.load_head(layer, head, count, state)
 
@@ -240,13 +243,14 @@ def test_measured_losses_are_those_of_the_oracle(
     rules.own_windows, rules.observation_window = own_windows, 128
     layers = Layers(rules, [60, 30, 90], knots=KNOTS)
     assert not layers.store.losses().any()
-    for n_tokens in (MAX_TOKENS, 40, LEAST_TOKENS, MAX_TOKENS):
+    for n_tokens in (MAX_TOKENS, 40, 1, 7, MAX_TOKENS):
         layers.attend(n_tokens)
         actual = layers.store.losses().reshape(len(HEADS), len(KNOTS))
         assert (np.diff(actual, axis=1) <= 0.0).all()
         expected = np.array(layers.losses)
         np.testing.assert_allclose(actual, expected, rtol=5e-3, atol=1e-5 * expected.max())
-    layers.attend(LEAST_TOKENS - 1)
+    layers.store.measure_losses([])
+    layers.attend(40)
     assert (layers.store.losses().reshape(len(HEADS), -1) == actual).all()  # not measured
     assert not np.allclose(layers.losses, expected, rtol=1e-3)
 
@@ -309,6 +313,7 @@ def adaptive(rule: BudgetRule, plan: HeadwisePlan) -> tuple[Layers, MeasuredLoss
     layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
     online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, rule)
     online.expect(plan)
+    online.prepare(budgets_change=True)
     return layers, online
 
 
@@ -376,6 +381,7 @@ def test_nothing_is_measured_where_nothing_can_be_evicted(policy: str) -> None:
     assert online.state().size == 0
     assert online.budgets(plan_for(policy, 1.0)) is None
     online.expect(plan_for(policy, 100))
+    online.prepare(budgets_change=True)
     read(layers.store, [96], (0, 0))
     online.observe(96)
     assert online.budgets(plan_for(policy, 1.0)) == [MAX_ENTRIES] * len(HEADS)
@@ -423,6 +429,24 @@ def test_other_policies_do_not_follow_the_text() -> None:
         assert (online is not None) == (name in ONLINE)
 
 
+@given(st.integers(LEAST_TOKENS, 600), st.integers(0, 2**30), st.integers(1, 600))
+def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ubatch: int) -> None:
+    assert changes_budgets(n, position, max(n, n_ubatch))
+    assert not changes_budgets(LEAST_TOKENS - 1, position, max(n, n_ubatch))
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
+def test_budgets_change_every_so_many_tokens_where_micro_batches_are_small(n_ubatch: int) -> None:
+    ends = [
+        position + n_ubatch
+        for position in range(0, 320, n_ubatch)
+        if changes_budgets(n_ubatch, position, n_ubatch)
+    ]
+    assert [end // LEAST_TOKENS for end in ends] == list(range(1, len(ends) + 1))
+    assert ends[-1] > 288
+    assert not any(changes_budgets(n_ubatch - 1, p, n_ubatch) for p in range(64))
+
+
 # --- the layer document ---------------------------------------------------------------------------
 
 
@@ -453,8 +477,9 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     assert online.budgets(plan) is None
     observed: list[Any] = [[] for _ in LAYERS]
     for n_tokens in (96, 40, 7, 1, 64):  # too short ones do not count
+        before = layers.position
         layers.attend(n_tokens)
-        if n_tokens >= LEAST_TOKENS:
+        if changes_budgets(n_tokens, before, MAX_TOKENS):
             online.observe(n_tokens)
             for layer in range(len(LAYERS)):
                 observed[layer].append(layers.store.row_entropies(layer))

@@ -43,6 +43,16 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
     assert (policy == POLICIES[name]) == (policy.name == name) == default
 
 
+@pytest.mark.parametrize("name", ["layer", "layer-range"])
+def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
+    """Nothing of the attention of its prompt decays; with `window`, only the last part counts."""
+    assert named(f"{name}:attention") == POLICIES[name]
+    for measure in ("attention", "mass", "products", "mass+exposure"):
+        assert named(f"{name}:{measure}").importance.settings(0.0).decay == 1.0
+    assert named(f"{name}:mass+window").importance.settings(0.0).decay == 0.0
+    assert named("uniform:attention").importance.settings(0.0).decay == pytest.approx(0.998)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -12,6 +12,7 @@ from entropykv.cli.calibrate import add_calibrate
 from entropykv.cli.chat import add_chat
 from entropykv.cli.convert import add_convert
 from entropykv.cli.evaluate import add_evaluate
+from entropykv.cli.interrupts import orderly_termination
 from entropykv.cli.models import add_models
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
-        code: int = options.command(options)
+        with orderly_termination():
+            code: int = options.command(options)
     except EntropyKVError as error:
         print(f"entropykv: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -1,11 +1,16 @@
-"""Ctrl-C between two steps of a session, not within one."""
+"""Signals: Ctrl-C between two steps of a session, not within one; SIGTERM as an error is."""
 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
+"""As a shell says it."""
 
 
 class InterruptionError(Exception):
@@ -44,3 +49,26 @@ def noted_interrupts() -> Iterator[Interrupts]:
     finally:
         if before is signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def orderly_termination() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit, so that files that are half-written are removed.
+
+    Where somebody else handles it, or ignores it, it stays so.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -7,7 +7,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from entropykv.config import KV_CHOICES, STORES, Settings
+from entropykv.config import (
+    KV_CHOICES,
+    MOST_MICRO_BATCH,
+    MOST_THREADS,
+    MOST_TOKENS,
+    STORES,
+    Settings,
+)
 from entropykv.errors import SettingsError
 from entropykv.models import DEMOS, Demo
 from entropykv.policy import AUTO, POLICY_SYNTAX, policy_help
@@ -15,8 +22,8 @@ from entropykv.policy import AUTO, POLICY_SYNTAX, policy_help
 _DEFAULTS = Settings()
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """An argparse type: an integer of `least` or more."""
+def integer(least: int, most: int = MOST_TOKENS) -> Callable[[str], int]:
+    """An argparse type: an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -25,6 +32,8 @@ def integer(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {least} or more")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text} is too much; give {most} or less")
         return value
 
     return parse
@@ -123,7 +132,8 @@ def add_protection_options(group: argparse._ArgumentGroup) -> None:
         "--recent-window",
         type=integer(1),
         metavar="N",
-        help="newest tokens that every KV head keeps (default: half of the mean budget)",
+        help="newest tokens that every KV head keeps (default: half of the mean budget; policies "
+        "layer and layer-range: half of each layer's own budget, sinks included)",
     )
 
 
@@ -140,7 +150,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-ub",
         "--ubatch-size",
-        type=integer(1),
+        type=integer(1, MOST_MICRO_BATCH),
         default=_DEFAULTS.n_ubatch,
         help="tokens of the prompt read at a time (default: %(default)s)",
     )
@@ -151,7 +161,7 @@ def add_threads_option(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "-t",
         "--threads",
-        type=integer(0),
+        type=integer(0, MOST_THREADS),
         default=0,
         help="0, the default: one for every core that this process may use (physical cores, "
         "affinity, CPU quota of the cgroup)",

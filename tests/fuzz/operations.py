@@ -1,0 +1,130 @@
+"""What a session can be asked for: chosen by chance, then done; the same list can be done again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from entropykv import Session
+from entropykv.recovery import Rung
+from tests.fuzz.models import FuzzModel
+from tests.fuzz.options import random_budget
+
+FIRST_TOKEN = 3
+"""The others are control tokens."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A name of OPERATIONS, and values for it."""
+
+    name: str
+    values: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        """Short: of tokens, only how many."""
+        shown = [
+            f"{len(value)} tokens" if isinstance(value, tuple) else repr(value)
+            for value in self.values
+        ]
+        return f"{self.name}({', '.join(shown)})"
+
+    def do(self, session: Session) -> None:
+        """Ask the session for it; errors pass."""
+        OPERATIONS[self.name](session, *self.values)
+
+
+def _decode(session: Session, tokens: tuple[int, ...], all_logits: bool) -> None:
+    rows = session.decode(tokens, all_logits=all_logits)
+    assert rows.shape == (len(tokens) if all_logits else 1, session.n_vocab)
+
+
+def _generate(session: Session, n: int, temperature: float, stop_early: bool) -> None:
+    """What is yielded last is not read yet."""
+    if session.logits is None:
+        return
+    generator = session.generate([], n, temperature=temperature, seed=n)
+    with contextlib.closing(generator):
+        for count, _ in enumerate(generator):
+            if stop_early and count == n // 2:
+                break
+
+
+def _freeze_and_restore(session: Session) -> None:
+    """Everything, there and back: nothing may be lost on the way."""
+    core = session._store.core  # type: ignore[attr-defined]
+    before = core.entries, core.frozen
+    core.freeze_all(session.position - 1)
+    core.restore(session.position - 1, frozen_after=session.position - 2)
+    assert core.entries + core.frozen == sum(before), (before, core.entries, core.frozen)
+
+
+def _reload(session: Session) -> None:
+    """A session goes on with what it saved itself."""
+    session.load_state(session.save_state())
+
+
+OPERATIONS: dict[str, Callable[..., None]] = {
+    "decode": _decode,
+    "generate": _generate,
+    "resize": lambda session, budget: session.resize(budget),
+    "truncate": lambda session, position: session.truncate(position),
+    "reset": lambda session: session.reset(),
+    "thaw": lambda session, rung, window: session.thaw(rung, window),
+    "freeze_and_restore": _freeze_and_restore,
+    "reload": _reload,
+}
+
+
+def random_operation(chance: random.Random, model: FuzzModel, session: Session) -> Operation:
+    """One that fits where the session stands."""
+    kinds = ["decode"] * 8 + ["generate"] * 3 + ["resize"] * 2 + ["truncate"] * 2 + ["reload"]
+    kinds += ["reset"] if chance.random() < 0.2 else []
+    kinds += ["thaw"] * 2 if session.freezing else []
+    if session.freezing and session.freezing.limit is None:
+        kinds.append("freeze_and_restore")
+    kind = chance.choice(kinds)
+    room = session.n_ctx - session.position
+    if kind == "decode" or (kind == "generate" and session.logits is None):
+        n_tokens = min(_tokens_to_read(chance, session), room)
+        if n_tokens < 1:
+            return Operation("truncate", (session.position // 2,))
+        return Operation("decode", (topic(chance, n_tokens, model), chance.random() < 0.2))
+    if kind == "generate":
+        return Operation(kind, (chance.randrange(1, 24), chance.choice((0.0, 0.9)), chance.random() < 0.5))
+    if kind == "resize":
+        return Operation(kind, (random_budget(chance, session.n_ctx),))
+    if kind == "truncate":
+        return Operation(kind, (_place_to_return_to(chance, session),))
+    if kind == "thaw":
+        rung = chance.choice((Rung.SOFT, Rung.WINDOW, Rung.FULL))
+        return Operation(kind, (rung, chance.randrange(0, 40)))
+    return Operation(kind)
+
+
+def topic(chance: random.Random, n_tokens: int, model: FuzzModel) -> tuple[int, ...]:
+    """Random tokens out of a few, as a text about one thing has them."""
+    width = chance.choice((1, 8, 40, 300))
+    first = chance.randrange(FIRST_TOKEN, max(FIRST_TOKEN + 1, model.n_vocab - width))
+    last = min(first + width, model.n_vocab - 1)
+    return tuple(chance.randint(first, last) for _ in range(n_tokens))
+
+
+def _tokens_to_read(chance: random.Random, session: Session) -> int:
+    n_ubatch = session._n_ubatch
+    kind = chance.random()
+    if kind < 0.35:
+        return chance.randrange(1, 6)
+    if kind < 0.6:
+        return chance.randrange(1, n_ubatch + 1)
+    return min(chance.randrange(1, 4 * n_ubatch + 2), 300)
+
+
+def _place_to_return_to(chance: random.Random, session: Session) -> int:
+    position = session.position
+    if chance.random() < 0.5:
+        return max(0, position - chance.randrange(0, 40))
+    return chance.randrange(0, position + 1)

@@ -1,0 +1,70 @@
+"""One token's forward pass in numpy, over exactly the entries that a session says it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from entropykv import Session
+from tests.fuzz.models import FuzzModel
+from tests.model_reference import Array, ModelReference
+from tests.reference import stored
+
+
+class Oracle(ModelReference):
+    """A llama whose K and V of earlier tokens are those in a session's headwise store."""
+
+    rounding = 3e-2
+    """Of K and V that are stored once more, and of weights that llama.cpp multiplies in f16."""
+
+    def __init__(self, model: FuzzModel, session: Session) -> None:
+        """Read the weights; Oracle.of() tells whether they are all that counts."""
+        super().__init__(model.path, "silu")
+        self._session = session
+        self._place = 0
+
+    @staticmethod
+    def of(model: FuzzModel, session: Session) -> Oracle | None:
+        """None where the model is another one, or where entries change before they are read."""
+        if not model.in_oracle or session.store == "flat" or session.freezing:
+            return None
+        return Oracle(model, session)
+
+    def next_logits(self, token: int) -> Array | None:
+        """Of a token that comes next; None where the keys will have been moved before."""
+        store: Any = self._session._store
+        position = self._session.position
+        if store.rope.shift_for(store.shift, position, 1) != store.shift:
+            return None
+        self._place = store.rope_position(position)
+        return np.asarray(self.logits([token])[0])
+
+    def attention(self, x: Array, layer: int) -> Array:
+        """Of one token over the kept entries and itself."""
+        core = self._session._store.core  # type: ignore[attr-defined]
+        normed = self.norm(x, f"blk.{layer}.attn_norm")
+        q = self.rotated(self.heads(normed, layer, "attn_q", self.n_head))
+        k = self.rotated(self.heads(normed, layer, "attn_k", self.n_head_kv))
+        v = self.heads(normed, layer, "attn_v", self.n_head_kv)
+        kv_type = self._session.settings.kv_type
+        group = self.n_head // self.n_head_kv
+        mixed = []
+        for head in range(self.n_head):
+            kv_head = head // group
+            _, _, kept_k, kept_v = core.rows(layer, kv_head)
+            keys = np.concatenate([kept_k, stored(k[kv_head], kv_type)])
+            values = np.concatenate([kept_v, stored(v[kv_head], kv_type)])
+            logits = keys @ q[head, 0] / np.sqrt(q.shape[2])
+            weights = np.exp(logits - logits.max())
+            mixed.append(weights @ values / weights.sum())
+        return self.project(np.concatenate(mixed)[None], layer, "attn_output")
+
+    def rotated(self, x: Array) -> Array:
+        """RoPE of one token at its place."""
+        dim = x.shape[2]
+        turns = np.exp(1j * self._place * self.rope_base ** (-np.arange(0, dim, 2) / dim))
+        turned = (x[..., 0::2] + 1j * x[..., 1::2]) * turns
+        result = np.empty_like(x)
+        result[..., 0::2], result[..., 1::2] = turned.real, turned.imag
+        return result
