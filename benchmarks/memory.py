@@ -64,7 +64,7 @@ def pool(mib: int) -> None:
     store.set_budgets([ENTRIES] * n_heads, n_heads * pages, 4, 8)
     state = _state_of_one_head()
     for _ in range(2):  # the second time into pages that others gave back, in another order
-        store.begin_load([ENTRIES] * n_heads, [state] * n_heads, [ENTRIES] * n_heads, 0)
+        store.begin_load([ENTRIES] * n_heads, [state] * n_heads, [ENTRIES] * n_heads)
         for layer in reversed(range(n_layers)):
             for head in reversed(range(HEADS)):
                 store.load_head(layer, head, ENTRIES, bytearray(state))
