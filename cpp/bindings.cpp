@@ -256,7 +256,8 @@ void bind_importance(py::module_& m) {
              py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
              py::arg("observation_window") = 512, py::arg("by_exposure") = false,
              py::arg("by_values") = false, py::arg("distinct") = false,
-             py::arg("future_positions") = 512);
+             py::arg("future_positions") = 512)
+        .def_readonly("decay", &ImportanceSettings::decay);
     m.def("exposure", &exposure, py::arg("age"), py::arg("settings"));
 }
 

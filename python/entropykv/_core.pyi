@@ -49,6 +49,10 @@ class ImportanceSettings:
         distinct: bool = False,
         future_positions: int = 512,
     ) -> None: ...
+    @property
+    def decay(self) -> float:
+        """Share of an observation that is left after one token; 1: nothing decays, 0: the last
+        micro-batch alone counts."""
 
 class LayerShape:
     """Heads and head sizes of one attention layer."""

@@ -20,9 +20,15 @@ def check() -> None:
 
     The extension reads and changes llama.cpp's structures, which differ between releases: where the
     release is another one, it is not even loaded. Raises VersionError.
+
+    llama_cpp is imported before the extension, so that both use one libllama: in a wheel its names
+    (libllama.so, libllama.so.0) are files of their own, and only the one that llama_cpp loads is
+    found again by the other name.
     """
     _check_release()
     try:
+        import llama_cpp  # noqa: F401, PLC0415  (only of a release that fits)
+
         from entropykv import _core  # noqa: PLC0415  (only of a release that fits)
     except ImportError as error:
         raise VersionError(f"{_BUILT}, but cannot be loaded with it ({error}); {REBUILD}") from None

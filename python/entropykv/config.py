@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from entropykv.cores import usable_cores
@@ -32,14 +33,14 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-_BYTES = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMG]?i?B)", re.IGNORECASE | re.ASCII)
+_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMG]?i?B)", re.IGNORECASE | re.ASCII)
 _HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such as 64MiB"
 
 
 def parse_bytes(text: str) -> int | None:
     """Read a size with its unit, such as `64MiB`, in bytes; None for anything else."""
     match = _BYTES.fullmatch(text.strip())
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if match else None
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()]) if match else None
 
 
 @dataclass(frozen=True)

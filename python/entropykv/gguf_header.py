@@ -135,13 +135,17 @@ class HeaderReader(GGUFReader):
         """Size in bytes of `count` strings at offset `start`."""
         if count > _MAX_STRINGS:
             raise ValueError(f"an array of {count} texts in the header")
-        offset = start
+        offset, end = start, len(self.data)
+        size, length_at = _LENGTH.size, _LENGTH.unpack_from
         with self.data.data as view:
-            for _ in range(count):
-                self._check_end(offset + _LENGTH.size)
-                offset += _LENGTH.size + _LENGTH.unpack_from(view, offset)[0]
-        self._check_end(offset)
-        return offset - start
+            for _ in range(count):  # up to millions of them, hence no call for a check
+                if offset + size > end:
+                    break
+                offset += size + length_at(view, offset)[0]
+            else:
+                self._check_end(offset)
+                return offset - start
+        raise ValueError(f"its header asks for byte {offset + size} of {end}")
 
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         field = super()._get_tensor_info_field(orig_offs)

@@ -19,7 +19,7 @@ from entropykv.freezing import Freezing
 from entropykv.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 from entropykv.headwise_state import HeadwiseState
 from entropykv.model import Model
-from entropykv.online import changes_budgets, online_budgets
+from entropykv.online import changes_budgets, is_observed, online_budgets
 from entropykv.policy import Policy
 from entropykv.profile import EntropyProfile
 from entropykv.recovery import Rung
@@ -196,10 +196,11 @@ class HeadwiseStore(Store):
         else:
             self._forget_cells()
         self._hook.check_step()
-        if self._online and self._budgets_change:
+        if self._online and is_observed(n_tokens, self._n_ubatch):
             self._online.observe(n_tokens)
-            with self.cold.growing_later():
-                self._share()
+            if self._budgets_change:
+                with self.cold.growing_later():
+                    self._share()
 
     def check(self) -> None:
         """Raise FreezeError where cold storage failed; what was frozen is given up."""

@@ -24,14 +24,22 @@ MOST_BITS = 32
 Floats = npt.NDArray[np.float64]
 
 
+def is_observed(n_tokens: int, n_ubatch: int) -> bool:
+    """Whether a micro-batch is looked at: it has LEAST_TOKENS or more, or is as large as they get.
+
+    Single tokens of an answer are not, unless the prompt, too, was read one by one.
+    """
+    return n_tokens >= min(LEAST_TOKENS, n_ubatch)
+
+
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
-    """Whether budgets change after a micro-batch at `position`: all of LEAST_TOKENS or more change
-    them, and where micro-batches are smaller than that (`n_ubatch`), a full one every LEAST_TOKENS.
+    """Whether budgets change after a micro-batch at `position`: each that is observed changes them
+    unless they are smaller than LEAST_TOKENS, where one every LEAST_TOKENS does.
 
     It hangs on places in the text alone, so that a session that was loaded keeps step.
     """
-    is_full = n_tokens >= min(LEAST_TOKENS, n_ubatch)
-    return is_full and position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
+    crosses = position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
+    return crosses and is_observed(n_tokens, n_ubatch)
 
 
 class OnlineBudgets(Protocol):
@@ -44,7 +52,7 @@ class OnlineBudgets(Protocol):
         """Say, before every micro-batch, whether budgets will change after it."""
 
     def observe(self, n_tokens: int) -> None:
-        """Take in what the micro-batch has shown after which budgets change."""
+        """Take in what an observed micro-batch has shown: is_observed()."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
@@ -95,6 +103,7 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
+        self._is_measured = False
         self._knots: Floats
         self._losses: Floats
         self.forget()
@@ -110,10 +119,13 @@ class MeasuredLosses:
 
     def prepare(self, *, budgets_change: bool) -> None:
         """Measure where budgets will change: it takes time."""
+        self._is_measured = budgets_change
         self._store.measure_losses(self._next_knots if budgets_change else [])
 
     def observe(self, n_tokens: int) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
+        if not self._is_measured:
+            return
         self._knots = np.array(self._next_knots, np.float64)
         losses = self._store.losses() if self._next_knots else np.empty(0)
         self._losses = losses.reshape(self._n_heads, self._knots.size)

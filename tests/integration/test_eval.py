@@ -79,6 +79,7 @@ def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> t
         while len(theirs) < 60:
             theirs.append(int(stock.decode(theirs[-1:])[-1].argmax()))
     options: dict[str, Any] = {"n_ctx": 180, "kv_type": "f16", "n_threads": 1, "n_ubatch": 8}
+    options["policy"] = "uniform"
     with Session(model, kv_budget=budget, **options) as session:
         ours = []
         for added in (20, 60):

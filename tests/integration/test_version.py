@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import llama_cpp
 import pytest
@@ -45,6 +46,18 @@ def test_it_was_built_against_what_is_here() -> None:
     assert _core.ggml_version() == GGML_VERSION
     assert _core.ggml_commit() == GGML_COMMIT
     assert _core.SEQUENCE_STATE_VERSION == llama_cpp.LLAMA_STATE_SEQ_VERSION
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_there_is_one_libllama_whoever_comes_first() -> None:
+    """Of two, each would have a log, a thread pool and backends of its own."""
+    for first in ("entropykv", "llama_cpp"):
+        result = python(
+            f"import {first}, entropykv\nfor line in open('/proc/self/maps'): print(line.split()[-1])"
+        )
+        assert result.returncode == 0
+        loaded = {line for line in result.stdout.splitlines() if "libllama.so" in line}
+        assert len(loaded) == 1, loaded
 
 
 def test_another_release_is_refused_at_import_and_its_library_is_not_loaded() -> None:

@@ -47,7 +47,7 @@ def test_places_that_are_none(value: Any) -> None:
         Freezing.parse(value)
 
 
-@given(st.integers(1, 2**40), st.sampled_from(["B", "KiB", "MB", "gib"]))
+@given(st.integers(1, 2**30), st.sampled_from(["B", "KiB", "MB", "gib"]))
 def test_sizes_are_read_as_those_of_a_budget(number: int, unit: str) -> None:
     text = f"{number} {unit}"
     n_bytes = parse_bytes(text)

@@ -282,7 +282,7 @@ def test_large_arrays_are_refused_in_time(tmp_path: Path, item_type: int, count:
     start = time.process_time()
     with pytest.raises(ModelFileError, match=r"truncated or damaged|lacks general.architecture"):
         read_geometry(path)
-    assert time.process_time() - start < 2.0  # of the CPU: others do not count
+    assert time.process_time() - start < 5.0  # of the CPU: others do not count
 
 
 def assert_read_or_refused(path: Path) -> None:

@@ -72,5 +72,5 @@ def test_what_was_not_observed_is_refused() -> None:
         store.row_entropies(0)
     with pytest.raises(ValueError, match="not captured"):
         store.queries(0)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="KV head 2 of a layer of 2"):
         store.rows(0, 2)
