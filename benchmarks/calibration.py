@@ -43,7 +43,7 @@ def calibrate(output: Path, threads: int, *arguments: object) -> Cost:
     command = [sys.executable, "-m", "entropykv.cli", "calibrate", "-o", output, *arguments]
     limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     start = time.perf_counter()
-    process = subprocess.Popen(  # noqa: S603
+    process = subprocess.Popen(
         list(map(str, command)),
         env=os.environ | limits,
         stdout=subprocess.DEVNULL,
@@ -65,7 +65,7 @@ def dequantise(path: Path, directory: Path) -> None:
         "model.save_pretrained(sys.argv[3]); tokenizer.save_pretrained(sys.argv[3])"
     )
     arguments = [sys.executable, "-c", code, str(path.parent), path.name, str(directory)]
-    subprocess.run(arguments, check=True, stderr=subprocess.DEVNULL)  # noqa: S603
+    subprocess.run(arguments, check=True, stderr=subprocess.DEVNULL)
 
 
 def differences(path: Path, checkpoint: Path, threads: int) -> dict[str, float]:

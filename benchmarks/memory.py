@@ -4,8 +4,8 @@
 - resident memory of a Session at the settings of `entropykv chat` (a context of a million tokens,
   1,024 entries per KV head), with and without freezing, for several numbers of threads, before and
   after a long text;
-- CPU seconds of set_budgets() that leaves a fifth of pools of 64 MiB to 4 GiB, whose pages lie in no
-  order, as after a session was loaded.
+- CPU seconds of set_budgets() that leaves a fifth of pools of 64 MiB to 4 GiB, whose pages lie in
+  no order, as after a session was loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def resident() -> float:
 def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) -> None:
     """Print what a session holds after its first micro-batch, and after a long text."""
     with Session(
-        model, n_ctx=n_ctx, kv_budget="1024", n_threads=threads, freeze=None if freeze == "no" else freeze
+        model,
+        n_ctx=n_ctx,
+        kv_budget="1024",
+        n_threads=threads,
+        freeze=None if freeze == "no" else freeze,
     ) as opened:
         tokens = np.random.default_rng(0).integers(100, opened.n_vocab, n_tokens).tolist()
         before = resident()
@@ -112,7 +116,10 @@ def main() -> None:
     def alone(*arguments: str) -> None:
         subprocess.run([sys.executable, __file__, "-m", model, *arguments], check=True)
 
-    print("    n_ctx | cold | threads |   opened | 600 read |  all read | budget | scratch | frozen | sketches (MiB)")
+    print(
+        "    n_ctx | cold | threads |   opened | 600 read |  all read "
+        "| budget | scratch | frozen | sketches (MiB)"
+    )
     for threads in options.threads:
         for freeze in ("no", "ram"):
             for n_ctx in (options.tokens + 1000, CONTEXT):

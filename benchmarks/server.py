@@ -28,7 +28,7 @@ def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
     """Start the server on a free port; returns it and its address."""
     options = ["-m", model, "--port", "0", "--n_ctx", N_CTX, "--kv-budget", "256"]
     options += ["--n_threads", threads, "--n_threads_batch", threads]
-    process = subprocess.Popen(  # noqa: S603
+    process = subprocess.Popen(
         [sys.executable, "-m", "entropykv.cli", "serve", *map(str, options)],
         stderr=subprocess.PIPE,
         text=True,

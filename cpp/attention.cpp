@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kWideGroup = 12;  // from so many query heads on, rows in lanes pay for decode too
 constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
-// What is observed is held once for every band of tiles: so many bands of a layer's heads are enough
-// for the threads, and few enough not to need as much memory as the cache.
+// What is observed is held once for every band of tiles: so many bands of a layer's heads are
+// enough for the threads, and few enough not to need as much memory as the cache.
 constexpr int kMostBands = 64;
 constexpr int kRowsChunk = 256;      // entries of a unit of the prompt kernel, or more
 constexpr int kMostRowsChunks = 64;  // units of such a tile
@@ -153,8 +153,9 @@ Attention::Split Attention::split_of(int layer) const {
 }
 
 int Attention::chunk_entries(const Split& split, int total) {
-    // A unit costs as much as some twenty entries, and a few units per thread share out evenly. What
-    // the prompt kernel leaves of a unit is as large as a tile of outputs: there are only so many.
+    // A unit costs as much as some twenty entries, and a few units per thread share out evenly.
+    // What the prompt kernel leaves of a unit is as large as a tile of outputs: there are only so
+    // many.
     if (split.by_rows) return std::max(kRowsChunk, (total / kMostRowsChunks + 63) / 64 * 64);
     return total <= 1024 ? 128 : total <= 8192 ? 256 : total <= 65536 ? 512 : 1024;
 }

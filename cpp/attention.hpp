@@ -262,10 +262,10 @@ private:
     std::atomic<bool> ready_{false};  // units are made
     std::size_t longest_ = 0;         // entries of the longest head, staged ones included
     std::vector<float> partials_;
-    std::vector<float> logits_;    // decode: [head][row][longest_]
-    // What the observed rows of a band gave, added up tile by tile: [head][observed band][longest_],
-    // of single tokens twice: for layers of even and of odd numbers, since a layer's commits may
-    // wait for the next one.
+    std::vector<float> logits_;  // decode: [head][row][longest_]
+    // What the observed rows of a band gave, added up tile by tile: [head][observed
+    // band][longest_], of single tokens twice: for layers of even and of odd numbers, since a
+    // layer's commits may wait for the next one.
     std::vector<float> observed_;
     std::size_t observed_turn_ = 0;  // where the second half begins
 };

@@ -27,7 +27,8 @@ Attention::Unit Attention::unit_at(const Call& call, int unit) const noexcept {
     int head = 0;
     while (unit >= call.job->first_unit[index(head + 1)]) ++head;
     const int local = unit - call.job->first_unit[index(head)];
-    if (!call.split.by_entries) return {tile_at(call.split, head, local * call.split.band_tiles), 0};
+    if (!call.split.by_entries)
+        return {tile_at(call.split, head, local * call.split.band_tiles), 0};
     const int chunks = chunks_of(call.split, total_entries(call.layer, head));
     return {tile_at(call.split, head, local / chunks), local % chunks};
 }
@@ -273,9 +274,9 @@ float* Attention::carry(const Call& call, int head, float* observed) noexcept {
 
 void Attention::commit(const Call& call, int head, const float* observed) noexcept {
     const bool shared = store_.shape(call.layer).readers > 1;
-    const float squares = shared ? carried_[index(call.layer)].squares[index(head)]
+    const float squares = shared              ? carried_[index(call.layer)].squares[index(head)]
                           : store_.measures() ? output_squares(call, head)
-                                                       : 0.0f;
+                                              : 0.0f;
     store_.commit(call.layer, head, n_tokens_, observed, squares, call.thread);
 }
 
@@ -399,8 +400,7 @@ int Attention::band_of(const Call& call, int tile) const noexcept {
 
 float* Attention::observed_of(const Call& call, int head, int band) noexcept {
     const std::size_t turn = call.layer % 2 == 0 ? 0 : observed_turn_;
-    return observed_.data() + turn +
-           index(head * observed_bands(call.split) + band) * longest_;
+    return observed_.data() + turn + index(head * observed_bands(call.split) + band) * longest_;
 }
 
 // How much each row of a tile counts: nothing before the observation window. What is divided by an
@@ -426,8 +426,8 @@ void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& 
     const auto neighbourhood = static_cast<float>(store_.neighbourhood());
     const int band = band_of(call, tile.number);
     float* observed = observed_of(call, tile.head, band);
-    const bool begins = tile.number == first_observed_tile(call.split) ||
-                        tile.number % call.split.band_tiles == 0;
+    const bool begins =
+        tile.number == first_observed_tile(call.split) || tile.number % call.split.band_tiles == 0;
     if (begins) std::fill(observed, observed + total, 0.0f);
     PromptTask task = prompt_task(call, tile, state);
     over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {

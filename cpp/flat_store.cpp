@@ -92,8 +92,7 @@ std::vector<std::uint8_t> FlatStore::saved_state() {
     return state;
 }
 
-void FlatStore::restore_state(llama_context* context, const std::uint8_t* state,
-                              std::size_t size) {
+void FlatStore::restore_state(llama_context* context, const std::uint8_t* state, std::size_t size) {
     if (llama_state_seq_set_data(context, state, size, kSequence) != size)
         throw std::runtime_error("llama.cpp did not restore the state of its cache");
 }

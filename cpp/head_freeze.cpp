@@ -52,8 +52,9 @@ int HeadStore::prepare_cold(const Layer& layer, Head& head, int n_tokens, std::i
     const int held = head.count + n_tokens;
     const int recalled = most_recalled(head);
     const int due = schedule_ ? head.cold->count_due(newest) : 0;
-    // Without a schedule, what is evicted gets a record, and what is exchanged for recalled entries.
-    // Under one, everything may; and what came back twice, where a limit dropped its record.
+    // Without a schedule, what is evicted gets a record, and what is exchanged for recalled
+    // entries. Under one, everything may; and what came back twice, where a limit dropped its
+    // record.
     const int evicted = std::max(0, held - head.budget + kDecodeRoom);
     const int n_new = !schedule_                ? evicted + recalled
                       : head.cold->is_limited() ? held + recalled + due

@@ -17,8 +17,8 @@ void HeadStore::set_workers(int n_workers, const KernelTable& kernels) {
     size_workspaces();
 }
 
-// For heads of as many entries as their budgets hold, or the states that are being loaded, and those
-// of a micro-batch.
+// For heads of as many entries as their budgets hold, or the states that are being loaded, and
+// those of a micro-batch.
 void HeadStore::size_workspaces() {
     int held = most_loaded_;
     std::size_t most_of_page = 0;

@@ -66,8 +66,8 @@ struct StoreSettings {
     std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
 };
 
-constexpr int kMostQueryRows = 128;   // that recall looks at
-constexpr int kMostRecalled = 2048;   // entries that come back to a head in one step
+constexpr int kMostQueryRows = 128;  // that recall looks at
+constexpr int kMostRecalled = 2048;  // entries that come back to a head in one step
 
 // Which frozen entries somebody asks for.
 struct Asked {
@@ -83,8 +83,8 @@ struct StoredRows {
     std::vector<float> v;  // [entries][v_dim]
 };
 
-// The longest text: positions and sums of two of them fit into 32 bits, differences within a context
-// of llama.cpp, too.
+// The longest text: positions and sums of two of them fit into 32 bits, differences within a
+// context of llama.cpp, too.
 constexpr std::int32_t kMostPositions = std::int32_t{1} << 30;
 
 constexpr int kPageEntries = 16;  // of the layer with the largest entries
@@ -430,7 +430,7 @@ private:
     std::vector<std::byte*> staging_pages_;
     std::size_t staging_stride_ = 0;
     std::vector<Workspace> workspaces_;
-    int most_loaded_ = 0;  // entries of a head in the states that are being loaded
+    int most_loaded_ = 0;             // entries of a head in the states that are being loaded
     std::vector<TurnsBack> turns_;    // one for every kind of rope
     std::int32_t rope_position_ = 0;  // of the micro-batch
     std::unique_ptr<ColdStorage> cold_;

@@ -66,7 +66,8 @@ private:
     std::size_t peak_pages_ = 0;
     std::size_t mapped_pages_ = 0;
     std::vector<Slab> slabs_;
-    std::vector<std::uint32_t> by_address_;  // slabs in the order of their addresses, while pages move
+    std::vector<std::uint32_t>
+        by_address_;  // slabs in the order of their addresses, while pages move
     std::vector<std::byte*> free_;
 };
 

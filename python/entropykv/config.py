@@ -17,8 +17,8 @@ KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "flat")
 
 MOST_TOKENS = 2**30
-"""Of a context, and of all that is counted in tokens: positions, their distances, and sums of two of
-them are 32-bit numbers in llama.cpp and in the extension."""
+"""Of a context, and of all that is counted in tokens: positions, their distances, and sums of two
+of them are 32-bit numbers in llama.cpp and in the extension."""
 MOST_MICRO_BATCH = 2**16
 MOST_THREADS = 512
 """llama.cpp's own limit."""
@@ -130,7 +130,7 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def at_least(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
-    """Raise SettingsError unless `value` is an integer of `least` or more, and of `most` or less."""
+    """Raise SettingsError unless `value` is an integer from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SettingsError(f"{name} cannot be {value!r}; use an integer of {least} or more")
     if value > most:

@@ -30,8 +30,8 @@ class SessionStats:
     kv_bytes_full: int
     """K and V of every token read or generated, for every KV head, in f16."""
     kv_bytes_staging: int
-    """Besides the pool: one micro-batch of one layer (headwise). Besides the cache: the largest copy
-    that was made of it, for a moment: to compact it, to move or to save it (flat)."""
+    """Besides the pool: one micro-batch of one layer (headwise). Besides the cache: the largest
+    copy that was made of it, for a moment: to compact it, to move or to save it (flat)."""
     kv_bytes_scratch: int
     """Besides both: what the threads of the attention op work with. It grows with the budget of the
     largest KV head, with the micro-batch and the threads, never with n_ctx."""

@@ -260,7 +260,7 @@ void test_scratch_of_wide_groups() {
 void test_groups_side_by_side() {
     // 128 query heads for a KV head are two tiles of a single token; what waits to be committed of
     // one layer must not lie where the next one observes.
-    const std::vector<LayerShape> layers{{512, 4, 16, 16}, {4, 4, 16, 16}, {5, 5, 16, 16},
+    const std::vector<LayerShape> layers{{512, 4, 16, 16}, {4, 4, 16, 16},   {5, 5, 16, 16},
                                          {320, 5, 16, 16}, {640, 5, 16, 16}, {3, 1, 16, 16}};
     std::vector<double> alone;
     for (const int n_threads : {1, 2, 3, 4, 5, 7}) {

@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         """Start it; its standard error goes to a file, for the case that it ends."""
-        self._log = tempfile.TemporaryFile("w+b")
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  (for as long as the process)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker", str(folder)],
             stdin=subprocess.PIPE,
@@ -151,8 +151,7 @@ def main() -> int:
     fuzzer = Fuzzer(names, options.seconds)
     with tempfile.TemporaryDirectory(prefix="entropykv-fuzz-") as folder:
         threads = [
-            threading.Thread(target=fuzzer.work, args=(Path(folder),))
-            for _ in range(options.jobs)
+            threading.Thread(target=fuzzer.work, args=(Path(folder),)) for _ in range(options.jobs)
         ]
         for thread in threads:
             thread.start()

@@ -139,7 +139,8 @@ class Watch:
                 self.heads, snapshot(self.session), expected, strict=True
             ):
                 require(
-                    self.windows[layer][0] or ours == then,  # what left a window may be there or not
+                    self.windows[layer][0]
+                    or ours == then,  # what left a window may be there or not
                     f"can_return_to({position}) promised the entries of a session that never read "
                     "on",
                 )
@@ -162,9 +163,7 @@ class Watch:
         require(len(entries) <= budget, f"{where} holds {len(entries)} of {budget} entries")
         for positions, kind in ((entries, "entries"), (frozen, "frozen entries")):
             require(np.all(np.diff(positions) > 0), f"{kind} of {where} ascend and are distinct")
-            inside = not len(positions) or (
-                positions[0] >= 0 and positions[-1] < session.position
-            )
+            inside = not len(positions) or (positions[0] >= 0 and positions[-1] < session.position)
             require(inside, f"{kind} of {where} lie below position {session.position}")
         require(not np.intersect1d(entries, frozen).size, f"{where} has entries in two places")
         self._check_protected(operation, (layer, head), entries)
@@ -183,7 +182,7 @@ class Watch:
         self.certain_from[head] = min(first, position)
         oldest = self._oldest_seen(head)
         wanted = [*range(min(session.settings.n_sinks, position)), *range(first, position)]
-        missing = sorted(set(p for p in wanted if p >= oldest) - set(entries.tolist()))
+        missing = sorted({p for p in wanted if p >= oldest} - set(entries.tolist()))
         require(
             not missing,
             f"KV head {head[1]} of layer {head[0]} keeps sinks and its recent window of {recent}, "

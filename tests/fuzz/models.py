@@ -52,9 +52,7 @@ def random_model(chance: random.Random, folder: Path) -> FuzzModel:
 
 def architecture_model(description: Architecture, folder: Path) -> FuzzModel:
     """Write the model of a description."""
-    path = _written(
-        folder, description.name, lambda part: write_architecture(part, description)
-    )
+    path = _written(folder, description.name, lambda part: write_architecture(part, description))
     trained = description.metadata["context_length"]
     assert isinstance(trained, int)
     return FuzzModel(path, description.name, description.n_vocab, trained, description.rounding)

@@ -87,22 +87,25 @@ def random_operation(chance: random.Random, model: FuzzModel, session: Session) 
     if session.freezing and session.freezing.limit is None:
         kinds.append("freeze_and_restore")
     kind = chance.choice(kinds)
-    room = session.n_ctx - session.position
     if kind == "decode" or (kind == "generate" and session.logits is None):
-        n_tokens = min(_tokens_to_read(chance, session), room)
-        if n_tokens < 1:
-            return Operation("truncate", (session.position // 2,))
-        return Operation("decode", (topic(chance, n_tokens, model), chance.random() < 0.2))
+        return _reading(chance, model, session)
+    arguments: tuple[Any, ...] = ()
     if kind == "generate":
-        return Operation(kind, (chance.randrange(1, 24), chance.choice((0.0, 0.9)), chance.random() < 0.5))
+        arguments = (chance.randrange(1, 24), chance.choice((0.0, 0.9)), chance.random() < 0.5)
     if kind == "resize":
-        return Operation(kind, (random_budget(chance, session.n_ctx),))
+        arguments = (random_budget(chance, session.n_ctx),)
     if kind == "truncate":
-        return Operation(kind, (_place_to_return_to(chance, session),))
+        arguments = (_place_to_return_to(chance, session),)
     if kind == "thaw":
-        rung = chance.choice((Rung.SOFT, Rung.WINDOW, Rung.FULL))
-        return Operation(kind, (rung, chance.randrange(0, 40)))
-    return Operation(kind)
+        arguments = (chance.choice((Rung.SOFT, Rung.WINDOW, Rung.FULL)), chance.randrange(0, 40))
+    return Operation(kind, arguments)
+
+
+def _reading(chance: random.Random, model: FuzzModel, session: Session) -> Operation:
+    n_tokens = min(_tokens_to_read(chance, session), session.n_ctx - session.position)
+    if n_tokens < 1:
+        return Operation("truncate", (session.position // 2,))
+    return Operation("decode", (topic(chance, n_tokens, model), chance.random() < 0.2))
 
 
 def topic(chance: random.Random, n_tokens: int, model: FuzzModel) -> tuple[int, ...]:

@@ -67,9 +67,7 @@ def random_budget(chance: random.Random, n_ctx: int) -> float | int | str:
     return f"{chance.choice((8, 24, 64, 200, 999, 4096))}KiB"
 
 
-def random_freezing(
-    chance: random.Random, folder: Path, share: float = 0.45
-) -> Freezing | None:
+def random_freezing(chance: random.Random, folder: Path, share: float = 0.45) -> Freezing | None:
     """Where, how much and for how long, or none."""
     if chance.random() > share:
         return None

@@ -122,9 +122,7 @@ class Run:
             operation.do(self.session)
         except EntropyKVError as error:
             self.watch.refused(operation, error)
-            require(
-                observable(self.session) == before, f"what refuses changes nothing: {error}"
-            )
+            require(observable(self.session) == before, f"what refuses changes nothing: {error}")
             self.n_refused += 1
             return
         self.done.append(operation)
@@ -283,5 +281,3 @@ def _shown(options: dict[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     return "profile" if type(value).__name__ == "EntropyProfile" else repr(value)
-
-

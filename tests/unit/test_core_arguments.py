@@ -125,7 +125,9 @@ def test_a_layer_or_head_that_is_not_there_is_named(place: int, layer: int, head
     attend(store, 5)
     if place > 8 and 0 <= layer < 2:  # takes a layer alone
         return
-    with pytest.raises(ValueError, match=r"layer -?\d+ of a store of 2|KV head -?\d+ of a layer of"):
+    with pytest.raises(
+        ValueError, match=r"layer -?\d+ of a store of 2|KV head -?\d+ of a layer of"
+    ):
         PLACES[place](store, layer, head)
 
 

@@ -38,7 +38,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         "--repeat-penalty", type=float, default=1.0, help="1: off (default: %(default)s)"
     )
     group.add_argument(
-        "-s", "--seed", type=integer(-1, 2**32 - 1), default=-1, help="-1, the default: another every time"
+        "-s",
+        "--seed",
+        type=integer(-1, 2**32 - 1),
+        default=-1,
+        help="-1, the default: another every time",
     )
 
 
