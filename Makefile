@@ -5,10 +5,10 @@ BIN := $(abspath $(VENV))/bin
 WHEELS := build/wheels
 # The release that is tested; pyproject.toml has the range that the sources build against.
 LLAMA_CPP_PYTHON ?= 0.3.36
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py cpp/*) \
-	$(shell find python/entropykv -type f -not -name '*.pyc')
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
+	$(shell find cpp python/entropykv -type f -not -name '*.pyc')
 
-SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
+SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
 .PHONY: demo test test-cpp test-reference test-versions lint architectures wheel bench \
 	bench-kernels fuzz install clean
@@ -102,8 +102,7 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp tests/cpp/*.hpp \
-		benchmarks/micro/*.cpp
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
 
 architectures: install  ## which store serves which architecture: the table of the package and of docs/
 	$(BIN)/python -m tests.architectures.table

@@ -13,10 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from entropykv import models
 from entropykv.cli import main as entropykv
 from entropykv.convert import convert
-from entropykv.model_file import read_geometry
+from entropykv.model import shipped
+from entropykv.model.geometry import read_geometry
 from inputs import BitNetShape, write_bitnet
 
 
@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, default=Path(), help="for two files, removed again")
     arguments, options = parser.parse_known_args()
-    tokenizer = models.DEMOS["bitnet"].path
+    tokenizer = shipped.DEMOS["bitnet"].path
     shape = BitNetShape(
         layers=8,
         width=1536,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from entropykv import Session
 from entropykv.evaluation.reading import read, write
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
 from inputs import find_model, read_texts
 
 KINDS = ("stock", "f16 1", "f16 0.2", "q8_0 0.2")

@@ -18,11 +18,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from entropykv import Session, models
+from entropykv import Session
 from entropykv.cli.chat import BUDGET, CONTEXT
 from entropykv.cli.conversation import Conversation
-from entropykv.generate import Sampling
-from entropykv.model_file import read_geometry
+from entropykv.model import shipped
+from entropykv.model.geometry import read_geometry
+from entropykv.session.generate import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.facts import Fact, Writer
@@ -158,7 +159,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name in arguments.models.split(","):
-        local = models.smollm2() if name == "smollm2" else models.DEMOS[name]
+        local = shipped.smollm2() if name == "smollm2" else shipped.DEMOS[name]
         with Session(
             local.path, n_ctx=CONTEXT, kv_budget=arguments.kv_budget, n_threads=arguments.threads
         ) as session:

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session
-from entropykv.generate import Sampling, generate
-from entropykv.plots import draw_trajectory
-from entropykv.stock import StockSession
+from entropykv.cli.plots import draw_trajectory
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.generate import Sampling, generate
 from inputs import find_model
 
 PROMPTS = (

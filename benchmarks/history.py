@@ -13,7 +13,7 @@ import statistics
 import time
 
 from entropykv import Session
-from entropykv.bench import history_tokens
+from entropykv.evaluation.bench import history_tokens
 from inputs import find_model
 
 _SINGLE = 64

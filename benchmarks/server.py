@@ -18,7 +18,7 @@ from typing import Any
 
 import openai
 
-from entropykv import models
+from entropykv.model import shipped
 
 N_CTX = 16384
 WARM_UP = 100
@@ -90,7 +90,7 @@ def figures(client: openai.OpenAI) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=1000, help="requests (default: %(default)s)")
-    parser.add_argument("-m", default=str(models.DEMOS["bitnet"].path), help="GGUF model")
+    parser.add_argument("-m", default=str(shipped.DEMOS["bitnet"].path), help="GGUF model")
     parser.add_argument("-t", type=int, default=1, help="threads (default: %(default)s)")
     options = parser.parse_args()
     process, url = start(options.m, options.t)

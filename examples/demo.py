@@ -14,13 +14,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from entropykv import Session, models
+from entropykv import Session
 from entropykv.evaluation.reading import read, write
 from entropykv.evaluation.recall import RecallItem, RecallPart, ask, recall_items
 from entropykv.evaluation.texts import EvaluationText
-from entropykv.model import Model
-from entropykv.model_file import read_geometry
-from entropykv.stock import StockSession
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.stock import StockSession
+from entropykv.model import shipped
+from entropykv.model.geometry import read_geometry
 
 DOCUMENT = Path(__file__).parent / "lighthouse.txt"
 PASSAGE_TOKENS = 2048
@@ -121,7 +122,7 @@ def costs_table(outcomes: dict[str, Outcome]) -> str:
 def main() -> None:
     """Run every cache in turn and print what it knew."""
     start = time.perf_counter()
-    path = models.smollm2().path
+    path = shipped.smollm2().path
     item = plant(path)
     steps = item.n_steps + WRITTEN_TOKENS
     outcomes = {}

@@ -6,9 +6,10 @@ from typing import Any
 
 from llama_cpp import Llama
 
-from entropykv import EntropyLlama, EvictionEvent, attach, detach, models
+from entropykv import EntropyLlama, EvictionEvent, attach, detach
+from entropykv.model import shipped
 
-MODEL = str(models.smollm2().path)
+MODEL = str(shipped.smollm2().path)
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of them is larger?")
 
 

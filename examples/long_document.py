@@ -6,7 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from entropykv import EntropyLlama, models
+from entropykv import EntropyLlama
+from entropykv.model import shipped
 
 HERE = Path(__file__).parent
 
@@ -23,7 +24,7 @@ def main() -> None:
     )  # SmolLM2's chat template
 
     llm = EntropyLlama(
-        str(models.smollm2().path), n_ctx=8192, kv_budget=1536, n_threads=2, verbose=False
+        str(shipped.smollm2().path), n_ctx=8192, kv_budget=1536, n_threads=2, verbose=False
     )
     start = time.perf_counter()
     prefix = llm.tokenize(before.encode(), add_bos=False, special=True)

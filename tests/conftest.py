@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from entropykv import models
 from entropykv.errors import ModelFileError
-from tests.tiny_models import write_bitnet, write_llama
+from entropykv.model import shipped
+from tests.support.tiny_models import write_bitnet, write_llama
 
 # A shell that starts pytest in the background has it ignore interrupts, and its children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,7 +69,7 @@ def tiny_bitnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, Q4_1."""
     try:
-        return models.smollm2().path
+        return shipped.smollm2().path
     except ModelFileError as error:
         pytest.skip(str(error))
 

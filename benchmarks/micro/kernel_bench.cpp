@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "attention.hpp"
+#include "attention/attention.hpp"
 
 namespace {
 

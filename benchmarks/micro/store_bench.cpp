@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
-#include "attention.hpp"
-#include "budget.hpp"
+#include "attention/attention.hpp"
+#include "decide/budget.hpp"
 
 namespace {
 

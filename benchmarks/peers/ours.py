@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Passage
 from entropykv import Session
-from entropykv.config import Budget
 from entropykv.evaluation.metrics import Logits, compare
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
+from entropykv.settings.options import Budget
 
 EQUAL_BYTES = ", equal bytes"
 """Ends the name of a method that keeps what fits into the keep ratio's share of the f16 bytes."""

@@ -10,7 +10,6 @@ from entropykv import _version
 
 _version.check()
 
-from entropykv.config import Budget  # noqa: E402
 from entropykv.errors import (  # noqa: E402
     BudgetError,
     CalibrationError,
@@ -24,12 +23,13 @@ from entropykv.errors import (  # noqa: E402
     UnsupportedModelError,
     VersionError,
 )
-from entropykv.freezing import Freezing  # noqa: E402
-from entropykv.llama import EntropyLlama, attach, detach  # noqa: E402
-from entropykv.llama_arguments import EvictionEvent  # noqa: E402
-from entropykv.profile import EntropyProfile  # noqa: E402
-from entropykv.session import Session  # noqa: E402
-from entropykv.stats import SessionStats  # noqa: E402
+from entropykv.llama.arguments import EvictionEvent  # noqa: E402
+from entropykv.llama.entropy_llama import EntropyLlama, attach, detach  # noqa: E402
+from entropykv.profile.profile import EntropyProfile  # noqa: E402
+from entropykv.session.session import Session  # noqa: E402
+from entropykv.session.stats import SessionStats  # noqa: E402
+from entropykv.settings.freezing import Freezing  # noqa: E402
+from entropykv.settings.options import Budget  # noqa: E402
 
 __version__ = _version.VERSION
 

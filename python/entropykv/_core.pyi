@@ -18,13 +18,13 @@ def ggml_commit() -> str:
     """Return the commit of the loaded ggml."""
 
 def differences() -> list[str]:
-    """Return what the loaded ggml has otherwise than the headers: cpp/built_for.hpp."""
+    """Return what the loaded ggml has otherwise than the headers: cpp/llama/built_for.hpp."""
 
 def struct_layouts() -> list[tuple[str, int, str, int]]:
     """Return name, size, a field and its offset of structures that Python passes to llama.cpp."""
 
 class ScoreKind:
-    """What ranks entries: cpp/importance.hpp."""
+    """What ranks entries: cpp/decide/importance.hpp."""
 
     streaming: ScoreKind
     recency: ScoreKind
@@ -36,7 +36,7 @@ class ScoreKind:
     def name(self) -> str: ...
 
 class ImportanceSettings:
-    """How entries are ranked: cpp/importance.hpp."""
+    """How entries are ranked: cpp/decide/importance.hpp."""
 
     def __init__(
         self,
@@ -229,12 +229,12 @@ class ColdStorageError(OSError):
     """Cold storage has no room, or what it holds cannot be read."""
 
 class FreezeSchedule:
-    """Detections and timers of the freeze document: cpp/freezing.hpp."""
+    """Detections and timers of the freeze document: cpp/decide/freezing.hpp."""
 
     def __init__(self, window: int, threshold: float, rate: float, history: int) -> None: ...
 
 class FreezeSettings:
-    """What becomes of entries that are not kept: cpp/freezing.hpp."""
+    """What becomes of entries that are not kept: cpp/decide/freezing.hpp."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class HeadwiseStore:
         """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
 
     def state_bytes(self, layer: int, kv_head: int) -> int:
-        """Size of the state of a KV head; cpp/head_state.cpp describes it."""
+        """Size of the state of a KV head; cpp/store/head_state.cpp describes it."""
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
         """Return the state; ColdStorageError where what is frozen cannot be read."""

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session, UnsupportedModelError
-from entropykv.architectures import ArchitectureCheck, Served
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
+from entropykv.model.architectures import ArchitectureCheck, Served
 from tests.architectures.description import Architecture
 from tests.architectures.writer import write_architecture
 from tests.integration.test_architectures import Logits, decided, greedy, next_logits, read

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 
-from entropykv.architectures import checked_architectures
 from entropykv.errors import ModelFileError
-from entropykv.model import Model
+from entropykv.llamacpp.model import Model
+from entropykv.model.architectures import checked_architectures
 
 
 def skip_where_unknown(path: Path) -> None:

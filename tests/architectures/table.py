@@ -17,13 +17,13 @@ from pathlib import Path
 
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 
-from entropykv.architectures import ArchitectureCheck, ArchitectureTable, Served
 from entropykv.cli.architectures import format_architectures
+from entropykv.model.architectures import ArchitectureCheck, ArchitectureTable, Served
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.architectures.checks import GREEDY_TOKENS, check, worst
 
 ROOT = Path(__file__).resolve().parents[2]
-JSON = "python/entropykv/architectures.json"
+JSON = "python/entropykv/model/architectures.json"
 DOCUMENT = "docs/architectures.md"
 MODELS = tuple(chain.from_iterable(ARCHITECTURES.values()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp import _ctypes_extensions as extensions
 
-from entropykv.model import captured_log, last_error
+from entropykv.llamacpp.model import captured_log, last_error
 
 _LIBRARY = extensions.load_shared_library("ggml-base", Path(llama_cpp.__file__).parent / "lib")
 

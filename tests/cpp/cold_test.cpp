@@ -14,10 +14,10 @@
 #include <set>
 #include <vector>
 
-#include "cold_codec.hpp"
-#include "cold_head.hpp"
-#include "cold_storage.hpp"
-#include "freezing.hpp"
+#include "cold/cold_codec.hpp"
+#include "cold/cold_head.hpp"
+#include "cold/cold_storage.hpp"
+#include "decide/freezing.hpp"
 #include "testing.hpp"
 
 namespace {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "budget.hpp"
+#include "decide/budget.hpp"
 #include "testing.hpp"
 
 namespace {

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "budget.hpp"
-#include "page_pool.hpp"
-#include "rope.hpp"
+#include "decide/budget.hpp"
+#include "page/page_pool.hpp"
+#include "store/rope.hpp"
 #include "testing.hpp"
 
 namespace {

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "attention.hpp"
-#include "head_store.hpp"
+#include "attention/attention.hpp"
+#include "store/head_store.hpp"
 
 using namespace entropykv;  // NOLINT: a test of all of it
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from entropykv import Freezing, Session, _core
-from entropykv.recovery import Rung
+from entropykv.store.protocol import Rung
 from tests.fuzz.checks import require
 from tests.fuzz.models import WIDE_GROUPS, FuzzModel, architecture_model, llama_model
 from tests.fuzz.operations import Operation
 from tests.fuzz.run import Run
-from tests.model_reference import ModelReference
+from tests.support.model_reference import ModelReference
 
 ONE_LAYER = {"n_layer": 1, "n_head": 2, "n_head_kv": 1, "head_dim": 16, "weight_type": "F32"}
 TOPICS = range(3, 320, 5)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.architectures.description import model
-from tests.tiny_models import TinyRope, write_bitnet, write_llama
+from tests.support.tiny_models import TinyRope, write_bitnet, write_llama
 
 SERVED = ("plain", "windowed", "shared keys", "hybrid", "latent", "latent hybrid", "ALiBi")
 """Kinds that the headwise store serves."""
@@ -40,7 +40,7 @@ class FuzzModel:
     heads: tuple[int, int, int] | None = None
     """Layers, query heads and KV heads, where all layers have as many."""
     in_oracle: bool = False
-    """tests/model_reference.py knows its forward pass."""
+    """tests/support/model_reference.py knows its forward pass."""
 
 
 def random_model(chance: random.Random, folder: Path) -> FuzzModel:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from entropykv import EntropyProfile, Freezing
-from entropykv.importance import MEASURES, MODIFIERS
-from entropykv.policy import AUTO, POLICIES
-from entropykv.recovery import Recovery, Rung
+from entropykv.policy.importance import MEASURES, MODIFIERS
+from entropykv.policy.names import AUTO, POLICIES
+from entropykv.session.recovery import Recovery
+from entropykv.store.protocol import Rung
 from tests.fuzz.models import FuzzModel
 
 LONGEST = 2**20

@@ -8,8 +8,8 @@ import numpy as np
 
 from entropykv import Session
 from tests.fuzz.models import FuzzModel
-from tests.model_reference import Array, ModelReference
-from tests.reference import stored
+from tests.support.model_reference import Array, ModelReference
+from tests.support.reference import stored
 
 
 class Oracle(ModelReference):

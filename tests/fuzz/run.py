@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from entropykv import EntropyKVError, Session, SessionFileError
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
 from tests.fuzz.checks import Broken, Watch, check_refusal, observable, require, same_bits
 from tests.fuzz.forgery import forged
 from tests.fuzz.models import FuzzModel, llama_model, random_model

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from entropykv import Session, UnsupportedModelError, _core
-from entropykv.batch import MicroBatch
-from entropykv.model import Model
-from entropykv.store import let_hook_change
+from entropykv.llamacpp.batch import MicroBatch
+from entropykv.llamacpp.context import let_hook_change
+from entropykv.llamacpp.model import Model
 from tests.integration.test_cli import assert_refused, entropykv
 from tests.integration.test_headwise import Logits, relative_error, tokens_for
-from tests.model_reference import ModelReference
-from tests.tiny_models import write_bitnet, write_gemma, write_llama
+from tests.support.model_reference import ModelReference
+from tests.support.tiny_models import write_bitnet, write_gemma, write_llama
 
 WRITERS: dict[str, Callable[..., None]] = {"bitnet": write_bitnet, "llama": write_llama}
 TOKENS = tokens_for(150)

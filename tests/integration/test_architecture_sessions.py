@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from entropykv import ContextError, EntropyLlama, Session, SettingsError
-from entropykv.recovery import Recovery, Rung
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.recovery import Recovery
+from entropykv.store.protocol import Rung
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.architectures.known import skip_where_unknown
 from tests.integration.test_architectures import next_logits, read

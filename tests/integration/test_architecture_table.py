@@ -12,8 +12,12 @@ import pytest
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 
 from entropykv import Session, UnsupportedModelError
-from entropykv.architectures import ArchitectureCheck, ArchitectureTable, checked_architectures
 from entropykv.cli.architectures import format_architectures
+from entropykv.model.architectures import (
+    ArchitectureCheck,
+    ArchitectureTable,
+    checked_architectures,
+)
 from tests.architectures import Architecture, write_architecture
 from tests.architectures.checks import GREEDY_TOKENS, Served, check
 from tests.architectures.table import DOCUMENT, JSON, MODELS, ROOT, document, main, merged

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import ContextError, Session, SettingsError, UnsupportedModelError
-from entropykv.plan import make_plan
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.memory_plan import make_plan
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.architectures.known import skip_where_unknown
 from tests.integration.test_headwise import relative_error, tokens_for

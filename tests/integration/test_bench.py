@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from entropykv import _core
-from entropykv.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.cli.bench import attention_bandwidth
+from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from tests.integration.test_cli import assert_refused, entropykv
 
 

@@ -27,12 +27,12 @@ from entropykv.calibration.measure import (
 )
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.texts import Text, read_texts
-from entropykv.curves import CurveRules, average_curves
-from tests import reference
+from entropykv.profile.curves import CurveRules, average_curves
 from tests.integration.test_cli import assert_refused, entropykv
 from tests.integration.test_headwise import tokens_for
-from tests.model_reference import ModelReference
-from tests.tiny_models import write_llama
+from tests.support import reference
+from tests.support.model_reference import ModelReference
+from tests.support.tiny_models import write_llama
 
 SCRIPT = Path(__file__).resolve().parents[2] / "calibration" / "calibrate_entropy.py"
 WORDS = "the and of to in ion an he on at "

@@ -24,10 +24,10 @@ import pytest
 from benchmarks.chat import MODELS, talk
 from entropykv import Session
 from entropykv.cli import main
-from entropykv.model_file import read_geometry
-from entropykv.models import DEMOS
+from entropykv.model.geometry import read_geometry
+from entropykv.model.shipped import DEMOS
 from tests.integration.test_cli import entropykv
-from tests.tiny_models import write_gpt2
+from tests.support.tiny_models import write_gpt2
 
 GREEDY = ("--temp", "0", "-t", "1", "-n", "12")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

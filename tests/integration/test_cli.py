@@ -20,7 +20,7 @@ Result = subprocess.CompletedProcess[str]
 SLOW_COMMAND = """
 import sys, time
 from entropykv import cli
-from entropykv.new_file import new_file
+from entropykv.files import new_file
 
 class Parser:
     def parse_args(self, given):

@@ -16,15 +16,15 @@ import pytest
 from gguf import GGUFReader
 
 from entropykv import Session, _core
-from entropykv.batch import MicroBatch
 from entropykv.convert import convert
-from entropykv.model import Model
-from entropykv.model_file import read_geometry
-from entropykv.store import let_hook_change
-from tests.i2s_files import I2sModel
+from entropykv.llamacpp.batch import MicroBatch
+from entropykv.llamacpp.context import let_hook_change
+from entropykv.llamacpp.model import Model
+from entropykv.model.geometry import read_geometry
 from tests.integration.test_cli import assert_refused, entropykv
 from tests.integration.test_headwise import relative_error
-from tests.tiny_models import write_bitnet
+from tests.support.i2s_files import I2sModel
+from tests.support.tiny_models import write_bitnet
 
 Logits = npt.NDArray[np.float32]
 TOKENS = [int(token) for token in np.random.default_rng(7).integers(0, 290, 100)]

@@ -14,11 +14,11 @@ import pytest
 from entropykv import EntropyProfile, Session
 from entropykv.calibration import CalibrationSettings, calibrate, read_texts
 from entropykv.calibration.measure import excerpts_of, measure
-from entropykv.model_file import read_geometry
-from entropykv.models import DEMOS
-from entropykv.profile_search import profile_beside
+from entropykv.model.geometry import read_geometry
+from entropykv.model.shipped import DEMOS
+from entropykv.profile.find import profile_beside
 from tests.integration.test_cli import assert_refused, entropykv
-from tests.model_reference import ModelReference
+from tests.support.model_reference import ModelReference
 from training.facts import STOP, STOP_LINE, Writer
 from training.tokenizer import WordTokenizer
 

@@ -18,10 +18,10 @@ from entropykv.evaluation.dataset import Question, dataset_items
 from entropykv.evaluation.metrics import compare, equal_share
 from entropykv.evaluation.recall import RecallPart, recall_items
 from entropykv.evaluation.texts import EvaluationText
-from entropykv.model import Model
-from entropykv.models import DEMOS
-from entropykv.stock import StockSession
-from tests.tiny_models import write_llama
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.stock import StockSession
+from entropykv.model.shipped import DEMOS
+from tests.support.tiny_models import write_llama
 
 PHRASES = ["the and of ", "to in on at. ", "The end, then another. ", "Is it an ocean? ", "of the "]
 

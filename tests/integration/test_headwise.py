@@ -19,8 +19,8 @@ from entropykv import (
     ModelFileError,
     Session,
 )
-from entropykv.stock import StockSession
-from tests.tiny_models import write_llama
+from entropykv.llamacpp.stock import StockSession
+from tests.support.tiny_models import write_llama
 
 Logits = npt.NDArray[np.float32]
 

@@ -35,7 +35,7 @@ from entropykv import (
     models,
 )
 from tests.integration.test_headwise import tokens_for
-from tests.tiny_models import write_llama
+from tests.support.tiny_models import write_llama
 
 QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
 PROMPT = "the winding road to the land of "

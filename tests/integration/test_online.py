@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import Session
-from entropykv.headwise import HeadwiseStore
-from entropykv.models import DEMOS
+from entropykv.model.shipped import DEMOS
+from entropykv.store.headwise import HeadwiseStore
 from tests.integration.test_cli import entropykv
 from tests.integration.test_headwise import tokens_for
 from tests.integration.test_sessions_on_disk import (
@@ -26,7 +26,7 @@ from tests.integration.test_sessions_on_disk import (
     signed,
     with_contents,
 )
-from tests.tiny_models import write_llama
+from tests.support.tiny_models import write_llama
 
 ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
 MEASURED = ("adaptive", "adaptive-heads")

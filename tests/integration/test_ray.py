@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from entropykv import EntropyLlama, models
+from entropykv import EntropyLlama
+from entropykv.model import shipped
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -99,7 +100,7 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
     }
     environment.pop("RAY_ADDRESS", None)
     options = {
-        "--model": models.DEMOS["bitnet"].path,
+        "--model": shipped.DEMOS["bitnet"].path,
         "--n_ctx": N_CTX,
         "--kv-budget": BUDGET,
         "--n_threads": 1,
@@ -154,7 +155,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         assert number < 60
 
     llama = EntropyLlama(
-        models.DEMOS["bitnet"].path, n_ctx=N_CTX, kv_budget=BUDGET, n_threads=1, n_threads_batch=1,
+        shipped.DEMOS["bitnet"].path, n_ctx=N_CTX, kv_budget=BUDGET, n_threads=1, n_threads_batch=1,
         verbose=False,
     )  # fmt: skip
     most = new_tokens(llama, MORE)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import ContextError, Session, SessionFileError, SettingsError
-from entropykv.models import DEMOS
+from entropykv.model.shipped import DEMOS
 from tests.integration.test_headwise import Logits, relative_error, tokens_for
-from tests.tiny_models import TinyRope, write_bitnet, write_gpt2, write_llama
+from tests.support.tiny_models import TinyRope, write_bitnet, write_gpt2, write_llama
 from training.facts import STOP, STOP_LINE, Writer
 
 TRAINED = 256

@@ -23,12 +23,13 @@ import httpx
 import openai
 import pytest
 
-from entropykv import EntropyLlama, models
+from entropykv import EntropyLlama
+from entropykv.model import shipped
 from entropykv.server import ModelOptions, ServerOptions, create_app
 
 KEY = "a-secret"
 N_CTX = 16384
-MODEL = models.DEMOS["bitnet"].path
+MODEL = shipped.DEMOS["bitnet"].path
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OPTIONS = ("--kv-budget", 256, "--n_ctx", N_CTX, "--n_threads", 1, "--n_threads_batch", 1)
 PROMPT = "The old garden"

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, Session, SessionFileError
-from entropykv.session_file import MAGIC, VERSION
+from entropykv.session.file import MAGIC, VERSION
 from tests.integration.test_cli import assert_refused, entropykv
 from tests.integration.test_headwise import relative_error, tokens_for
-from tests.tiny_models import write_llama
+from tests.support.tiny_models import write_llama
 
 STORES = [
     ("headwise", "uniform"),

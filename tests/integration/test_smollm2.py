@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.inputs import read_texts
 from entropykv import Session
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
 from tests.integration.test_headwise import kl_divergence
 
 

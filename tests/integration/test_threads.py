@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from entropykv import cores
 from entropykv.cli import main
-from entropykv.config import Settings
-from entropykv.cores import usable_cores
-from entropykv.llama_arguments import BudgetArguments, llama_arguments
+from entropykv.llama.arguments import BudgetArguments, llama_arguments
 from entropykv.server import ModelOptions
+from entropykv.settings import cores
+from entropykv.settings.cores import usable_cores
+from entropykv.settings.options import Settings
 
 TOLD = "entropykv: 2 threads were asked for, but 1 core is there for this process"
 

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGUFReader
 
 from entropykv import Session
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
 from tests.integration.test_architectures import decided, greedy, next_logits, read, stock
 from tests.integration.test_headwise import relative_error, tokens_for
-from tests.tiny_models import write_bitnet, write_llama
+from tests.support.tiny_models import write_bitnet, write_llama
 
 FILE_TYPES = {
     "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,

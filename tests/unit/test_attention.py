@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import _core
-from tests.reference import (
+from tests.support.reference import (
     F16_LARGEST,
     Floats,
     Options,

@@ -25,9 +25,9 @@ from entropykv.calibration.texts import (
     long_sequences,
     read_texts,
 )
+from entropykv.cli.profile_table import compare, format_profile
 from entropykv.errors import CalibrationError, EntropyKVError, ProfileError, SettingsError
-from entropykv.profile import EntropyProfile
-from entropykv.profile_table import compare, format_profile
+from entropykv.profile.profile import EntropyProfile
 from tests.unit.test_profile_parts import example
 
 SIZES = {"a": 50, "b": 9, "c": 30, "d": 20}
@@ -234,7 +234,7 @@ def test_comparing_two_profiles() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plots(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    from entropykv.plots import draw  # noqa: PLC0415
+    from entropykv.cli.plots import draw  # noqa: PLC0415
 
     path = tmp_path / f"profile.{suffix}"
     draw(example(), path)
@@ -244,7 +244,7 @@ def test_plots(suffix: str, tmp_path: Path) -> None:
 
 
 def test_plots_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from entropykv.plots import check_plot  # noqa: PLC0415
+    from entropykv.cli.plots import check_plot  # noqa: PLC0415
 
     with pytest.raises(SettingsError, match=r"\.png or \.svg"):
         check_plot(tmp_path / "a.pdf")

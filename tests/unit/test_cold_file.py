@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from entropykv import FreezeError, cold_file
-from entropykv.cold_file import HEADER_BYTES, MAGIC, VERSION, ColdFile
+from entropykv import FreezeError
+from entropykv.store import cold_file
+from entropykv.store.cold_file import HEADER_BYTES, MAGIC, VERSION, ColdFile
 
 MODEL = {"architecture": "llama", "n_vocab": 5}
 
@@ -289,7 +290,7 @@ def test_a_file_without_permission_is_left_alone(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, subprocess, sys
-from entropykv.cold_file import ColdFile
+from entropykv.store.cold_file import ColdFile
 file = ColdFile.create(sys.argv[1], 8192, {})
 """
 WAIT = """

@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from entropykv.convert import convert
-from tests.i2s_files import I2sModel
+from tests.support.i2s_files import I2sModel
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)  # rows of 544 need Q4_0

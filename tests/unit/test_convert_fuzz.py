@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from entropykv.convert import convert
 from entropykv.errors import EntropyKVError
-from tests.i2s_files import I2sModel
+from tests.support.i2s_files import I2sModel
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 

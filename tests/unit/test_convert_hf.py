@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from entropykv import cli
 from entropykv.convert import convert
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
-from tests.hf_files import hf_config, hf_tensors, write_hf, write_safetensors
-from tests.i2s_files import I2sModel
+from tests.support.hf_files import hf_config, hf_tensors, write_hf, write_safetensors
+from tests.support.i2s_files import I2sModel
 from tests.unit.test_convert import assert_weights_are, read_weights
 from tests.unit.test_convert_refusals import refused
 from tests.unit.test_hf_tokenizer import write_tokenizer

@@ -18,8 +18,8 @@ from entropykv.errors import (
     SettingsError,
     UnsupportedModelError,
 )
-from tests.i2s_files import I2sModel
-from tests.tiny_models import write_llama
+from tests.support.i2s_files import I2sModel
+from tests.support.tiny_models import write_llama
 from tests.unit.test_convert import assert_weights_are, read_weights
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from entropykv import cores
-from entropykv.cores import Machine, too_many_threads
+from entropykv.settings import cores
+from entropykv.settings.cores import Machine, too_many_threads
 
 
 def write(path: Path, text: str) -> None:

@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.budget import plan_headwise
-from entropykv.config import Budget
-from entropykv.curves import (
+from entropykv.errors import ProfileError
+from entropykv.policy.names import POLICIES
+from entropykv.policy.plan import plan_headwise
+from entropykv.profile.curves import (
     CurveRules,
     Entries,
     LossCurves,
@@ -20,11 +21,10 @@ from entropykv.curves import (
     average_curves,
     head_loss,
 )
-from entropykv.errors import ProfileError
-from entropykv.policy import POLICIES
-from entropykv.profile import EntropyProfile
-from tests import reference
-from tests.reference import Options
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import Budget
+from tests.support import reference
+from tests.support.reference import Options
 
 NO_SINK = np.float32(-1e30)
 

@@ -14,12 +14,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.budget import FlatPlan, HeadwisePlan, plan_flat, plan_headwise
-from entropykv.config import Budget
 from entropykv.errors import BudgetError
-from entropykv.policy import POLICIES
-from entropykv.profile import EntropyProfile
-from tests import reference
+from entropykv.policy.names import POLICIES
+from entropykv.policy.plan import FlatPlan, HeadwisePlan, plan_flat, plan_headwise
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import Budget
+from tests.support import reference
 
 SCORES = st.one_of(st.integers(0, 5).map(float), st.floats(-1e3, 1e3, width=32))
 

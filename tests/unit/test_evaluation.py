@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv.config import Budget, Settings
 from entropykv.errors import (
     BudgetError,
     ContextError,
@@ -30,6 +29,7 @@ from entropykv.evaluation.request import Request
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import summarize
 from entropykv.evaluation.texts import EvaluationText, is_tuning, part_of, read_texts
+from entropykv.settings.options import Budget, Settings
 
 RNG = np.random.default_rng(0)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from tests.reference import (
+from tests.support.reference import (
     FreezingHead,
     Options,
     Rope,

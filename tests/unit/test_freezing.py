@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Freezing, Session, SettingsError, UnsupportedModelError
 from entropykv.cli.freeze_options import add_freeze_options
-from entropykv.config import MOST_TOKENS, Budget, parse_bytes
-from entropykv.freeze_options import freezing_of
-from entropykv.freezing import COLD_TYPES
+from entropykv.session.asked import freezing_of
+from entropykv.settings.freezing import COLD_TYPES
+from entropykv.settings.options import MOST_TOKENS, Budget, parse_bytes
 
 BEYOND = MOST_TOKENS + 1
 

@@ -12,11 +12,17 @@ import pytest
 from entropykv import Budget, BudgetError, EntropyKVError, EntropyLlama, Freezing, Session
 from entropykv.cli import main
 from entropykv.cli.options import integer
-from entropykv.config import MOST_BYTES, MOST_MICRO_BATCH, MOST_THREADS, MOST_TOKENS, Settings
 from entropykv.errors import SettingsError
-from entropykv.generate import Sampling
-from entropykv.plan import make_plan
-from entropykv.recovery import Recovery
+from entropykv.session.generate import Sampling
+from entropykv.session.memory_plan import make_plan
+from entropykv.session.recovery import Recovery
+from entropykv.settings.options import (
+    MOST_BYTES,
+    MOST_MICRO_BATCH,
+    MOST_THREADS,
+    MOST_TOKENS,
+    Settings,
+)
 
 LIMITS: tuple[tuple[str, int, int], ...] = (
     ("n_ctx", 0, MOST_TOKENS),

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
-from entropykv.model_file import ModelGeometry, read_geometry
-from tests.tiny_models import write_bitnet, write_llama
+from entropykv.model.geometry import ModelGeometry, read_geometry
+from tests.support.tiny_models import write_bitnet, write_llama
 
 
 @pytest.fixture(scope="module")

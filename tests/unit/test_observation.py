@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from entropykv import _core
-from tests.reference import Options, attend_layer, stored
+from tests.support.reference import Options, attend_layer, stored
 
 SHAPE = _core.LayerShape(6, 2, 40, 24)
 

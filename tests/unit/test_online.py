@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.budget import HeadwisePlan, plan_headwise
-from entropykv.config import Budget
-from entropykv.online import (
+from entropykv.policy.names import POLICIES, BudgetRule
+from entropykv.policy.online import (
     LAYER_RANGE,
     LEAST_TOKENS,
     LayerEntropies,
@@ -22,9 +21,10 @@ from entropykv.online import (
     layer_weights,
     online_budgets,
 )
-from entropykv.policy import POLICIES, BudgetRule
-from tests import reference
-from tests.reference import Options, ReferenceHead, Rules
+from entropykv.policy.plan import HeadwisePlan, plan_headwise
+from entropykv.settings.options import Budget
+from tests.support import reference
+from tests.support.reference import Options, ReferenceHead, Rules
 from tests.unit.test_store import (
     HEADS,
     LAYERS,

@@ -21,7 +21,7 @@ from benchmarks.peers.ours import (
 from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Passage, Result, passage_of
 from benchmarks.peers.results import ResultFile, summarise, table
 from entropykv import Session
-from tests.tiny_models import write_llama
+from tests.support.tiny_models import write_llama
 
 SNAPKV = Method(AGREEMENT, "kvpress", "SnapKV", "f16", 0.2)
 UNIFORM = Method(AGREEMENT, "entropykv", "uniform", "f16", 0.2)

@@ -12,12 +12,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.curves import LossCurves
 from entropykv.errors import SettingsError
-from entropykv.importance import MEASURES, MODIFIERS, Importance
-from entropykv.policy import POLICIES, Policy, policy_help, policy_named, schedules, takes_profile
-from entropykv.profile import EntropyProfile
-from tests import reference
+from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.policy.names import (
+    POLICIES,
+    Policy,
+    policy_help,
+    policy_named,
+    schedules,
+    takes_profile,
+)
+from entropykv.profile.curves import LossCurves
+from entropykv.profile.profile import EntropyProfile
+from tests.support import reference
 
 
 def named(text: str) -> Policy:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv.errors import ProfileError
-from entropykv.profile import EntropyProfile
+from entropykv.profile.profile import EntropyProfile
 
 SHIPPED = Path(__file__).resolve().parents[2] / "entropy_config.json"
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv.curves import LossCurves
 from entropykv.errors import ProfileError
-from entropykv.fingerprint import check_model
-from entropykv.model_file import read_geometry
-from entropykv.profile import EntropyProfile
-from entropykv.profile_parts import Fingerprint, Measurement
+from entropykv.model.geometry import read_geometry
+from entropykv.profile.belongs import check_model
+from entropykv.profile.curves import LossCurves
+from entropykv.profile.parts import Fingerprint, Measurement
+from entropykv.profile.profile import EntropyProfile
 
 SHIPPED = Path(__file__).resolve().parents[2] / "entropy_config.json"
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyProfile, Session
-from entropykv.budget import kv_type_for
-from entropykv.config import Budget
 from entropykv.errors import ProfileError
-from entropykv.fingerprint import fingerprint_of
-from entropykv.model_file import read_geometry
-from entropykv.models import DEMOS
-from entropykv.profile_search import find_profile, profile_beside
+from entropykv.model.geometry import read_geometry
+from entropykv.model.shipped import DEMOS
+from entropykv.policy.plan import kv_type_for
+from entropykv.profile.belongs import fingerprint_of
+from entropykv.profile.find import find_profile, profile_beside
+from entropykv.session.profile import profile_for
+from entropykv.settings.options import Budget
 
 
 @pytest.fixture
@@ -37,12 +38,12 @@ def profile_of(model: Path) -> EntropyProfile:
 
 def test_a_profile_beside_the_model_is_found(model: Path) -> None:
     profile = profile_of(model)
-    assert find_profile("auto", read_geometry(model)) is None
+    assert find_profile(read_geometry(model)) is None
     profile.save(profile_beside(model))
-    found = find_profile("auto", read_geometry(model))
+    found = find_profile(read_geometry(model))
     assert found is not None
     assert found.fingerprint == profile.fingerprint
-    assert find_profile("uniform", read_geometry(model)) is None
+    assert profile_for("uniform", read_geometry(model), None) is None
     with Session(model, n_ctx=64) as session:
         assert session.policy.name == "entropy"
         assert session.profile is not None
@@ -75,7 +76,7 @@ def test_a_damaged_profile_beside_the_model_is_refused_by_name(model: Path) -> N
 def test_models_at_hand_have_a_profile_with_curves(smollm2: Path) -> None:
     for path in (DEMOS["bitnet"].path, smollm2):
         geometry = read_geometry(path)
-        profile = find_profile("auto", geometry)
+        profile = find_profile(geometry)
         assert profile is not None
         assert profile.curves is not None
         assert profile.fingerprint == fingerprint_of(geometry)

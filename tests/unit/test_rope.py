@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, _core
-from entropykv.rope import RopeRange, check_sinks, largest_micro_batch
-from tests import reference
+from entropykv.llamacpp.positions import RopeRange, check_sinks, largest_micro_batch
+from tests.support import reference
 
 Floats = npt.NDArray[np.float32]
 

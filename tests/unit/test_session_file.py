@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import SessionFileError, _core
-from entropykv.new_file import new_file
-from entropykv.session_file import (
+from entropykv.files import new_file
+from entropykv.session.file import (
     MAGIC,
     VERSION,
     SavedContents,
@@ -355,7 +355,7 @@ def test_pages_are_laid_out_as_described(
     v_dim: int,
     latent: bool,
 ) -> None:
-    """cpp/page_layout.hpp and cpp/head_state.cpp, in numpy: a change needs another version."""
+    """What page_layout.hpp and head_state.cpp write, in numpy: a change needs another version."""
     store = store_of(kv_type, k_dim, v_dim, latent)
     shape = _core.LayerShape(2, 1, k_dim, v_dim, latent=latent)
     _, (per_page,) = _core.page_geometry([shape], kv_type)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from tests.reference import (
+from tests.support.reference import (
     NEIGHBOURHOOD,
     Options,
     ReferenceHead,

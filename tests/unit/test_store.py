@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from tests.reference import Options, ReferenceHead, Rope, Rules
+from tests.support.reference import Options, ReferenceHead, Rope, Rules
 
 MAX_TOKENS = 96
 MAX_ENTRIES = 400

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv.convert import ternary
-from tests.hf_files import pack_hf
-from tests.i2s_files import pack_i2s
+from tests.support.hf_files import pack_hf
+from tests.support.i2s_files import pack_i2s
 
 Int8s = npt.NDArray[np.int8]
 

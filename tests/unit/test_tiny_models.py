@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFReader
 from llama_cpp import Llama
 
-from tests.tiny_models import write_bitnet, write_llama
+from tests.support.tiny_models import write_bitnet, write_llama
 
 WRITERS = {"llama": write_llama, "bitnet": write_bitnet}
 TEXT = string.printable + " the thing and  that, of\ttowing \u00e9\u4e2d\n"

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from entropykv import Session, SettingsError
 from entropykv.cli.table import stats_rows
-from entropykv.recovery import Climb, Rung
-from entropykv.stats import SessionStats
-from entropykv.trajectory import Trajectory
+from entropykv.session.recovery import Climb
+from entropykv.session.stats import SessionStats
+from entropykv.session.trajectory import Trajectory
+from entropykv.store.protocol import Rung
 
 Point = tuple[int, int, int]
 
@@ -77,7 +78,7 @@ def test_going_back_forgets_what_came_after(steps: list[int], position: int) -> 
 @pytest.mark.parametrize("given", [[], [(4, 8, 0)], [(4, 8, 0), (9, 10, 8), (10, 6, 14)]])
 def test_a_trajectory_is_drawn(suffix: str, given: list[Point], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    from entropykv.plots import draw_trajectory  # noqa: PLC0415
+    from entropykv.cli.plots import draw_trajectory  # noqa: PLC0415
 
     trajectory = recorded(given, 2)
     for rung in ("soft", "soft", "full"):
@@ -95,7 +96,7 @@ def test_a_trajectory_is_drawn(suffix: str, given: list[Point], tmp_path: Path) 
 
 def test_the_lines_are_the_trajectory_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="draws")
-    from entropykv import plots  # noqa: PLC0415
+    from entropykv.cli import plots  # noqa: PLC0415
 
     figures = []
     monkeypatch.setattr(plots, "_save", lambda figure, _: figures.append(figure))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from entropykv.calibration.measure import CalibrationSettings, Progress, excerpts_of, measure
 from entropykv.calibration.texts import Text
 from entropykv.errors import CalibrationError
-from entropykv.profile import EntropyProfile
+from entropykv.profile.profile import EntropyProfile
 
 
 def calibrate_hf(

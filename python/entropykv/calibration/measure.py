@@ -17,13 +17,13 @@ import numpy.typing as npt
 from entropykv import _version
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.texts import Excerpt, Text, choose_sequences, long_sequences
-from entropykv.curves import CurveRules, LossCurves, average_curves
 from entropykv.errors import CalibrationError, SettingsError
-from entropykv.fingerprint import fingerprint_of
-from entropykv.model_file import read_geometry
-from entropykv.profile import EntropyProfile
-from entropykv.profile_file import FloatArray
-from entropykv.profile_parts import ROWS, Measurement
+from entropykv.model.geometry import read_geometry
+from entropykv.profile.belongs import fingerprint_of
+from entropykv.profile.curves import CurveRules, LossCurves, average_curves
+from entropykv.profile.json_fields import FloatArray
+from entropykv.profile.parts import ROWS, Measurement
+from entropykv.profile.profile import EntropyProfile
 
 RowEntropies = Callable[[Sequence[int]], npt.NDArray[np.float32]]
 """Tokens of a text -> entropy of every attention row in bits, (n_layer, n_tokens, n_head)."""

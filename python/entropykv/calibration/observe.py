@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.batch import MicroBatch
-from entropykv.config import Budget, Settings
-from entropykv.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.errors import UnsupportedModelError
-from entropykv.headwise import HeadwiseStore
-from entropykv.model import Model
-from entropykv.policy import POLICIES
-from entropykv.store import decode_inside
+from entropykv.llamacpp.batch import MicroBatch
+from entropykv.llamacpp.model import Model
+from entropykv.policy.names import POLICIES
+from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
+from entropykv.settings.options import Budget, Settings
+from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
 

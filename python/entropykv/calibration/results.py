@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from entropykv.errors import CalibrationError
-from entropykv.profile import EntropyProfile
-from entropykv.profile_file import MAX_ENTROPY_BITS, is_number, shown
+from entropykv.profile.json_fields import MAX_ENTROPY_BITS, is_number, shown
+from entropykv.profile.profile import EntropyProfile
 
 _TABLES = ("head_entropies", "per_head_entropy", "entropies", "results")
 _MEANS = ("mean_entropy", "entropy", "mean")

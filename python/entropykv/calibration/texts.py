@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv.errors import CalibrationError
-from entropykv.text_file import read_text
+from entropykv.files import read_text
 
 LEAST_TOKENS = 4
 """Of a sequence: its quarters are different tokens."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
-from entropykv.generate import Sampling, generate
-from entropykv.session import Session
+from entropykv.session.generate import Sampling, generate
+from entropykv.session.session import Session
 
 
 @dataclasses.dataclass

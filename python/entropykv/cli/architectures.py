@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entropykv.architectures import ArchitectureCheck, ArchitectureTable
+from entropykv.model.architectures import ArchitectureCheck, ArchitectureTable
 
 Cells = tuple[str, ...]
 

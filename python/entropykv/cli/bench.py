@@ -7,7 +7,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-from entropykv.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.cli.options import (
     add_model_options,
     add_threads_option,
@@ -17,11 +16,12 @@ from entropykv.cli.options import (
     integer,
     list_of,
 )
+from entropykv.cli.plots import check_plot, draw_bench
 from entropykv.cli.progress import ProgressBar
-from entropykv.config import KV_TYPES, Settings
-from entropykv.model_file import read_geometry
-from entropykv.plots import check_plot, draw_bench
-from entropykv.policy import AUTO, POLICY_SYNTAX, policy_named
+from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
+from entropykv.model.geometry import read_geometry
+from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_named
+from entropykv.settings.options import KV_TYPES, Settings
 
 _LENGTHS = (512, 2048, 6144)
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"

@@ -12,12 +12,12 @@ from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import read_texts
 from entropykv.cli.options import add_threads_option, check_output, integer
-from entropykv.config import KV_TYPES
-from entropykv.plots import check_plot, draw
-from entropykv.profile import EntropyProfile
-from entropykv.profile_parts import ROWS
-from entropykv.profile_search import SUFFIX, profile_beside
-from entropykv.profile_table import summary_line
+from entropykv.cli.plots import check_plot, draw
+from entropykv.cli.profile_table import summary_line
+from entropykv.profile.find import SUFFIX, profile_beside
+from entropykv.profile.parts import ROWS
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import KV_TYPES
 
 _NO_MODEL = "entropy_config.json"
 _DEFAULTS = CalibrationSettings()

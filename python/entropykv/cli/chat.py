@@ -22,7 +22,7 @@ from entropykv.cli.options import add_budget_options, demo_of
 from entropykv.cli.saved import add_load_option, say
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
-from entropykv.text_file import read_text
+from entropykv.files import read_text
 
 CONTEXT = 1_000_000
 """Tokens of a conversation: the entries that are kept are the memory, not these."""

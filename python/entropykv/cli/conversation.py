@@ -9,9 +9,9 @@ from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError
-from entropykv.generate import Sampling, go_back
-from entropykv.session import Session
-from entropykv.session_file import check_target, open_session
+from entropykv.session.file import check_target, open_session
+from entropykv.session.generate import Sampling, go_back
+from entropykv.session.session import Session
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from entropykv.cli.progress import ProgressBar
 from entropykv.convert import ConversionSummary, convert
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES
 from entropykv.convert.ternary import I2S_LAYOUTS
-from entropykv.model_file import ACTIVATIONS
+from entropykv.model.geometry import ACTIVATIONS
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,11 +11,11 @@ from entropykv.cli.freeze_options import (
 )
 from entropykv.cli.options import add_store_options, integer
 from entropykv.cli.saved import say
-from entropykv.cores import too_many_threads
 from entropykv.errors import SettingsError
-from entropykv.freeze_options import freezing_of
-from entropykv.generate import Sampling
-from entropykv.session import Session
+from entropykv.session.asked import freezing_of
+from entropykv.session.generate import Sampling
+from entropykv.session.session import Session
+from entropykv.settings.cores import too_many_threads
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:

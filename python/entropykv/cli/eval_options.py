@@ -16,17 +16,18 @@ from entropykv.cli.options import (
     integer,
     list_of,
 )
-from entropykv.config import KV_TYPES, Settings
 from entropykv.errors import ProfileError
 from entropykv.evaluation.combination import Engine
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
 from entropykv.evaluation.request import Request
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
-from entropykv.freeze_options import freezing_of
-from entropykv.policy import AUTO
-from entropykv.profile_search import load_profile, profile_beside
-from entropykv.text_file import read_text
+from entropykv.files import read_text
+from entropykv.policy.names import AUTO
+from entropykv.profile.find import profile_beside
+from entropykv.session.asked import freezing_of
+from entropykv.session.profile import given_profile
+from entropykv.settings.options import KV_TYPES, Settings
 
 _DEFAULTS = Request
 
@@ -191,7 +192,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
         n_sinks=options.sinks,
         recent_window=options.recent_window,
     )
-    profile = load_profile(options.entropy_config)
+    profile = given_profile(options.entropy_config)
     return Engine(str(options.model), settings, profile, options.equal_bytes, freezing_of(options))
 
 

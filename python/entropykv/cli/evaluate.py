@@ -11,6 +11,7 @@ from entropykv.cli.eval_options import add_eval_options, engine_of, log_settings
 from entropykv.cli.eval_table import EvalTable
 from entropykv.cli.interrupts import InterruptionError, Interrupts, noted_interrupts
 from entropykv.cli.options import add_model_options, check_output, demo_of
+from entropykv.cli.plots import check_plot, draw_eval
 from entropykv.cli.progress import ProgressBar
 from entropykv.cli.run import EXIT_INTERRUPTED
 from entropykv.cli.saved import say
@@ -19,9 +20,8 @@ from entropykv.evaluation.combination import combinations
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.results import ResultLog
 from entropykv.evaluation.runs import Evaluation
-from entropykv.model import Model
-from entropykv.new_file import new_file
-from entropykv.plots import check_plot, draw_eval
+from entropykv.files import new_file
+from entropykv.llamacpp.model import Model
 
 
 def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -9,8 +9,9 @@ import argparse
 
 from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
-from entropykv.freezing import COLD_CHOICES, WHERE, Freezing
-from entropykv.recovery import Recovery, Rung
+from entropykv.session.recovery import Recovery
+from entropykv.settings.freezing import COLD_CHOICES, WHERE, Freezing
+from entropykv.store.protocol import Rung
 
 _DEFAULTS = Freezing
 

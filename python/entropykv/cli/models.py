@@ -7,10 +7,10 @@ import dataclasses
 import json
 from typing import Any
 
-from entropykv.architectures import checked_architectures
 from entropykv.cli.architectures import format_architectures
-from entropykv.model_file import read_geometry
-from entropykv.models import LocalModel, local_models
+from entropykv.model.architectures import checked_architectures
+from entropykv.model.geometry import read_geometry
+from entropykv.model.shipped import LocalModel, local_models
 
 
 def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from entropykv.config import (
+from entropykv.errors import SettingsError
+from entropykv.model.shipped import DEMOS, Demo
+from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_help
+from entropykv.settings.options import (
     KV_CHOICES,
     MOST_MICRO_BATCH,
     MOST_THREADS,
@@ -15,9 +18,6 @@ from entropykv.config import (
     STORES,
     Settings,
 )
-from entropykv.errors import SettingsError
-from entropykv.models import DEMOS, Demo
-from entropykv.policy import AUTO, POLICY_SYNTAX, policy_help
 
 _DEFAULTS = Settings()
 

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from entropykv.cli.options import add_budget_options, demo_of
-from entropykv.plan import format_plan, make_plan
+from entropykv.session.memory_plan import format_plan, make_plan
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from entropykv.cli.options import check_output
-from entropykv.plots import draw
-from entropykv.profile import EntropyProfile
-from entropykv.profile_table import compare, format_profile
+from entropykv.cli.plots import draw
+from entropykv.cli.profile_table import compare, format_profile
+from entropykv.profile.profile import EntropyProfile
 
 
 def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -16,6 +16,7 @@ from entropykv.cli.engine import (
     sampling_of,
 )
 from entropykv.cli.options import add_budget_options, check_writable, demo_of
+from entropykv.cli.plots import check_plot, draw_trajectory
 from entropykv.cli.saved import (
     add_session_options,
     check_chat,
@@ -25,11 +26,10 @@ from entropykv.cli.saved import (
 )
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
-from entropykv.freeze_options import freezing_of
-from entropykv.plots import check_plot, draw_trajectory
-from entropykv.session import Session
-from entropykv.session_file import SavedContents, check_target
-from entropykv.text_file import read_text
+from entropykv.files import read_text
+from entropykv.session.asked import freezing_of
+from entropykv.session.file import SavedContents, check_target
+from entropykv.session.session import Session
 
 EXIT_INTERRUPTED = 130
 

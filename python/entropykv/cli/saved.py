@@ -9,8 +9,8 @@ import time
 
 from entropykv.cli.answer import read_rest
 from entropykv.errors import SettingsError
-from entropykv.session import Session
-from entropykv.session_file import SavedContents
+from entropykv.session.file import SavedContents
+from entropykv.session.session import Session
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:

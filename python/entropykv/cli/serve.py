@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.options import integer
 from entropykv.cli.saved import say
-from entropykv.config import KV_CHOICES, STORES
-from entropykv.cores import too_many_threads
 from entropykv.errors import SettingsError
-from entropykv.policy import POLICY_SYNTAX
+from entropykv.policy.names import POLICY_SYNTAX
+from entropykv.settings.cores import too_many_threads
+from entropykv.settings.options import KV_CHOICES, STORES
 
 if TYPE_CHECKING:
     from entropykv.server import ModelOptions, ServerOptions

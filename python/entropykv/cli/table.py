@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from entropykv.stats import SessionStats
+from entropykv.session.stats import SessionStats
 
 Row = tuple[str, str]
 

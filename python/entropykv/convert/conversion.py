@@ -22,8 +22,8 @@ from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES, OutputTenso
 from entropykv.convert.source import ARCHITECTURE, Source, TernaryTensor
 from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError, UnsupportedModelError
-from entropykv.model_file import ACTIVATION_KEY, ACTIVATIONS
-from entropykv.new_file import new_file
+from entropykv.files import new_file
+from entropykv.model.geometry import ACTIVATION_KEY, ACTIVATIONS
 
 Progress = Callable[[int, int], None]
 

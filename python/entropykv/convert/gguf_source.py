@@ -29,7 +29,8 @@ from entropykv.convert.source import (
 )
 from entropykv.convert.ternary import I2S_TAIL_BYTES, Ternary, i2s_multiple, unpack_i2s
 from entropykv.errors import ModelFileError, UnsupportedModelError
-from entropykv.gguf_header import (
+from entropykv.model.geometry import ACTIVATION_KEY, geometry_of
+from entropykv.model.header import (
     AGAIN,
     I2_S_TYPE,
     HeaderReader,
@@ -38,7 +39,6 @@ from entropykv.gguf_header import (
     required,
     text_value,
 )
-from entropykv.model_file import ACTIVATION_KEY, geometry_of
 
 # The fork's own graph of `bitnet` uses SiLU; its other two are the 2B-4T's.
 _ACTIVATION_OF = {"bitnet": "silu", "bitnet-b1.58": "relu2", "bitnet-25": "relu2"}

@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 from entropykv.convert.hf_tokenizer import add_tokenizer
 from entropykv.convert.source import BitNetShape
 from entropykv.errors import ModelFileError, UnsupportedModelError
-from entropykv.gguf_header import MAX_LAYERS
+from entropykv.model.header import MAX_LAYERS
 
 _ARCHITECTURES = {"BitNetForCausalLM", "BitnetForCausalLM"}
 _ROPE_BASE = {"bitnet": 500000.0}  # defaults of transformers; llama's, 10000, for 1bitLLM

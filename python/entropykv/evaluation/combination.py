@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from entropykv.config import Budget, Settings
 from entropykv.errors import SettingsError
-from entropykv.freezing import Freezing
-from entropykv.model_file import read_geometry
-from entropykv.profile import EntropyProfile
-from entropykv.session import Session
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
+from entropykv.model.geometry import read_geometry
+from entropykv.profile.profile import EntropyProfile
+from entropykv.session.session import Session
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget, Settings
 
 STOCK = "stock"
 """Names stock llama.cpp with its full f16 cache, which all else is compared with."""

@@ -25,9 +25,9 @@ from entropykv.evaluation.metrics import Comparison, equal_share
 from entropykv.evaluation.part import Item, Values, kept_values
 from entropykv.evaluation.reading import Logits, Tick, read, rows_of, write
 from entropykv.evaluation.texts import EvaluationText
-from entropykv.model import Model
-from entropykv.session import Session
-from entropykv.stock import StockSession
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.session import Session
 
 DEFAULT_PROMPT = 2048
 _LEAST_PROMPT = 64

@@ -13,10 +13,10 @@ from entropykv.evaluation.combination import grow
 from entropykv.evaluation.part import Item, Values, kept_values
 from entropykv.evaluation.reading import Logits, Reader, Tick, read, write
 from entropykv.evaluation.texts import digest_of
-from entropykv.model import Model
-from entropykv.session import Session
-from entropykv.stock import StockSession
-from entropykv.text_file import read_text
+from entropykv.files import read_text
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.session import Session
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 DEFAULT_TEMPLATE = "{context}\n\n{input}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from entropykv.evaluation.reading import Tick
-from entropykv.session import Session
-from entropykv.stock import StockSession
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.session import Session
 
 Values = dict[str, Any]
 """Figures of one item, as JSON holds them."""

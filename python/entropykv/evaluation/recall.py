@@ -14,9 +14,9 @@ from entropykv.evaluation.part import Item, Values, kept_values
 from entropykv.evaluation.passkeys import Case, make_cases
 from entropykv.evaluation.reading import Reader, Tick, read, write
 from entropykv.evaluation.texts import EvaluationText, digest_of
-from entropykv.model import Model
-from entropykv.session import Session
-from entropykv.stock import StockSession
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.session import Session
 
 _MORE_TOKENS = 3
 """Of an answer, besides those of the value: it may be cut into other tokens."""

@@ -27,7 +27,7 @@ from entropykv.evaluation.dataset import (
 from entropykv.evaluation.part import Part, Values
 from entropykv.evaluation.recall import RecallPart, recall_items
 from entropykv.evaluation.texts import EvaluationText
-from entropykv.model import Model
+from entropykv.llamacpp.model import Model
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from entropykv.evaluation.part import Item, Part
 from entropykv.evaluation.reading import Tick
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import EvalRow, summarize
-from entropykv.policy import AUTO
+from entropykv.policy.names import AUTO
 
 
 class Evaluation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv.errors import ContextError
-from entropykv.text_file import read_text
+from entropykv.files import read_text
 
 PARTS = ("all", "tuning", "held-out")
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.llama import EntropyLlama
+from entropykv.llama.entropy_llama import EntropyLlama
 
 _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]

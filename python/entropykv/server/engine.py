@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from entropykv.errors import ContextError
-from entropykv.llama import EntropyLlama
+from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError, as_request_error
 from entropykv.server.loading import ServedLlama
-from entropykv.stats import SessionStats
+from entropykv.session.stats import SessionStats
 
 _STATS_INTERVAL = 0.25
 """Seconds between two looks at the figures during a generation."""

@@ -14,10 +14,10 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError
-from entropykv.freeze_options import freezing_of
-from entropykv.llama import EntropyLlama
+from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
+from entropykv.session.asked import freezing_of
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 # llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:

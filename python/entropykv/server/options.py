@@ -8,8 +8,8 @@ from llama_cpp.server.settings import ModelSettings, ServerSettings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from entropykv.cores import usable_cores
-from entropykv.policy import AUTO
+from entropykv.policy.names import AUTO
+from entropykv.settings.cores import usable_cores
 
 _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
 

@@ -11,7 +11,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 from pydantic import Field
 
-from entropykv.llama import EntropyLlama
+from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
 
 _NOT_ARGUMENTS = frozenset(

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from entropykv.llama import EntropyLlama
+from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from entropykv.llama import EntropyLlama
+from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.conversations import Conversations
 from entropykv.server.engine import Engine
 

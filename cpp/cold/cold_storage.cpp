@@ -1,0 +1,130 @@
+#include "cold/cold_storage.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+namespace entropykv {
+
+std::uint32_t ColdStorage::take() {
+    if (free_.empty()) {
+        grow(n_pages_ + 1);
+        return static_cast<std::uint32_t>(n_pages_++);
+    }
+    const std::uint32_t page = free_.back();
+    free_.pop_back();
+    return page;
+}
+
+// ------------------------------------------------------------------------------------------------
+// memory
+
+void MemoryStorage::grow(std::size_t n_pages) {
+    while (slabs_.size() * per_slab() < n_pages) slabs_.emplace_back(per_slab() * page_bytes());
+}
+
+std::byte* MemoryStorage::at(std::uint32_t page) const {
+    return slabs_[page / per_slab()].data() + page % per_slab() * page_bytes();
+}
+
+bool MemoryStorage::write(std::uint32_t page, const std::byte* data) noexcept {
+    std::memcpy(at(page), data, page_bytes());
+    return true;
+}
+
+const std::byte* MemoryStorage::read(std::uint32_t page, std::byte*) noexcept { return at(page); }
+
+// ------------------------------------------------------------------------------------------------
+// a file
+
+namespace {
+
+constexpr std::size_t kGrowBytes = std::size_t{4} << 20;
+
+bool write_all(int descriptor, const void* data, std::size_t n, std::size_t offset) {
+    const auto* from = static_cast<const char*>(data);
+    while (n > 0) {
+        const ssize_t done = pwrite(descriptor, from, n, static_cast<off_t>(offset));
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return false;
+        from += done;
+        offset += static_cast<std::size_t>(done);
+        n -= static_cast<std::size_t>(done);
+    }
+    return true;
+}
+
+bool read_all(int descriptor, void* data, std::size_t n, std::size_t offset) {
+    auto* to = static_cast<char*>(data);
+    while (n > 0) {
+        const ssize_t done = pread(descriptor, to, n, static_cast<off_t>(offset));
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) return false;
+        to += done;
+        offset += static_cast<std::size_t>(done);
+        n -= static_cast<std::size_t>(done);
+    }
+    return true;
+}
+
+std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
+    a = (a ^ b) * 0x9e3779b97f4a7c15u;
+    return a ^ (a >> 29);
+}
+
+}  // namespace
+
+// Room is allocated before it is needed: a full disk is an error here, and never half-way.
+void FileStorage::grow(std::size_t n_pages) {
+    const std::size_t needed = place(static_cast<std::uint32_t>(n_pages));
+    if (needed <= allocated_) return;
+    const std::size_t start = allocated_ == 0 ? kHeaderBytes : allocated_;
+    const std::size_t end = needed + kGrowBytes;
+    const int error =
+        posix_fallocate(descriptor_, static_cast<off_t>(start), static_cast<off_t>(end - start));
+    if (error != 0) throw ColdStorageError(std::strerror(error));
+    allocated_ = end;
+}
+
+std::size_t FileStorage::place(std::uint32_t page) const {
+    return kHeaderBytes + page * (page_bytes() + sizeof(std::uint64_t));
+}
+
+std::uint64_t FileStorage::checksum(std::uint32_t page, const std::byte* data) const noexcept {
+    std::uint64_t sums[4] = {nonce_[0], nonce_[1], page, page_bytes()};
+    std::size_t i = 0;
+    for (; i + sizeof sums <= page_bytes(); i += sizeof sums) {
+        std::uint64_t words[4];
+        std::memcpy(words, data + i, sizeof words);
+        for (int lane = 0; lane < 4; ++lane) sums[lane] = mixed(sums[lane], words[lane]);
+    }
+    for (; i < page_bytes(); ++i) sums[0] = mixed(sums[0], static_cast<std::uint64_t>(data[i]));
+    return mixed(mixed(sums[0], sums[1]), mixed(sums[2], sums[3]));
+}
+
+bool FileStorage::write(std::uint32_t page, const std::byte* data) noexcept {
+    const std::uint64_t sum = checksum(page, data);
+    const bool written = write_all(descriptor_, data, page_bytes(), place(page)) &&
+                         write_all(descriptor_, &sum, sizeof sum, place(page) + page_bytes());
+    if (!written) fail("cannot be written");
+    return written;
+}
+
+const std::byte* FileStorage::read(std::uint32_t page, std::byte* buffer) noexcept {
+    std::uint64_t sum = 0;
+    if (!read_all(descriptor_, buffer, page_bytes(), place(page)) ||
+        !read_all(descriptor_, &sum, sizeof sum, place(page) + page_bytes())) {
+        fail("cannot be read, or was cut short");
+        return nullptr;
+    }
+    if (sum != checksum(page, buffer)) {
+        fail("does not hold what was written to it");
+        return nullptr;
+    }
+    return buffer;
+}
+
+}  // namespace entropykv

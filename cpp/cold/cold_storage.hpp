@@ -1,0 +1,100 @@
+// Where the pages of frozen entries lie: in memory, or in a file. Every page has the same size;
+// what is in it is the caller's.
+//
+// A file is read and written, not mapped: where it is cut short, a mapping would end the process.
+// Every page of it carries a checksum over its bytes, its number and a nonce of the session, so
+// that nothing is ever trusted that this session did not write there.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "platform/mapped_memory.hpp"
+
+namespace entropykv {
+
+struct ColdStorageError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+class ColdStorage {
+public:
+    explicit ColdStorage(std::size_t page_bytes) : page_bytes_(page_bytes) {}
+    virtual ~ColdStorage() = default;
+    ColdStorage(const ColdStorage&) = delete;
+    ColdStorage& operator=(const ColdStorage&) = delete;
+
+    // A page to write to later. Throws ColdStorageError or std::bad_alloc where there is no room.
+    std::uint32_t take();
+    void release(std::uint32_t page) { free_.push_back(page); }
+
+    // Different pages may be read and written at the same time. False, null: see failed().
+    virtual bool write(std::uint32_t page, const std::byte* data) noexcept = 0;
+    // The page's bytes, in place or in `buffer` (page_bytes()).
+    virtual const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept = 0;
+    virtual bool in_place() const { return false; }
+
+    std::size_t page_bytes() const { return page_bytes_; }
+    // What a file has at least by now; 0 in memory.
+    virtual std::size_t file_bytes() const { return 0; }
+    // What could not be read or written first, or null; stays.
+    const char* failed() const { return failed_.load(std::memory_order_relaxed); }
+
+protected:
+    virtual void grow(std::size_t n_pages) = 0;
+    void fail(const char* why) {
+        const char* none = nullptr;
+        failed_.compare_exchange_strong(none, why, std::memory_order_relaxed);
+    }
+
+private:
+    std::size_t page_bytes_;
+    std::size_t n_pages_ = 0;
+    std::vector<std::uint32_t> free_;
+    std::atomic<const char*> failed_{nullptr};
+};
+
+class MemoryStorage final : public ColdStorage {
+public:
+    using ColdStorage::ColdStorage;
+    bool write(std::uint32_t page, const std::byte* data) noexcept override;
+    const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept override;
+    bool in_place() const override { return true; }
+
+protected:
+    void grow(std::size_t n_pages) override;
+
+private:
+    std::size_t per_slab() const { return pages_of_slab(page_bytes()); }
+    std::byte* at(std::uint32_t page) const;
+    std::vector<MappedMemory> slabs_;
+};
+
+class FileStorage final : public ColdStorage {
+public:
+    static constexpr std::size_t kHeaderBytes = 4096;  // the caller's
+
+    // The descriptor stays the caller's, and open.
+    FileStorage(std::size_t page_bytes, int descriptor, std::array<std::uint64_t, 2> nonce)
+        : ColdStorage(page_bytes), descriptor_(descriptor), nonce_(nonce) {}
+    bool write(std::uint32_t page, const std::byte* data) noexcept override;
+    const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept override;
+    std::size_t file_bytes() const override { return allocated_; }
+
+protected:
+    void grow(std::size_t n_pages) override;
+
+private:
+    std::size_t place(std::uint32_t page) const;
+    std::uint64_t checksum(std::uint32_t page, const std::byte* data) const noexcept;
+
+    int descriptor_;
+    std::array<std::uint64_t, 2> nonce_;
+    std::size_t allocated_ = 0;  // bytes of the file
+};
+
+}  // namespace entropykv

@@ -1,0 +1,31 @@
+#include "decide/importance.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace entropykv {
+
+float recency_score(std::int32_t position, std::int32_t newest, float variation) {
+    const float span = static_cast<float>(std::max(newest, std::int32_t{1}));
+    const float alpha = 2.0f / (span * (1.0f + variation));
+    const float distance = static_cast<float>(newest - position);
+    const float bonus = distance < 0.1f * span ? 0.5f : 0.0f;
+    return std::exp(-alpha * distance) + bonus;
+}
+
+float decay_factor(float decay_per_token, int n_tokens) {
+    if (decay_per_token <= 0.0f) return 0.0f;
+    if (decay_per_token >= 1.0f) return 1.0f;
+    return std::pow(decay_per_token, static_cast<float>(n_tokens));
+}
+
+float exposure(std::int32_t age, const ImportanceSettings& settings) {
+    const int queries = std::max(age - kNeighbourhood + 1, 1);
+    if (settings.decay <= 0.0f)
+        return static_cast<float>(std::min(queries, settings.observation_window));
+    if (settings.decay >= 1.0f) return static_cast<float>(queries);
+    const double decay = settings.decay;  // 1 - decay would lose digits as a float
+    return static_cast<float>((1.0 - std::pow(decay, queries)) / (1.0 - decay));
+}
+
+}  // namespace entropykv

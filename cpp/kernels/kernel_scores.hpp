@@ -1,0 +1,206 @@
+// Part of kernels.cpp: what scores need of the stored rows.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/kernel_tile.hpp"
+
+namespace entropykv {
+namespace {
+
+inline float half_row_norm(const std::uint16_t* row, int stride) {
+    Vec total = zero();
+    for (int d = 0; d < stride; d += kLanes) {
+        const Vec value = load_half(row + d);
+        total = multiply_add(value, value, total);
+    }
+    return sum(total);
+}
+
+// Of the four entries whose values are interleaved; scales: of their first one.
+inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
+                           float* norms) {
+    for (int i = 0; i < 4; ++i) norms[i] = 0.0f;
+    for (int first = 0; first < stride; first += kQuantBlock) {
+        Vec totals[4]{zero(), zero(), zero(), zero()};
+        for (int d = first; d < smaller(first + kQuantBlock, stride); d += kLanes) {
+            const IntVec bytes = load_ints(values + d * 4);
+            for (int i = 0; i < 4; ++i) {
+                const Vec value = to_float(byte_of(bytes, quad_place(i)));
+                totals[i] = multiply_add(value, value, totals[i]);
+            }
+        }
+        const std::uint16_t* of_block = scales + first / kQuantBlock * kGroupEntries;
+        for (int i = 0; i < 4; ++i) {
+            const float scale = half_to_float(of_block[i]);
+            norms[i] += sum(totals[i]) * scale * scale;
+        }
+    }
+}
+
+inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
+    return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
+}
+
+constexpr int kChains = 4;  // sums that do not wait for each other; strides are whole multiples
+
+struct Chains {
+    Vec of[kChains]{zero(), zero(), zero(), zero()};
+    Vec sum() const { return (of[0] + of[1]) + (of[2] + of[3]); }
+};
+
+// Calls visit(d, chain, keys) for a vector of the entries of a group, and every value of their
+// keys.
+template <typename Visit>
+inline void over_half_keys(const std::byte* keys, int stride, int e, Visit visit) {
+    const auto* k = reinterpret_cast<const std::uint16_t*>(keys);
+    for (int d = 0; d < stride; d += kChains)
+        for (int i = 0; i < kChains; ++i)
+            visit(d + i, i, load_half(k + (d + i) * kGroupEntries + e));
+}
+
+template <typename Visit>
+inline void over_int8_keys(const std::byte* keys, const std::uint16_t* scales, int stride, int e,
+                           Visit visit) {
+    for (int d = 0; d < stride; d += kChains) {
+        const IntVec bytes = flip_high_bits(load_ints(keys + d * kGroupEntries + e * 4));
+        const Vec scale = load_half(scales + d / kQuantBlock * kGroupEntries + e);
+        for (int i = 0; i < kChains; ++i)
+            visit(d + i, i, to_float(byte_of(bytes, quad_place(i))) * scale);
+    }
+}
+
+// Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) as above.
+template <typename Visit>
+inline void over_page_vectors(const PageLayout& layout, const std::byte* page, Visit visit) {
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
+    for (int slot = 0; slot < layout.entries; slot += kLanes) {
+        const int group = slot / kGroupEntries * kGroupEntries;
+        const int e = slot - group;
+        const std::byte* keys =
+            page + layout.k_offset + layout.value_bytes() * layout.k_index(group, 0);
+        visit(slot, [&](auto of_key) {
+            if (layout.type == KvType::f16) {
+                over_half_keys(keys, layout.k_stride, e, of_key);
+            } else {
+                over_int8_keys(keys, scales + PageLayout::scale_index(layout.k_blocks, group, 0),
+                               layout.k_stride, e, of_key);
+            }
+        });
+    }
+}
+
+// Of V that is the first values of K.
+inline void latent_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+        Chains total;
+        over_keys([&](int d, int i, Vec key) {
+            if (d < layout.v_dim) total.of[i] = multiply_add(key, key, total.of[i]);
+        });
+        store(norms + slot, total.sum());
+    });
+}
+
+void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    if (layout.latent) return latent_norms(layout, page, norms);
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(page + layout.v_offset);
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
+    for (int slot = 0; slot < layout.entries; ++slot) {
+        const std::size_t row = layout.v_index(slot, 0);
+        if (layout.type == KvType::f16) {
+            norms[slot] = half_row_norm(halves + row, layout.v_stride);
+        } else if (slot % 4 == 0) {
+            int8_row_norms(page + layout.v_offset + row,
+                           scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
+                           layout.v_stride, norms + slot);
+        }
+    }
+}
+
+void expected_logits(const PageLayout& layout, const std::byte* page, const float* mean,
+                     const float* half_variance, float* logits) {
+    over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+        Chains total;
+        over_keys([&](int d, int i, Vec key) {
+            total.of[i] = add_expected(key, mean[d], half_variance[d], total.of[i]);
+        });
+        store(logits + slot, total.sum());
+    });
+}
+
+// q.k of a vector of entries and so many queries; over_keys as above.
+template <int Rows, typename OverKeys>
+inline void vector_products(OverKeys over_keys, const float* queries, int stride, float* out,
+                            int out_stride) {
+    Chains totals[Rows];
+    over_keys([&](int d, int i, Vec key) {
+        for (int r = 0; r < Rows; ++r)
+            totals[r].of[i] =
+                multiply_add(key, broadcast(queries[r * stride + d]), totals[r].of[i]);
+    });
+    for (int r = 0; r < Rows; ++r) store(out + r * out_stride, totals[r].sum());
+}
+
+// Calls visit(number of rows, its queries, its outputs) for one block of rows after another.
+template <typename Visit>
+inline void over_row_blocks(const float* queries, int rows, int stride, float* out, int out_stride,
+                            Visit visit) {
+    const auto blocks_of = [&](auto n) {
+        for (; rows >= n; rows -= n, queries += n * stride, out += n * out_stride)
+            visit(n, queries, out);
+    };
+    blocks_of(std::integral_constant<int, 4>{});
+    blocks_of(std::integral_constant<int, 3>{});
+    blocks_of(std::integral_constant<int, 1>{});
+}
+
+void products(const PageLayout& layout, const std::byte* page, const float* queries, int rows,
+              float* out, int out_stride) {
+    over_row_blocks(queries, rows, layout.k_stride, out, out_stride,
+                    [&](auto n_rows, const float* block, float* of_block) {
+                        over_page_vectors(layout, page, [&](int slot, auto over_keys) {
+                            vector_products<n_rows>(over_keys, block, layout.k_stride,
+                                                    of_block + slot, out_stride);
+                        });
+                    });
+}
+
+float log_sum(const float* logits, int n) {
+    float max = logits[0];
+    for (int i = 1; i < n; ++i) max = logits[i] > max ? logits[i] : max;
+    const Vec shift = broadcast(max);
+    Vec total = zero();
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) total = total + exponential(load(logits + i) - shift);
+    float rest[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane)
+        rest[lane] = i + lane < n ? logits[i + lane] : kMaskedLogit;
+    total = total + exponential(load(rest) - shift);
+    return max + __builtin_logf(sum(total));
+}
+
+void newer_cosines(const float* keys, int n, int dim, float* cosines) {
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(i);
+    const Vec none = broadcast(-1.0f);
+    for (int row = 0; row < n; row += 4) {
+        Vec best[4]{none, none, none, none};
+        for (int i = row / kLanes * kLanes; i < n; i += kLanes) {
+            Vec sums[4]{zero(), zero(), zero(), zero()};
+            for (int d = 0; d < dim; ++d) {
+                const float* values = keys + d * kContest;
+                const Vec others = load(values + i);
+                for (int r = 0; r < 4; ++r)
+                    sums[r] = multiply_add(broadcast(values[row + r]), others, sums[r]);
+            }
+            const Vec number = load(lanes) + broadcast(static_cast<float>(i));
+            for (int r = 0; r < 4; ++r)
+                best[r] = maximum(best[r], where_less(broadcast(static_cast<float>(row + r)),
+                                                      number, sums[r], none));
+        }
+        for (int r = 0; r < smaller(4, n - row); ++r) cosines[row + r] = largest(best[r]);
+    }
+}
+
+}  // namespace
+}  // namespace entropykv

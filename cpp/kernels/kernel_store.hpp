@@ -1,0 +1,111 @@
+// Part of kernels.cpp: rows of K and V into the slots of a page.
+#pragma once
+
+#include "kernels/kernel_tile.hpp"
+
+namespace entropykv {
+namespace {
+
+// A row as f16 in a temporary, padded with zeros.
+inline void convert_half_row(const float* row, int dim, int stride, std::uint16_t* out) {
+    int d = 0;
+    for (; d + kLanes <= dim; d += kLanes) store_half(out + d, load(row + d));
+    for (; d < stride; ++d) out[d] = d < dim ? float_to_half(row[d]) : std::uint16_t{0};
+}
+
+inline float largest_magnitude(const float* values, int n) {
+    Vec limits = zero();
+    int d = 0;
+    for (; d + kLanes <= n; d += kLanes) {
+        const Vec x = load(values + d);
+        limits = maximum(limits, maximum(x, zero() - x));
+    }
+    float limit = largest(limits);
+    for (; d < n; ++d) {
+        const float magnitude = values[d] < 0.0f ? -values[d] : values[d];
+        limit = magnitude > limit ? magnitude : limit;
+    }
+    return limit;
+}
+
+// ggml's q8_0: scale = largest magnitude / 127 (stored as f16), values rounded to nearest.
+inline void convert_int8_row(const float* row, int dim, int stride, std::int8_t* out,
+                             std::uint16_t* scales) {
+    for (int block = 0; block * kQuantBlock < stride; ++block) {
+        const int first = block * kQuantBlock;
+        const int last = smaller(first + kQuantBlock, stride);
+        const float limit = largest_magnitude(row + first, smaller(last, dim) - first);
+        const std::uint16_t half = float_to_half(limit / 127.0f);
+        const float scale = half_to_float(half);
+        const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        scales[block] = half;
+        for (int d = first; d < last; ++d) {
+            float value = d < dim ? row[d] * inverse : 0.0f;
+            value = value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value;
+            out[d] =
+                static_cast<std::int8_t>(static_cast<int>(value + (value < 0.0f ? -0.5f : 0.5f)));
+        }
+    }
+}
+
+inline void store_scales(int blocks, const std::uint16_t* scales, int slot, std::byte* out) {
+    for (int block = 0; block < blocks; ++block)
+        reinterpret_cast<std::uint16_t*>(out)[PageLayout::scale_index(blocks, slot, block)] =
+            scales[block];
+}
+
+void store_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    if (layout.type == KvType::f16) {
+        std::uint16_t values[kMaxHeadDim];
+        convert_half_row(row, layout.k_dim, layout.k_stride, values);
+        auto* k =
+            reinterpret_cast<std::uint16_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+        for (int d = 0; d < layout.k_stride; ++d) k[d * kGroupEntries] = values[d];
+        return;
+    }
+    std::int8_t values[kMaxHeadDim];
+    std::uint16_t scales[kMaxBlocks];
+    convert_int8_row(row, layout.k_dim, layout.k_stride, values, scales);
+    auto* k = reinterpret_cast<std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+    for (int d = 0; d < layout.k_stride; d += 4)
+        for (int i = 0; i < 4; ++i)
+            k[d * kGroupEntries + quad_place(i)] = static_cast<std::uint8_t>(values[d + i] ^ 0x80);
+    store_scales(layout.k_blocks, scales, slot, page + layout.k_scale_offset);
+}
+
+void store_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    if (layout.type == KvType::f16) {
+        auto* v = reinterpret_cast<std::uint16_t*>(page + layout.v_offset);
+        convert_half_row(row, layout.v_dim, layout.v_stride, v + layout.v_index(slot, 0));
+        return;
+    }
+    std::int8_t values[kMaxHeadDim];
+    std::uint16_t scales[kMaxBlocks];
+    convert_int8_row(row, layout.v_dim, layout.v_stride, values, scales);
+    auto* v = reinterpret_cast<std::int8_t*>(page + layout.v_offset) + layout.v_index(slot, 0);
+    for (int d = 0; d < layout.v_stride; ++d) v[d * 4] = values[d];
+    store_scales(layout.v_blocks, scales, slot, page + layout.v_scale_offset);
+}
+
+template <typename T>
+inline void move_rows(const std::byte* from, std::byte* to, int n_rows, const LaneMap& map) {
+    const T* source = reinterpret_cast<const T*>(from);
+    T* target = reinterpret_cast<T*>(to);
+    for (int row = 0; row < n_rows * kGroupEntries; row += kGroupEntries)
+        map.move(source + row, target + row);
+}
+
+void move_keys(const PageLayout& layout, const std::byte* from, int from_group, std::byte* to,
+               int to_group, const LaneMoves& moves) {
+    const LaneMap map(moves.from, moves.to, moves.n);
+    from += layout.k_offset + PageLayout::index(from_group) * layout.k_group_bytes();
+    to += layout.k_offset + PageLayout::index(to_group) * layout.k_group_bytes();
+    if (layout.type == KvType::f16) {
+        move_rows<std::uint16_t>(from, to, layout.k_stride, map);
+    } else {
+        move_rows<std::uint32_t>(from, to, layout.k_stride / 4, map);
+    }
+}
+
+}  // namespace
+}  // namespace entropykv

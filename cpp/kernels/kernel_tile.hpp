@@ -1,0 +1,66 @@
+// Part of kernels.cpp: the groups of entries that a kernel works on at a time.
+#pragma once
+
+#include "kernels/kernels.hpp"
+#include "platform/simd.hpp"
+
+namespace entropykv {
+namespace {
+
+constexpr int kMaxBlocks = kMaxHeadDim / kQuantBlock;
+
+template <typename T>
+constexpr T smaller(T a, T b) {
+    return a < b ? a : b;
+}
+
+// 16 neighbours of a page.
+struct Group {
+    const std::byte* k;
+    const std::byte* v;
+    const std::uint16_t* k_scales;
+    const std::uint16_t* v_scales;
+    const std::int32_t* positions;
+};
+
+// Entries [first, last) as whole groups: before the first entry are `skipped` others of its group.
+template <int Groups>
+struct Tile {
+    int skipped;
+    int count;  // skipped ones included
+    int n_groups;
+    Group groups[Groups];
+};
+
+// The first of what is left of a range, at most `most` entries from a multiple of a group's on.
+template <int Groups>
+inline void open_tile(const EntryRange& range, int first, int most, Tile<Groups>& tile) {
+    const PageLayout& layout = *range.layout;
+    const int per_page = layout.entries / kGroupEntries;
+    const std::size_t k_bytes = layout.k_group_bytes();
+    const std::size_t v_bytes = layout.v_group_bytes();
+    const int group = first / kGroupEntries;
+    tile.skipped = first % kGroupEntries;
+    tile.count = first < range.last ? smaller(range.last - first, most) + tile.skipped : 0;
+    tile.n_groups = (tile.count + kGroupEntries - 1) / kGroupEntries;
+    int page_index = group / per_page;
+    int in_page = group % per_page;
+    for (int g = 0; g < tile.n_groups; ++g) {
+        const std::byte* page = range.pages[page_index];
+        const auto n = static_cast<std::size_t>(in_page);
+        tile.groups[g] = {page + layout.k_offset + n * k_bytes,
+                          page + layout.v_offset + n * v_bytes,
+                          reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset) +
+                              PageLayout::scale_index(layout.k_blocks, in_page * kGroupEntries, 0),
+                          reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset) +
+                              PageLayout::scale_index(layout.v_blocks, in_page * kGroupEntries, 0),
+                          layout.positions(page) + in_page * kGroupEntries};
+        if (++in_page == per_page) {
+            in_page = 0;
+            ++page_index;
+        }
+    }
+}
+
+}  // namespace
+}  // namespace entropykv

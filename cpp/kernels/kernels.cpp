@@ -1,0 +1,37 @@
+// The kernels of one instruction set. CMake compiles this file once for each; simd.hpp picks the
+// vector type from the compiler's flags.
+#include "kernels/kernels.hpp"
+
+#include "kernels/kernel_decode_f16.hpp"
+#include "kernels/kernel_decode_q8.hpp"
+#include "kernels/kernel_observe.hpp"
+#include "kernels/kernel_prompt.hpp"
+#include "kernels/kernel_scores.hpp"
+#include "kernels/kernel_sketch.hpp"
+#include "kernels/kernel_store.hpp"
+
+namespace entropykv {
+
+#if defined(__AVX512VNNI__)
+const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,         store_v,        move_keys,
+                                     decode,       prompt,          prompt_observe, logits_observe,
+                                     value_norms,  expected_logits, products,       sketch_products,
+                                     log_sum,      newer_cosines};
+#elif defined(__AVX512F__)
+const KernelTable kKernelsAvx512{"avx512",    store_k,         store_v,        move_keys,
+                                 decode,      prompt,          prompt_observe, logits_observe,
+                                 value_norms, expected_logits, products,       sketch_products,
+                                 log_sum,     newer_cosines};
+#elif defined(__AVX2__)
+const KernelTable kKernelsAvx2{"avx2",      store_k,         store_v,        move_keys,
+                               decode,      prompt,          prompt_observe, logits_observe,
+                               value_norms, expected_logits, products,       sketch_products,
+                               log_sum,     newer_cosines};
+#else
+const KernelTable kKernelsPortable{"portable",  store_k,         store_v,        move_keys,
+                                   decode,      prompt,          prompt_observe, logits_observe,
+                                   value_norms, expected_logits, products,       sketch_products,
+                                   log_sum,     newer_cosines};
+#endif
+
+}  // namespace entropykv

@@ -1,0 +1,287 @@
+#include "llama/graph_hook.hpp"
+
+#include <ggml-backend.h>
+#include <ggml.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "llama/cache_tensors.hpp"
+#include "llama/custom_op.hpp"
+
+namespace entropykv {
+namespace {
+
+// K write, V write unless V is a part of K, attention of every reader.
+int ops_of(const LayerShape& shape) { return (shape.latent ? 1 : 2) + shape.readers; }
+
+// llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
+// back to the system (it reads as zeros, should anything touch it).
+void release_cells(const ggml_tensor* cache) {
+#if defined(MADV_DONTNEED)
+    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const auto start = reinterpret_cast<std::size_t>(cache->data);
+    const std::size_t first = (start + system_page - 1) / system_page * system_page;
+    const std::size_t last = (start + ggml_nbytes(cache)) / system_page * system_page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#else
+    (void)cache;
+#endif
+}
+
+// Whether a tensor is an input of the graph, or only that in another type or shape.
+bool is_input(const ggml_tensor* tensor) {
+    while (tensor != nullptr) {
+        if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0) return true;
+        const bool passes_on = tensor->op == GGML_OP_CPY || tensor->op == GGML_OP_CONT;
+        tensor = tensor->view_src != nullptr ? tensor->view_src
+                 : passes_on                 ? tensor->src[0]
+                                             : nullptr;
+    }
+    return false;
+}
+
+// Whether a view shows the first values of every row of another one, and nothing else.
+bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
+    if (part->view_offs != all->view_offs || part->ne[0] > all->ne[0]) return false;
+    for (int i = 1; i < GGML_MAX_DIMS; ++i)
+        if (part->ne[i] != all->ne[i] || part->nb[i] != all->nb[i]) return false;
+    return part->nb[0] == all->nb[0];
+}
+
+}  // namespace
+
+GraphHook::GraphHook(int relu2_layers) {
+    if (relu2_layers > 0) gates_.emplace(relu2_layers);
+}
+
+bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
+    if (!ask) return true;
+    auto* hook = static_cast<GraphHook*>(user_data);
+    if (hook->gates_) hook->gates_->change(node);
+    if (hook->attention_ == nullptr) return hook->look(node);
+    hook->change(node);
+    return false;
+}
+
+// ------------------------------------------------------------------------------------------------
+// probe
+
+void GraphHook::refuse(const std::string& why) {
+    if (refusal_.empty()) refusal_ = why;
+}
+
+void GraphHook::note_obstacle(const std::string& why) {
+    if (rope_obstacle_.empty()) rope_obstacle_ = why;
+}
+
+bool GraphHook::look(const ggml_tensor* node) {
+    if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
+    if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
+    if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
+    if (node->op == GGML_OP_SOFT_MAX && std::strncmp(node->name, "kq_soft_max", 11) == 0)
+        refuse("its attention is not one flash attention node per layer");
+    return false;
+}
+
+void GraphHook::look_at_write(const ggml_tensor* node) {
+    const int of_keys = cache_layer_of(node, kCacheK);
+    if (of_keys < 0 && cache_layer_of(node, kCacheV) < 0) return;
+    if (node->src[0]->type != GGML_TYPE_F32) refuse("its K or V is not computed in f32");
+    if (of_keys >= 0) look_at_keys(node->src[0], of_keys);
+}
+
+void GraphHook::look_at_keys(const ggml_tensor* rows, int cache_layer) {
+    const RopeSeen rope = look_at_rope(rows);
+    if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
+    if (!rope.factors_known) note_obstacle("its RoPE factors are not in memory");
+    if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;
+    keys_.push_back({cache_layer, rope});
+}
+
+RopeParams GraphHook::rope_of(int cache_layer, int head_dim) {
+    for (const Keys& keys : keys_) {
+        if (keys.cache_layer != cache_layer) continue;
+        if (keys.rope.head_dim == head_dim) return keys.rope.params;
+        if (keys.rope.head_dim == 0) return {};
+    }
+    note_obstacle("its keys are not written as they are attended to");
+    return {};
+}
+
+void GraphHook::look_at_attention(const ggml_tensor* node) {
+    const ggml_tensor* q = node->src[0];
+    const ggml_tensor* k = node->src[1];
+    const ggml_tensor* v = node->src[2];
+    const int cache_layer = cache_layer_of(k, kCacheK);
+    if (cache_layer < 0) return refuse("a layer attends to something that is not the KV cache");
+    const bool latent = cache_layer_of(v, kCacheK) == cache_layer;
+    if (latent && !is_start_of(k, v)) return refuse("its V is not the first values of its K");
+    if (!latent && cache_layer_of(v, kCacheV) != cache_layer) return refuse("its V is not cached");
+    float params[3];
+    std::memcpy(params, node->op_params, sizeof params);
+    if (!is_input(node->src[3]))
+        return refuse("which positions it attends to is computed in its graph");
+    if (k->ne[3] != 1 || q->ne[3] != 1) return refuse("it has several streams of K and V");
+    if (q->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float))
+        return refuse("its queries are not f32");
+    if (k->ne[0] > kMaxHeadDim || v->ne[0] > kMaxHeadDim)
+        return refuse("its heads are larger than " + std::to_string(kMaxHeadDim) + " values");
+    if (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))
+        return refuse("its attention is offloaded to a device");
+    AttentionNode seen{};
+    seen.cache_layer = cache_layer;
+    seen.shape = {static_cast<int>(q->ne[2]), static_cast<int>(k->ne[2]),
+                  static_cast<int>(k->ne[0]), static_cast<int>(v->ne[0])};
+    seen.shape.latent = latent;
+    seen.scale = params[0];
+    seen.max_bias = params[1];
+    seen.softcap = params[2];
+    seen.has_sinks = node->src[4] != nullptr;
+    seen.rope = rope_of(cache_layer, seen.shape.k_dim);
+    if (seen.shape.n_head % seen.shape.n_head_kv != 0)
+        return refuse("its query heads are no multiple of its KV heads");
+    for (AttentionNode& first : nodes_)
+        if (first.cache_layer == cache_layer) return look_at_reader(first, node, seen);
+    nodes_.push_back(seen);
+    masks_.push_back(node->src[3]);
+}
+
+// Another layer that attends to the K and V of `first`.
+void GraphHook::look_at_reader(AttentionNode& first, const ggml_tensor* node,
+                               const AttentionNode& seen) {
+    const auto number = static_cast<std::size_t>(&first - nodes_.data());
+    const LayerShape& a = first.shape;
+    const LayerShape& b = seen.shape;
+    const bool same = a.n_head == b.n_head && a.n_head_kv == b.n_head_kv && a.k_dim == b.k_dim &&
+                      a.v_dim == b.v_dim && a.latent == b.latent && first.scale == seen.scale &&
+                      first.softcap == seen.softcap && first.max_bias == seen.max_bias &&
+                      masks_[number] == node->src[3];
+    if (!same) return refuse("layers that attend to the same K and V do so in different ways");
+    ++first.shape.readers;
+    first.has_sinks = first.has_sinks || seen.has_sinks;
+}
+
+// ------------------------------------------------------------------------------------------------
+// serve
+
+void GraphHook::serve(Attention& attention) {
+    layers_.clear();
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+        AttentionParams params;
+        params.scale = nodes_[i].scale;
+        params.softcap = nodes_[i].softcap;
+        const float max_bias = nodes_[i].max_bias;
+        for (int reader = 0; reader < nodes_[i].shape.readers; ++reader)
+            layers_.push_back({this, static_cast<int>(i), reader, nodes_[i].cache_layer, params,
+                               max_bias > 0.0f ? alibi_slopes(nodes_[i].shape.n_head, max_bias)
+                                               : std::vector<float>{}});
+    }
+    attention_ = &attention;
+}
+
+// The first reader; the others follow it.
+GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
+    for (LayerHook& layer : layers_)
+        if (layer.cache_layer == cache_layer) return &layer;
+    return nullptr;
+}
+
+int GraphHook::readers_of(const LayerHook& layer) const {
+    return nodes_[static_cast<std::size_t>(layer.layer)].shape.readers;
+}
+
+void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook& layer) {
+    make_custom(node, function, const_cast<LayerHook*>(&layer));
+    ++served_;
+}
+
+void GraphHook::change(ggml_tensor* node) {
+    if (node->op == GGML_OP_CUSTOM) {  // a reused graph
+        const OpFunction function = custom_op_of(node).function;
+        if (function == stage_k_op || function == stage_v_op || function == attend_op) ++served_;
+        return;
+    }
+    if (node->op == GGML_OP_SET_ROWS) {
+        for (const bool is_k : {true, false}) {
+            LayerHook* layer = layer_of(cache_layer_of(node, is_k ? kCacheK : kCacheV));
+            if (layer == nullptr) continue;
+            release_cells(root_of(node));
+            if (is_k) layer->next_reader = 0;
+            replace(node, is_k ? stage_k_op : stage_v_op, *layer);
+            return;
+        }
+    } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+        LayerHook* layer = layer_of(cache_layer_of(node->src[1], kCacheK));
+        if (layer == nullptr || layer->next_reader == readers_of(*layer)) {
+            fault_ = "a graph has an attention node that the first one did not have";
+            return;
+        }
+        replace(node, attend_op, layer[layer->next_reader++]);
+    }
+}
+
+void GraphHook::begin_step() {
+    served_ = 0;
+    fault_ = nullptr;
+    if (gates_) gates_->begin_step();
+}
+
+void GraphHook::check_step() const {
+    if (const char* fault = fault_.load(); fault != nullptr) throw std::runtime_error(fault);
+    int expected = 0;
+    for (const AttentionNode& node : nodes_) expected += ops_of(node.shape);
+    if (served_ != expected)
+        throw std::runtime_error("only " + std::to_string(served_) + " of " +
+                                 std::to_string(expected) + " attention nodes were served");
+    if (gates_) gates_->check_step();
+}
+
+// ------------------------------------------------------------------------------------------------
+// ops, on ggml's threads
+
+namespace {
+
+RowsView written_rows(const ggml_tensor* node, int dim) {
+    const ggml_tensor* rows = node->src[0];  // [heads * dim, n_tokens]
+    return {static_cast<const std::byte*>(rows->data), rows->nb[1],
+            static_cast<std::size_t>(dim) * sizeof(float)};
+}
+
+}  // namespace
+
+void GraphHook::stage_k_op(ggml_tensor* node, int thread, int n_threads, void* user_data) {
+    const auto* layer = static_cast<const LayerHook*>(user_data);
+    GraphHook* hook = layer->hook;
+    if (node->src[0]->ne[1] != hook->attention_->n_tokens()) {
+        hook->fault_ = "a graph reads another number of tokens than the session gave it";
+        return;
+    }
+    const int dim = hook->nodes_[static_cast<std::size_t>(layer->layer)].shape.k_dim;
+    hook->attention_->stage_k(layer->layer, written_rows(node, dim), thread, n_threads);
+}
+
+void GraphHook::stage_v_op(ggml_tensor* node, int thread, int n_threads, void* user_data) {
+    const auto* layer = static_cast<const LayerHook*>(user_data);
+    const GraphHook* hook = layer->hook;
+    if (hook->fault_ != nullptr) return;
+    const int dim = hook->nodes_[static_cast<std::size_t>(layer->layer)].shape.v_dim;
+    hook->attention_->stage_v(layer->layer, written_rows(node, dim), thread, n_threads);
+}
+
+void GraphHook::attend_op(ggml_tensor* node, int thread, int, void* user_data) {
+    const auto* layer = static_cast<const LayerHook*>(user_data);
+    const GraphHook* hook = layer->hook;
+    if (hook->fault_ != nullptr || thread >= hook->attention_->n_threads()) return;
+    const ggml_tensor* q = node->src[0];  // [dim, n_tokens, n_head]
+    const RowsView query{static_cast<const std::byte*>(q->data), q->nb[1], q->nb[2]};
+    AttentionParams params = layer->params;
+    if (!layer->slopes.empty()) params.slopes = layer->slopes.data();
+    if (node->src[4] != nullptr) params.sinks = static_cast<const float*>(node->src[4]->data);
+    hook->attention_->attend(layer->layer, layer->reader, params, query,
+                             static_cast<float*>(node->data), thread);
+}
+
+}  // namespace entropykv

@@ -1,0 +1,143 @@
+#include "llama/rope_probe.hpp"
+
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "llama/cache_tensors.hpp"
+
+namespace entropykv {
+namespace {
+
+constexpr int kMostNodes = 64;  // between a projection and the cache
+constexpr const char* kChangedAfterwards = "its keys are changed after their rotation";
+
+bool starts_with(const char* text, const char* prefix) {
+    return std::strncmp(text, prefix, std::strlen(prefix)) == 0;
+}
+
+// Whether a node only shows all of its source in another shape.
+bool is_reshape(const ggml_tensor* node) {
+    if (node->op != GGML_OP_VIEW && node->op != GGML_OP_RESHAPE) return false;
+    const ggml_tensor* source = node->src[0];
+    return ggml_is_contiguous(node) && ggml_is_contiguous(source) &&
+           ggml_nelements(node) == ggml_nelements(source);
+}
+
+bool is_weight(const ggml_tensor* tensor) {
+    return tensor->op == GGML_OP_NONE && tensor->buffer != nullptr &&
+           ggml_backend_buffer_get_usage(tensor->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// Whether a RoPE node lies between a tensor and the projections it was made by; where that takes
+// more than `left` nodes to tell, as if it did.
+bool has_rope_behind(const ggml_tensor* tensor, int& left) {
+    if (tensor == nullptr || tensor->op == GGML_OP_NONE) return false;
+    if (tensor->op == GGML_OP_MUL_MAT && is_weight(tensor->src[0])) return false;
+    if (tensor->op == GGML_OP_ROPE || --left < 0) return true;
+    for (const ggml_tensor* source : tensor->src)
+        if (has_rope_behind(source, left)) return true;
+    return false;
+}
+
+RopeSeen obstacle(const char* why) {
+    RopeSeen seen;
+    seen.obstacle = why;
+    return seen;
+}
+
+// ggml_rope_impl: op_params hold n_dims, mode, n_ctx_orig and the floats from 5 on.
+RopeSeen read_rope(const ggml_tensor* node) {
+    int integers[16];
+    float floats[6];
+    static_assert(sizeof integers <= GGML_MAX_OP_PARAMS);
+    std::memcpy(integers, node->op_params, sizeof integers);
+    std::memcpy(floats, node->op_params + 5, sizeof floats);
+    if (integers[2] != GGML_ROPE_TYPE_NORMAL && integers[2] != GGML_ROPE_TYPE_NEOX)
+        return obstacle("its positions have several dimensions");
+    if (node->src[1]->op != GGML_OP_NONE) return obstacle("its positions are computed");
+    RopeSeen seen;
+    seen.head_dim = static_cast<int>(node->ne[0]);
+    seen.params.n_dims = integers[1];
+    seen.params.neox = integers[2] == GGML_ROPE_TYPE_NEOX;
+    seen.params.n_ctx_orig = integers[4];
+    seen.params.offset = integers[15];
+    seen.params.freq_base = floats[0];
+    seen.params.freq_scale = floats[1];
+    seen.params.ext_factor = floats[2];
+    seen.params.beta_fast = floats[4];
+    seen.params.beta_slow = floats[5];
+    // rope_yarn in ggml
+    seen.magnitude = floats[3];
+    if (seen.params.ext_factor != 0.0f)
+        seen.magnitude *= 1.0f - 0.1f * std::log(seen.params.freq_scale);
+    const ggml_tensor* factors = node->src[2];
+    if (factors == nullptr) return seen;
+    seen.factors_known = is_weight(factors) && ggml_backend_buffer_is_host(factors->buffer);
+    if (!seen.factors_known) return seen;
+    const auto* values = static_cast<const float*>(factors->data);
+    seen.params.freq_factors.assign(values, values + seen.params.n_dims / 2);
+    seen.short_factors = starts_with(factors->name, "rope_factors_short");
+    return seen;
+}
+
+const ggml_tensor* without_reshapes(const ggml_tensor* node) {
+    while (is_reshape(node)) node = node->src[0];
+    return node;
+}
+
+// Keys of two parts, side by side, the second one rotated (multi-head latent attention).
+RopeSeen read_joined(const ggml_tensor* keys) {
+    const ggml_tensor* rotated = without_reshapes(keys->src[1]);
+    int left = kMostNodes;
+    if (keys->op_params[0] != 0 || rotated->op != GGML_OP_ROPE ||
+        has_rope_behind(keys->src[0], left))
+        return obstacle(kChangedAfterwards);
+    RopeSeen seen = read_rope(rotated);
+    if (!seen.obstacle.empty()) return seen;
+    if (seen.head_dim != keys->src[1]->ne[0]) return obstacle(kChangedAfterwards);
+    seen.params.offset += static_cast<int>(keys->src[0]->ne[0]);
+    seen.head_dim = static_cast<int>(keys->ne[0]);
+    seen.of_part = true;
+    return seen;
+}
+
+}  // namespace
+
+RopeSeen look_at_rope(const ggml_tensor* rows) {
+    const ggml_tensor* keys = without_reshapes(rows);
+    if (keys->op == GGML_OP_ROPE) return read_rope(keys);
+    int left = kMostNodes;
+    if (!has_rope_behind(keys, left)) return {};
+    return keys->op == GGML_OP_CONCAT ? read_joined(keys) : obstacle(kChangedAfterwards);
+}
+
+bool reads_learned_positions(const ggml_tensor* node) {
+    return node->op == GGML_OP_GET_ROWS && starts_with(node->src[0]->name, "position_embd");
+}
+
+bool KShiftProbe::on_node(ggml_tensor* node, bool ask, void* user_data) {
+    if (ask) static_cast<KShiftProbe*>(user_data)->look(node);
+    return !ask;
+}
+
+void KShiftProbe::look(const ggml_tensor* node) {
+    if (reads_learned_positions(node)) obstacle_ = "its position embeddings are learned";
+    if (node->op != GGML_OP_SET_ROWS || cache_layer_of(node, kCacheK) < 0) return;
+    const RopeSeen rope = look_at_rope(node->src[0]);
+    if (!rope.obstacle.empty()) obstacle_ = rope.obstacle;
+    if (rope.of_part) obstacle_ = kChangedAfterwards;
+    if (std::abs(rope.magnitude - 1.0f) > 1e-3f)
+        obstacle_ = "llama.cpp would scale its keys again with every rotation";
+    ++(rope.head_dim > 0 ? rotated_ : unrotated_);
+}
+
+std::string KShiftProbe::obstacle() const {
+    if (obstacle_.empty() && rotated_ > 0 && unrotated_ > 0)
+        return "llama.cpp would rotate keys that have no position";
+    return obstacle_;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,78 @@
+// One vector of floats per instruction set, behind the same names. The kernels are written once
+// against it; CMake compiles them once per instruction set. Everything lives in an unnamed
+// namespace, so that no function built for one instruction set is ever linked into another.
+#pragma once
+
+#include "platform/half.hpp"
+
+#if defined(__AVX512F__)
+#include "platform/simd_avx512.hpp"
+#elif defined(__AVX2__)
+#include "platform/simd_avx2.hpp"
+#else
+#include "platform/simd_portable.hpp"
+#endif
+
+namespace entropykv {
+namespace {
+
+// A register of packed values: see page_layout.hpp for the order of the bytes.
+// even_bytes and odd_bytes give two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the
+// products of such pairs to 32-bit sums, byte_of gives one byte of every lane as an integer,
+// nibble_of 4 bits (unsigned), the lowest first.
+inline IntVec broadcast_pair(const std::int16_t* p) {
+    std::int32_t pair;
+    std::memcpy(&pair, p, sizeof pair);
+    return broadcast_int(pair);
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second cache
+
+#if !defined(__AVX512F__)
+// Rows of a group: one value of every entry.
+class LaneMap {
+public:
+    LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n)
+        : from_(from), to_(to), n_(n) {}
+    template <typename T>
+    void move(const T* from, T* to) const {
+        for (int i = 0; i < n_; ++i) to[to_[i]] = from[from_[i]];
+    }
+
+private:
+    const std::uint8_t* from_;
+    const std::uint8_t* to_;
+    int n_;
+};
+#endif
+
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x for x <= 126, relative error 1.5e-7; 2^0 is 1, and exactly 0 comes out below kVanishing.
+inline Vec power_of_two(Vec x) {
+    const Vec bounded = maximum(x, broadcast(kVanishing));
+    const Vec power = round_nearest(bounded);
+    const Vec r = bounded - power;
+    Vec p = broadcast(1.327647164e-3f);  // minimax for |r| <= 1/2
+    p = multiply_add(p, r, broadcast(9.675541332e-3f));
+    p = multiply_add(p, r, broadcast(5.550713275e-2f));
+    p = multiply_add(p, r, broadcast(2.402211972e-1f));
+    p = multiply_add(p, r, broadcast(6.931469671e-1f));
+    p = multiply_add(p, r, broadcast(1.0f));
+    return scale_by_power(p, power);
+}
+
+inline Vec exponential(Vec x) { return power_of_two(x * broadcast(kLog2E)); }
+
+// cap * tanh(x / cap), as gemma2's logit soft-cap.
+inline Vec soft_cap(Vec x, float cap) {
+    Vec twice = x * broadcast(2.0f / cap);
+    const Vec limit = broadcast(20.0f);  // tanh is 1 in float from 10 on
+    twice = where_less(limit, twice, limit, twice);
+    const Vec e = exponential(twice);
+    const Vec one = broadcast(1.0f);
+    return broadcast(cap) * ((e - one) / (e + one));
+}
+
+}  // namespace
+}  // namespace entropykv

@@ -1,0 +1,122 @@
+"""An entropy profile, or the difference of two, as text for a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.calibration.measure import correlation
+from entropykv.errors import BudgetError, ProfileError
+from entropykv.policy.names import POLICIES
+from entropykv.policy.plan import plan_headwise
+from entropykv.profile.curves import N_SINKS
+from entropykv.profile.json_fields import HEAD_TYPES
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import Budget
+
+BUDGETS = (0.5, 0.2, 0.1)
+_LETTERS = "sfmxd"
+"""Of HEAD_TYPES, beside a head's entropy."""
+_WIDTH = 92
+
+
+def summary_line(profile: EntropyProfile) -> str:
+    """One line: heads, entropy and stability."""
+    text = (
+        f"{profile.n_layer} x {profile.n_head} heads, mean entropy {profile.mean:.3f} bits, "
+        + ", ".join(f"{count} {kind}" for kind, count in profile.head_types().items() if count)
+    )
+    measured = profile.measurement
+    if measured is None:
+        return text
+    stability = "unknown" if measured.stability is None else f"r = {measured.stability:.3f}"
+    return f"{text}; {len(measured.texts)} texts, stability between two halves of them: {stability}"
+
+
+def format_profile(profile: EntropyProfile) -> str:
+    """Layers x heads with their types, statistics, and budgets at 0.5, 0.2 and 0.1."""
+    letters = ", ".join(f"{c} {name}" for c, name in zip(_LETTERS, HEAD_TYPES, strict=True))
+    lines = [
+        f"{profile.model or 'unnamed model'}: {summary_line(profile)}",
+        f"  std {profile.head_entropies.std():.3f}, {profile.head_entropies.min():.3f} to "
+        f"{profile.head_entropies.max():.3f} bits, cv {profile.coefficient_of_variation:.3f}",
+    ]
+    if profile.source:
+        lines.append(f"  source: {profile.source}")
+    lines += ["", f"Entropy of every query head in bits ({letters}):", *_heads(profile)]
+    for policy in ("entropy", "profile"):
+        if policy == "entropy" or profile.curves is not None:
+            lines += ["", *_budgets(profile, policy)]
+    return "\n".join(lines)
+
+
+def _heads(profile: EntropyProfile) -> list[str]:
+    kinds, per_line = profile.kinds(), max(1, _WIDTH // 6)
+    lines = ["  layer   mean  heads"]
+    for layer, mean in enumerate(profile.layer_means()):
+        cells = [
+            f"{bits:5.2f}{_LETTERS[kind]}"
+            for bits, kind in zip(profile.head_entropies[layer], kinds[layer], strict=True)
+        ]
+        for first in range(0, len(cells), per_line):
+            start = f"  {layer:>5} {mean:6.2f} " if first == 0 else " " * 15
+            lines.append(start + "".join(cells[first : first + per_line]))
+    return lines
+
+
+def _budgets(profile: EntropyProfile, policy: str) -> list[str]:
+    tables = budget_tables(profile, policy)
+    lines = [
+        f"Entries per KV head, policy {policy}, context {profile.n_ctx}:",
+        "  layer" + "".join(f"   {budget:>4}: mean   min   max" for budget in tables),
+    ]
+    for layer in range(profile.n_layer):
+        rows = (table[layer] for table in tables.values())
+        cells = (f"{row.mean():13.0f} {row.min():5} {row.max():5}" for row in rows)
+        lines.append(f"  {layer:>5}" + "".join(cells))
+    return lines
+
+
+def budget_tables(profile: EntropyProfile, policy: str) -> dict[float, npt.NDArray[np.int64]]:
+    """Entries per KV head, (n_layer, n_head_kv), for the BUDGETS that the context can hold."""
+    layers = [_core.LayerShape(profile.n_head, profile.n_head_kv, 64, 64)] * profile.n_layer
+    tables = {}
+    for fraction in BUDGETS:
+        budget, chosen = Budget("fraction", fraction), POLICIES[policy]
+        with contextlib.suppress(BudgetError):
+            plan = plan_headwise(
+                budget, layers, profile.n_ctx, "f16", chosen, profile, N_SINKS, None
+            )
+            tables[fraction] = np.array(plan.budgets)
+    return tables
+
+
+def compare(first: EntropyProfile, second: EntropyProfile, most: int = 10) -> str:
+    """Correlation and mean difference of two profiles of one shape, and the largest differences.
+
+    Raises ProfileError where their shapes differ.
+    """
+    if first.head_entropies.shape != second.head_entropies.shape:
+        raise ProfileError(
+            f"head_entropies of the two profiles are {first.head_entropies.shape} and "
+            f"{second.head_entropies.shape} heads; compare profiles of one model"
+        )
+    difference = second.head_entropies - first.head_entropies
+    r = correlation(first.head_entropies, second.head_entropies)
+    changed = int((first.kinds() != second.kinds()).sum())
+    lines = [
+        f"correlation {'undefined' if r is None else f'{r:.4f}'}, mean absolute difference "
+        f"{np.abs(difference).mean():.4f} bits, {changed} of {difference.size} heads of another "
+        "type",
+        "largest differences in bits:",
+    ]
+    order = np.argsort(-np.abs(difference), axis=None, kind="stable")[:most]
+    for layer, head in zip(*np.unravel_index(order, difference.shape), strict=True):
+        lines.append(
+            f"  L{layer}_H{head}: {first.head_entropies[layer, head]:.3f} -> "
+            f"{second.head_entropies[layer, head]:.3f} ({difference[layer, head]:+.3f})"
+        )
+    return "\n".join(lines)

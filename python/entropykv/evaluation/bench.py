@@ -1,0 +1,174 @@
+"""How fast a model reads and writes inside a budget, against stock llama.cpp in the same run.
+
+For every context length, each round reads the prompt with stock and with every budget, then
+decodes in short blocks in turn, so that all meet the same state of the machine; medians count.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from entropykv import _core
+from entropykv.calibration.texts import read_texts
+from entropykv.errors import ContextError
+from entropykv.llamacpp.stock import StockSession
+from entropykv.policy.names import AUTO
+from entropykv.session.session import Session
+
+BLOCK = 16
+"""Tokens that one contestant decodes before it is the next one's turn."""
+
+_READ_BYTES = 512 << 20  # far more than any cache
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure. Lengths in tokens; budgets are fractions of the length."""
+
+    lengths: Sequence[int]
+    budgets: Sequence[float] = (1.0, 0.2)
+    kv_types: Sequence[str] = ("f16", "q8_0")
+    policy: str = AUTO
+    n_threads: int = 0
+    n_generate: int = 64
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One contestant at one length: tokens per second, and ratios to stock flash attention.
+
+    `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp.
+    """
+
+    length: int
+    name: str
+    prompt_speed: float
+    prompt_ratio: float
+    decode_speed: float
+    decode_ratio: float
+    kv_bytes: int = 0
+    eviction_share: float = 0.0
+
+
+@dataclass
+class _Contestant:
+    name: str
+    session: StockSession | Session
+    prompt_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.session.reset()
+        start = time.perf_counter()
+        self.session.decode(tokens)
+        self.prompt_seconds.append(time.perf_counter() - start)
+
+    def write(self, tokens: Sequence[int]) -> None:
+        start = time.perf_counter()
+        for token in tokens:
+            self.session.decode([token])
+        self.decode_seconds.append((time.perf_counter() - start) / len(tokens))
+
+    def row(self, length: int, stock: _Contestant) -> BenchRow:
+        prompt = statistics.median(self.prompt_seconds)
+        decode = statistics.median(self.decode_seconds)
+        kv_bytes, share = 0, 0.0
+        if isinstance(self.session, Session):
+            stats = self.session.stats()
+            spent = self.prompt_seconds[-1] + BLOCK * sum(self.decode_seconds) / len(
+                self.prompt_seconds
+            )  # the counters are those of the last round
+            kv_bytes, share = stats.kv_bytes_peak, stats.eviction_seconds / spent
+        return BenchRow(
+            length=length,
+            name=self.name,
+            prompt_speed=length / prompt,
+            prompt_ratio=statistics.median(stock.prompt_seconds) / prompt,
+            decode_speed=1 / decode,
+            decode_ratio=statistics.median(stock.decode_seconds) / decode,
+            kv_bytes=kv_bytes,
+            eviction_share=share,
+        )
+
+
+def bench(
+    model: str | os.PathLike[str],
+    settings: BenchSettings,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[BenchRow]:
+    """Measure a model; yields the rows of each length when it is done.
+
+    `progress` gets (steps done, steps in all). Raises as Session does, and ContextError for a
+    length that is impossible.
+    """
+    for length in settings.lengths:
+        if length < BLOCK:
+            raise ContextError(f"a length cannot be {length}; give {BLOCK} tokens or more")
+    done = 0
+    for length in settings.lengths:
+        contestants: list[_Contestant] = []
+        try:
+            contestants.extend(_contestants(model, settings, length))
+            total = settings.rounds * len(contestants) * len(settings.lengths)
+            for _ in _rounds(contestants, settings, length):
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            yield from (c.row(length, contestants[0]) for c in contestants)
+        finally:
+            for contestant in contestants:
+                contestant.session.close()
+
+
+def _contestants(
+    model: str | os.PathLike[str], settings: BenchSettings, length: int
+) -> Iterator[_Contestant]:
+    """Stock flash attention first."""
+    n_ctx = length + settings.n_generate + BLOCK
+    for name, flash in (("stock", True), ("stock, no flash attention", False)):
+        yield _Contestant(
+            name, StockSession(model, n_ctx=n_ctx, n_threads=settings.n_threads, flash=flash)
+        )
+    for kv_type in settings.kv_types:
+        for budget in settings.budgets:
+            session = Session(
+                model,
+                n_ctx=n_ctx,
+                kv_budget=1.0 if budget == 1.0 else max(2, int(budget * length)),
+                kv_type=kv_type,
+                policy=settings.policy,
+                store="headwise",
+                n_threads=settings.n_threads,
+            )
+            yield _Contestant(f"{kv_type} {budget:g}", session)
+
+
+def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int) -> Iterator[None]:
+    """Read and write in turn; yields after every prompt."""
+    stock = contestants[0].session
+    assert isinstance(stock, StockSession)  # noqa: S101
+    last = length + settings.n_generate
+    tokens = history_tokens(stock, last)
+    for _ in range(settings.rounds):
+        for contestant in contestants:
+            contestant.read(tokens[:length])
+            yield
+        for first in range(length, last, BLOCK):
+            for contestant in contestants:
+                contestant.write(tokens[first : first + BLOCK])
+
+
+def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:
+    """So many tokens of the calibration texts, again from the first one where they end."""
+    tokens = session.tokenize("\n\n".join(text.content for text in read_texts()))
+    return (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
+
+
+def read_bandwidth(n_threads: int) -> float:
+    """Bytes per second that a plain read of memory reaches with so many threads: the best of 5."""
+    return max(_core.read_bandwidth(_READ_BYTES, n_threads) for _ in range(5))

@@ -1,0 +1,55 @@
+"""Files: new ones are written beside their place and renamed into it, and texts that users name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from entropykv.errors import EntropyKVError
+
+
+@contextmanager
+def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give an empty file beside `target` that becomes it in the end, on the disk too.
+
+    Where anything goes wrong, it is removed and `target` stays as it was. OSError where it cannot
+    be written.
+    """
+    target = Path(target)
+    part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
+    try:
+        with open(part, "xb"):
+            pass
+    except ValueError as error:  # a null byte
+        raise OSError(errno.EINVAL, str(error)) from error
+    try:
+        yield part
+        _sync(part)
+        os.replace(part, target)
+        with suppress(OSError):  # not every file system knows it of directories
+            _sync(target.parent)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
+    """Content of a UTF-8 file; `refusal`, in one sentence, for any other file or none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise refusal(f"{path}: {error.strerror}; give a text file") from None
+    except UnicodeDecodeError:
+        raise refusal(f"{path}: not a text in UTF-8; convert it first") from None

@@ -1,0 +1,131 @@
+"""What a llama_cpp.Llama uses of its context and its model, inside a KV budget."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NoReturn
+
+import llama_cpp
+from llama_cpp import _internals as internals
+
+from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
+from entropykv.llamacpp.model import Model
+from entropykv.model.geometry import ModelGeometry
+from entropykv.session.session import Session
+
+
+class BorrowedModel(Model):
+    """The loaded model of a Llama, which goes on owning it.
+
+    Contexts made from it have the Llama's parameters (RoPE, YaRN, ...) and its LoRA adapter.
+    """
+
+    def __init__(self, llama: llama_cpp.Llama, geometry: ModelGeometry) -> None:
+        """Nothing is loaded; `geometry` is that of the Llama's file."""
+        self.geometry = geometry
+        self.handle = llama.model
+        self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
+        self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
+        self._parameters = llama.context_params
+        self._adapter = llama._lora_adapter
+        self._adapter_scale = llama.lora_scale
+
+    def context_defaults(self) -> Any:
+        """A copy of the Llama's own parameters."""
+        return type(self._parameters).from_buffer_copy(self._parameters)
+
+    def new_context(self, parameters: Any) -> Any:
+        """A llama_context with the Llama's LoRA adapter; errors as Model.new_context."""
+        context = super().new_context(parameters)
+        try:
+            if self._adapter:
+                set_adapter(context, self._adapter, self._adapter_scale)
+        except ModelFileError:
+            llama_cpp.llama_free(context)
+            raise
+        return context
+
+    def close(self) -> None:
+        """Forget the model; the Llama frees it."""
+        self.handle = None
+
+
+def set_adapter(context: Any, adapter: Any, scale: float) -> None:
+    """Let a context use a LoRA adapter. Raises ModelFileError where llama.cpp refuses it."""
+    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
+    scales = (ctypes.c_float * 1)(scale)
+    if llama_cpp.llama_set_adapters_lora(context, adapters, 1, scales) != 0:
+        raise ModelFileError(
+            "llama.cpp cannot use the LoRA adapter with this model; give another lora_path"
+        )
+
+
+class BudgetContext(internals.LlamaContext):
+    """A LlamaContext over a Session: what is decoded and removed goes through the session."""
+
+    def __init__(self, llama: llama_cpp.Llama, session: Session) -> None:
+        """Stand in for the Llama's own context. The session is not owned."""
+        self.model = llama._model
+        self.params = llama.context_params
+        self.verbose = llama.verbose
+        self._session: Session | None = session
+
+    @property
+    def ctx(self) -> Any:
+        """The llama_context that samplers read logits of; None once closed."""
+        return self._session.context if self._session else None
+
+    @property
+    def session(self) -> Session:
+        """The session. EntropyKVError once closed."""
+        if self._session is None:
+            raise EntropyKVError("the model is closed; make a new EntropyLlama")
+        return self._session
+
+    def close(self) -> None:
+        """Let go of the session."""
+        self._session = None
+
+    def n_ctx(self) -> int:
+        """Tokens that a sequence may have; what is kept of them is the budget's."""
+        return self.session.n_ctx
+
+    def kv_cache_clear(self) -> None:
+        """Forget every token."""
+        self.session.truncate(0)
+
+    def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:  # noqa: ARG002
+        """Go back to position p0, if nothing was evicted since; else False, and nothing changes.
+
+        False, too, for a range in the middle.
+        """
+        first = max(p0, 0)
+        ends = p1 < 0 or p1 >= self.session.position
+        if not ends or not self.session.can_return_to(first):
+            return False
+        if first < self.session.position:
+            self.session.truncate(first)
+        return True
+
+    def kv_cache_seq_cp(self, *_: Any) -> NoReturn:
+        """Refuse: a budget holds one sequence."""
+        raise _one_sequence("kv_cache_seq_cp")
+
+    def kv_cache_seq_keep(self, *_: Any) -> NoReturn:
+        """Refuse: a budget holds one sequence."""
+        raise _one_sequence("kv_cache_seq_keep")
+
+    def kv_cache_seq_shift(self, *_: Any) -> NoReturn:
+        """Refuse: positions are the session's."""
+        raise _one_sequence("kv_cache_seq_shift")
+
+    def decode(self, batch: Any) -> NoReturn:  # noqa: ARG002
+        """Refuse: tokens are read by Llama.eval()."""
+        raise _one_sequence("decode")
+
+
+def _one_sequence(name: str) -> SettingsError:
+    return SettingsError(
+        f"{name} is not possible inside a KV budget, which holds one sequence that eval() reads; "
+        "use eval(), reset() or generate(), or detach() the model first"
+    )

@@ -1,0 +1,308 @@
+"""llama_cpp.Llama inside a KV budget: EntropyLlama, attach() and detach()."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
+
+import llama_cpp
+import numpy as np
+from llama_cpp import _internals as internals
+from llama_cpp.llama import LlamaState
+
+from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
+from entropykv.llama.arguments import (
+    BudgetArguments,
+    EvictionEvent,
+    check_chat_handler,
+    check_draft_model,
+    check_kind,
+    llama_arguments,
+)
+from entropykv.llama.context import BorrowedModel, BudgetContext, set_adapter
+from entropykv.llama.reading import ReadingLlama
+from entropykv.model.geometry import ModelGeometry, read_geometry
+from entropykv.policy.names import AUTO
+from entropykv.profile.profile import EntropyProfile
+from entropykv.session.session import Session
+from entropykv.session.stats import SessionStats
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget
+
+
+class EntropyLlama(ReadingLlama):
+    """A llama_cpp.Llama whose KV cache never exceeds a budget.
+
+    Takes every argument of llama_cpp.Llama; n_ctx is how long a sequence may get (0: what the model
+    was trained for), the memory is the budget's. `kv_budget`, `policy`, `entropy_config`,
+    `kv_type`, `store`, `n_sinks`, `recent_window` and `freeze` are those of entropykv.Session.
+    `on_evict` is called with an EvictionEvent after a decode call that evicted something; what it
+    raises comes out of that call, and the model goes on from where it is. flash_attn counts only
+    for the flat store with kv_type f16: elsewhere attention is ours, or must be flash attention.
+
+    A prompt that begins with the text of what was read is not read again, whatever the tokens that
+    it is spelled with. One that departs from it is read again from the start where entries were
+    evicted since; else from where it departs.
+
+    As llama_cpp.Llama, not thread-safe: one call at a time.
+
+    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
+    FreezeError.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        kv_budget: Budget | str | float = 1.0,
+        policy: str = AUTO,
+        entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
+        kv_type: str = "auto",
+        store: str = "auto",
+        n_sinks: int = 4,
+        recent_window: int | None = None,
+        freeze: Freezing | str | None = None,
+        on_evict: Callable[[EvictionEvent], object] | None = None,
+        **llama: Any,
+    ) -> None:
+        """Load the model; its stock context is a stub, which the budget's replaces."""
+        self._stack = contextlib.ExitStack()  # close() works even where what follows raises
+        budget = BudgetArguments(
+            kv_budget,
+            policy,
+            entropy_config,
+            kv_type,
+            store,
+            n_sinks,
+            recent_window,
+            freeze,
+            on_evict,
+        ).with_types(llama)
+        arguments = llama_arguments(llama, budget)
+        geometry = read_geometry(model_path)
+        stub = {"n_ctx": 1, "type_k": None, "type_v": None}
+        try:
+            super().__init__(os.fspath(model_path), **{**arguments, **stub})
+        except (ValueError, RuntimeError) as error:
+            raise ModelFileError(
+                f"{model_path}: {error}; check the file, and the arguments for llama_cpp.Llama"
+            ) from error
+        if self.lora_path and not self._lora_adapter:  # Llama does not notice
+            raise ModelFileError(
+                f"{self.lora_path}: llama.cpp cannot load it; give a LoRA adapter of this model"
+            )
+        self._set_sizes(arguments)
+        self._begin(geometry, budget)
+
+    def _set_sizes(self, arguments: Mapping[str, Any]) -> None:
+        """What Llama.__init__ would have set without the stub."""
+        parameters = self.context_params
+        parameters.n_ctx = arguments["n_ctx"] or self._model.n_ctx_train()
+        self.n_batch = parameters.n_batch = min(parameters.n_ctx, arguments["n_batch"])
+        parameters.n_ubatch = min(self.n_batch, arguments["n_ubatch"])
+        for name in ("type_k", "type_v"):
+            if arguments[name] is not None:
+                setattr(parameters, name, arguments[name])
+
+    # --- into a budget, and out of it -------------------------------------------------------------
+
+    def _begin(self, geometry: ModelGeometry, budget: BudgetArguments) -> None:
+        """Put a session in the place of the stock context, which is freed."""
+        parameters = self.context_params
+        session = Session(
+            BorrowedModel(self, geometry),
+            n_ctx=parameters.n_ctx,
+            n_ubatch=parameters.n_ubatch,
+            n_threads=self.n_threads,
+            n_threads_batch=self.n_threads_batch,
+            n_gpu_layers=(
+                self.model_params.n_gpu_layers if llama_cpp.llama_supports_gpu_offload() else 0
+            ),
+            **budget.of_session(),
+        )
+        try:
+            least = min(entries for layer in session.budgets() for entries in layer)
+            check_draft_model(self.draft_model, may_evict=least < session.n_ctx)
+        except SettingsError:
+            session.close()
+            raise
+        if self.verbose and session.fallback:
+            sys.stderr.write(f"EntropyLlama: {session.fallback}; going on with store='flat'\n")
+        self._ctx.close()
+        self._batch.close()  # type: ignore[no-untyped-call]
+        self._budget = budget
+        self._sampled = None
+        self._ctx = BudgetContext(self, session)
+        _start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
+
+    def _close_session(self) -> None:
+        if isinstance(self._ctx, BudgetContext) and self._ctx.ctx is not None:
+            self._ctx.session.close()
+            self._ctx.close()
+
+    def close(self) -> None:
+        """Free the store, the context and the model."""
+        if hasattr(self, "_ctx"):
+            self._close_session()
+        super().close()
+
+    def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
+        """See llama_cpp.Llama.create_chat_completion. SettingsError for a handler of images."""
+        check_chat_handler(self.chat_handler)
+        return super().create_chat_completion(*arguments, **options)
+
+    def embed(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: embeddings need no KV cache."""
+        raise SettingsError(
+            "embed() and create_embedding() are not possible inside a KV budget; use "
+            "llama_cpp.Llama(embedding=True)"
+        )
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def kv_stats(self) -> SessionStats:
+        """Counts, bytes and times since the model was made, attached, or got a state loaded."""
+        return self._session.stats()
+
+    def save_state(self) -> LlamaState:
+        """What was read, as entries of the budget; for load_state() and LlamaRAMCache."""
+        self.eval([])
+        data = self._session.save_state()
+        return LlamaState(
+            input_ids=self._input_ids.copy(),
+            scores=(self._scores if self._logits_all else self.scores[:0]).copy(),
+            n_tokens=self.n_tokens,
+            llama_state=data,
+            llama_state_size=len(data),
+            seed=self._seed,
+        )
+
+    def load_state(self, state: LlamaState) -> None:
+        """Go on from what save_state() of an EntropyLlama of this model returned."""
+        self._session.load_state(state.llama_state)
+        self._requires_eval = True
+        self.n_tokens = state.n_tokens
+        self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+        if self._logits_all:
+            self.scores[: len(state.scores)] = state.scores
+        self._seed = state.seed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arguments that make another one: nothing that was read."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        del state["type_k"], state["type_v"]
+        return {**state, **vars(self._budget)}
+
+
+def attach(
+    llm: llama_cpp.Llama,
+    kv_budget: Budget | str | float = 1.0,
+    *,
+    policy: str = AUTO,
+    entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
+    kv_type: str = "auto",
+    store: str = "auto",
+    n_sinks: int = 4,
+    recent_window: int | None = None,
+    freeze: Freezing | str | None = None,
+    on_evict: Callable[[EvictionEvent], object] | None = None,
+) -> EntropyLlama:
+    """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
+
+    The model is not loaded again; the stock context and its KV cache are freed. Nothing is read
+    yet: the next prompt is read from its start. Arguments and errors are those of EntropyLlama; an
+    error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
+    """
+    budget = BudgetArguments(
+        kv_budget, policy, entropy_config, kv_type, store, n_sinks, recent_window, freeze, on_evict
+    )
+    _check_stock(llm)
+    check_kind(
+        embedding=llm.context_params.embeddings,
+        vocab_only=llm.model_params.vocab_only,
+        attention_type=llm.context_params.attention_type,
+    )
+    check_chat_handler(llm.chat_handler)
+    geometry = read_geometry(llm.model_path)
+    llm.__class__ = EntropyLlama
+    attached = cast(EntropyLlama, llm)
+    try:
+        attached._begin(geometry, budget)
+    except BaseException:
+        llm.__class__ = llama_cpp.Llama
+        raise
+    return attached
+
+
+def detach(llm: EntropyLlama) -> llama_cpp.Llama:
+    """Make a stock llama_cpp.Llama of an EntropyLlama again, in place; nothing is read any more.
+
+    Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama that is
+    not inside a budget or that has a cache, EntropyKVError where it is closed or there is no memory
+    for the context.
+    """
+    if not isinstance(llm, EntropyLlama):
+        raise SettingsError("this model is not inside a KV budget; attach() it first")
+    _check_idle(llm)
+    context, batch = _stock_context(llm)
+    llm._close_session()
+    del llm._budget, llm._sampled
+    stock = cast(llama_cpp.Llama, llm)
+    stock.__class__ = llama_cpp.Llama
+    stock._ctx = stock._stack.enter_context(contextlib.closing(context))
+    stock._batch = stock._stack.enter_context(contextlib.closing(batch))
+    n_ctx = stock.context_params.n_ctx
+    _start_over(stock, n_ctx, n_ctx if stock._logits_all else stock.n_batch)
+    stock._n_ctx = context.n_ctx()
+    return stock
+
+
+def _stock_context(llm: llama_cpp.Llama) -> tuple[internals.LlamaContext, internals.LlamaBatch]:
+    """As Llama.__init__ makes them."""
+    parameters, verbose = llm.context_params, llm.verbose
+    try:
+        context = internals.LlamaContext(model=llm._model, params=parameters, verbose=verbose)
+    except ValueError as error:
+        raise EntropyKVError(
+            f"llama.cpp cannot make a stock context of {parameters.n_ctx} cells ({error}); go on "
+            "inside the budget, or load the model again with a smaller n_ctx"
+        ) from None
+    if llm._lora_adapter:
+        set_adapter(context.ctx, llm._lora_adapter, llm.lora_scale)
+    batch = internals.LlamaBatch(
+        n_tokens=llm.n_batch, embd=0, n_seq_max=parameters.n_ctx, verbose=verbose
+    )
+    return context, batch
+
+
+def _start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
+    """Nothing is read yet, and n_ctx tokens may be."""
+    llm._n_ctx = n_ctx
+    llm.n_tokens = 0
+    llm._requires_eval = True
+    llm.input_ids = np.zeros(n_ctx, dtype=np.intc)
+    llm.scores = np.empty((score_rows, llm._n_vocab), dtype=np.single)
+
+
+def _check_stock(llm: object) -> None:
+    if isinstance(llm, EntropyLlama):
+        raise SettingsError("this model is inside a KV budget already; detach() it first")
+    if type(llm) is not llama_cpp.Llama:
+        raise SettingsError(
+            f"attach() takes a llama_cpp.Llama, not {type(llm).__name__}; make an EntropyLlama"
+        )
+    _check_idle(llm)
+
+
+def _check_idle(llm: llama_cpp.Llama) -> None:
+    """Raise where the model is closed, or its cache holds states of the other kind of context."""
+    if llm.ctx is None:
+        raise EntropyKVError("the model is closed; load it again")
+    if llm.cache is not None:
+        raise SettingsError(
+            "the states in the model's cache would not fit any more; call set_cache(None) first, "
+            "and give it a new cache afterwards"
+        )

@@ -1,0 +1,187 @@
+"""How a llama_cpp.Llama reads inside a KV budget, and what of a prompt it need not read again."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from entropykv.errors import ContextError, SettingsError
+from entropykv.llama.arguments import BudgetArguments, EvictionEvent
+from entropykv.llama.context import BudgetContext
+from entropykv.llama.prefix import continuing, control_symbol, spelling
+from entropykv.session.file import SavedContents
+from entropykv.session.session import Session
+
+_GENERATE = inspect.signature(llama_cpp.Llama.generate)
+
+
+class ReadingLlama(llama_cpp.Llama):
+    """A Llama whose context is a BudgetContext: n_tokens and input_ids follow its session."""
+
+    _ctx: BudgetContext
+    _budget: BudgetArguments
+    _sampled: int | None = None
+
+    @property
+    def _session(self) -> Session:
+        return self._ctx.session
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Tokens of a text; see llama_cpp.Llama.tokenize. EntropyKVError once closed."""
+        _ = self._session  # llama-cpp-python would crash
+        return super().tokenize(text, add_bos, special)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Read tokens after the first n_tokens of input_ids, which are read again if they must be.
+
+        Raises ContextError for more than n_ctx tokens.
+        """
+        ids = [int(token) for token in tokens]
+        written = self._sampled is not None and ids[:1] == [self._sampled]
+        self._sampled = None
+        session = self._session
+        if not session.can_return_to(self.n_tokens):
+            ids = self.input_ids[: self.n_tokens].tolist() + ids
+            self.n_tokens = 0
+        if session.position != self.n_tokens or self.n_tokens == 0:
+            session.truncate(self.n_tokens)
+        if not ids:
+            return
+        evicted, start = session.evicted, time.perf_counter()
+        self._read(ids)
+        count = session.count_generated if written else session.count_prompt
+        count(0 if written else len(ids), time.perf_counter() - start)
+        on_evict = self._budget.on_evict
+        if on_evict is not None and session.evicted != evicted:
+            kept = session.stats().entries_kept
+            on_evict(EvictionEvent(session.evicted - evicted, kept, session.position))
+
+    def _read(self, ids: list[int]) -> None:
+        """Decode; n_tokens and input_ids follow every micro-batch, whatever happens in the next."""
+        session = self._session
+        self._requires_eval = True
+        first = self.n_tokens
+        for logits in session.decode_micro_batches(ids, all_logits=self._logits_all):
+            begin, end = self.n_tokens, session.position
+            self.input_ids[begin:end] = ids[begin - first : end - first]
+            if self._logits_all:
+                self.scores[begin:end] = logits
+            elif logits is not None:
+                self.scores[:1] = logits
+            self.n_tokens = end
+        self._requires_eval = False
+
+    def reset(self) -> None:
+        """Forget every token; kv_stats() goes on counting."""
+        self.n_tokens = 0
+        self._requires_eval = True
+        self._session.truncate(0)
+
+    def sample(self, *arguments: Any, **options: Any) -> int:
+        """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample."""
+        start = time.perf_counter()
+        token: int = super().sample(*arguments, **options)
+        self._sampled = token
+        if not self._session.is_end(token):
+            self._session.count_generated(1, time.perf_counter() - start)
+        return token
+
+    def generate(self, tokens: Sequence[int], *arguments: Any, **options: Any) -> Any:
+        """Yield tokens that follow `tokens`; see llama_cpp.Llama.generate.
+
+        Where `tokens` begin with the text of what was read, spelled otherwise, that is not read
+        again. Not with logits_all: the rows of `scores` are those of `tokens`.
+        """
+        bound = _GENERATE.bind(self, tokens, *arguments, **options)
+        prompt = list(tokens)
+        self._sampled = None  # of an earlier completion: if it comes now, it is of the prompt
+        if bound.arguments.get("reset", True) and not self._logits_all:
+            prompt = self._continuing(prompt) or prompt
+        yield from super().generate(prompt, *arguments, **options)
+
+    def _continuing(self, prompt: list[int]) -> list[int] | None:
+        """The prompt's text as tokens that begin with those read; None if they begin it anyway."""
+        cached = self._input_ids
+        if len(cached) == 0 or np.array_equal(cached, prompt[: len(cached)]):
+            return None
+        found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
+        return found if found and len(found) < self._n_ctx else None
+
+    def _spell(self, token: int) -> str:
+        piece = self._session.token_bytes(token)
+        return spelling(piece) if piece else control_symbol(token)
+
+    def _tokenize_text(self, text: bytes) -> list[int]:
+        return self.tokenize(text, add_bos=False, special=False)
+
+    # --- sessions on disk -------------------------------------------------------------------------
+
+    def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Write what was read to a file, as Session.save() does. Raises SessionFileError."""
+        self.eval([])
+        return self._session.save(path)
+
+    def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Go on with a file of save_session() or Session.save(); its text is not read again.
+
+        Raises SessionFileError, and then holds what it held; SettingsError with logits_all, whose
+        rows no file has.
+        """
+        if self._logits_all:
+            raise SettingsError(
+                "a saved session has the logits of its last token only; use logits_all=False, or "
+                "save_state() and load_state()"
+            )
+        contents = self._session.load(path)
+        self._requires_eval = True
+        self._sampled = None
+        self.n_tokens = contents.position
+        self.input_ids[: contents.position] = self._session.tokens[: contents.position]
+        return contents
+
+    # --- completions ------------------------------------------------------------------------------
+
+    def _create_completion(
+        self,
+        prompt: str | list[int],
+        suffix: str | None = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """As Llama's, with tokens in the prompt's place where those that were read can stay.
+
+        So that usage, positions of logprobs and the limit of n_ctx are those of what is read.
+        """
+        given = prompt
+        if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
+            prompt = self._continuing(self._tokens_of(prompt)) or prompt
+        echoed = isinstance(given, str) and prompt is not given and options.get("echo")
+        if echoed:  # Llama cannot echo tokens
+            options["echo"] = False
+        try:
+            for response in super()._create_completion(prompt, suffix, *arguments, **options):
+                if echoed and not options.get("stream"):
+                    response["choices"][0]["text"] = f"{given}{response['choices'][0]['text']}"
+                yield response
+        except ValueError as error:
+            if "exceed context window" not in str(error):
+                raise
+            text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
+            raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
+
+    def _tokens_of(self, prompt: str | list[int]) -> list[int]:
+        """The tokens that Llama._create_completion makes of a prompt; [] if it appends to them."""
+        model = self._model
+        if not isinstance(prompt, str):
+            return prompt
+        if model.add_eos_token() or model.token_sep() != -1 or not prompt:
+            return []
+        begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
+        return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)

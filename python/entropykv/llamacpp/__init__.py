@@ -1,0 +1,1 @@
+"""Low-level calls of llama.cpp: context, model, batch, windows, shifts, recurrent states."""

@@ -1,0 +1,69 @@
+"""Parameters of llama.cpp's contexts, and what models they cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_cpp
+
+from entropykv import _core
+from entropykv.errors import UnsupportedModelError
+from entropykv.llamacpp.model import Model
+from entropykv.settings.options import Settings
+
+CELL_PADDING = 256
+"""llama.cpp rounds its cells up to a multiple of this."""
+GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
+"""llama.cpp's numbers of the types that config.KV_TYPES names."""
+
+
+def context_parameters(model: Model, settings: Settings, n_ubatch: int, cells: int) -> Any:
+    """Parameters that both stores share: one sequence, `cells` cells of llama.cpp's cache."""
+    parameters = model.context_defaults()
+    parameters.n_ctx = cells
+    parameters.n_batch = n_ubatch
+    parameters.n_ubatch = n_ubatch
+    parameters.n_seq_max = 1
+    parameters.n_threads = settings.threads
+    parameters.n_threads_batch = settings.threads_batch
+    return parameters
+
+
+def decode_one_token(context: Any) -> bool:
+    """Decode a token in an empty context, for hooks to see its graph; False where that fails."""
+    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1)
+    return bool(llama_cpp.llama_decode(context, batch) == 0)
+
+
+def refuse_diffusion(model: Model) -> None:
+    """Raise UnsupportedModelError for a model whose tokens are not read one after the other."""
+    if llama_cpp.llama_model_is_diffusion(model.handle):
+        raise UnsupportedModelError(
+            f"{model.name}: it is a diffusion model, whose tokens all see each other, so there is "
+            "no KV cache to keep inside a budget; run it with llama.cpp alone"
+        )
+
+
+def relu2_layers(model: Model, settings: Settings) -> int:
+    """Layers whose gates a hook must make squared ReLU: all of them, or 0.
+
+    Raises UnsupportedModelError where layers are offloaded: the hook's op runs on the CPU.
+    """
+    if model.geometry.activation != "relu2":
+        return 0
+    if settings.n_gpu_layers:
+        raise UnsupportedModelError(
+            f"{model.name}: its squared ReLU is computed on the CPU, but layers are offloaded; "
+            "use no --n-gpu-layers"
+        )
+    return model.geometry.n_layer
+
+
+def let_hook_change(
+    parameters: Any,
+    hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe | _core.WindowProbe,
+) -> None:
+    """Let a hook look at a context's graphs, or change them; it must live as long as that."""
+    parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
+    parameters.cb_eval_user_data = hook.user_data
+    parameters.op_offload = False  # the nodes around a large product would go to the device too

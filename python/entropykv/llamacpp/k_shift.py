@@ -1,0 +1,58 @@
+"""Whether llama.cpp can move the keys of its own cache (K-shift) as a model's RoPE does.
+
+llama_memory_can_shift does not tell: as of llama-cpp-python 0.3.36 the K-shift multiplies the keys
+of YaRN models by their magnitude once more, rotates keys that have no position (SmolLM3) or were
+normed after their rotation (Hunyuan), and crashes on quantised keys of some head sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_cpp
+
+from entropykv import _core
+from entropykv.llamacpp.context import (
+    CELL_PADDING,
+    context_parameters,
+    decode_one_token,
+    let_hook_change,
+)
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.positions import RopeRange
+from entropykv.settings.options import Settings
+
+
+def flat_range(model: Model, n_ctx: int, n_sinks: int) -> RopeRange:
+    """Positions for llama.cpp's own cache."""
+    without_rope = llama_cpp.llama_model_rope_type(model.handle) == llama_cpp.LLAMA_ROPE_TYPE_NONE
+    if without_rope and not model.geometry.learned_positions:
+        return RopeRange(n_ctx, n_sinks)  # ALiBi, recurrent, or none at all: they do not end
+    return RopeRange(model.geometry.n_ctx_train, n_sinks)
+
+
+def k_shift_obstacle(model: Model, context: Any, settings: Settings) -> str:
+    """Why keys in the cache of a context cannot be moved to other positions; "" if they can."""
+    if llama_cpp.llama_model_is_hybrid(model.handle):
+        return "it has recurrent layers"
+    if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(context)):
+        return "llama.cpp cannot rotate the keys of its cache"
+    head_dim = model.geometry.head_dim_k
+    n_rotated = int(model.metadata("rope.dimension_count") or head_dim)
+    if settings.kv_type != "f16" and (head_dim % 64 != 0 or n_rotated != head_dim):
+        return "llama.cpp cannot rotate quantised keys of its head size (--kv-type f16 can)"
+    return _probed_obstacle(model, settings)
+
+
+def _probed_obstacle(model: Model, settings: Settings) -> str:
+    """Decode one token in a context of its own, with the probe looking on."""
+    probe = _core.KShiftProbe()
+    parameters = context_parameters(model, settings, 1, CELL_PADDING)
+    let_hook_change(parameters, probe)
+    context = model.new_context(parameters)
+    try:
+        if not decode_one_token(context):
+            return "llama.cpp cannot decode a token with it"
+    finally:
+        llama_cpp.llama_free(context)
+    return probe.obstacle

@@ -1,0 +1,206 @@
+"""A GGUF model loaded by llama.cpp: vocabulary, text, and contexts made from it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jinja2
+import llama_cpp
+from llama_cpp import _logger as llama_logger
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from entropykv.errors import ContextError, ModelFileError
+from entropykv.model.geometry import ModelGeometry, read_geometry
+from entropykv.model.identity import identity_of
+
+
+class Model:
+    """Weights and vocabulary. Raises ModelFileError where the file cannot be loaded."""
+
+    def __init__(self, path: str | os.PathLike[str], *, n_gpu_layers: int, verbose: bool) -> None:
+        """Read the header, then load the weights (memory-mapped)."""
+        llama_logger.set_verbose(verbose)
+        self.geometry: ModelGeometry = read_geometry(path)
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.n_gpu_layers = n_gpu_layers
+        llama_cpp.llama_backend_init()
+        with captured_log() as log:
+            self.handle = llama_cpp.llama_model_load_from_file(
+                os.fsencode(self.geometry.path), parameters
+            )
+        if not self.handle:
+            raise ModelFileError(
+                f"{self.geometry.path}: llama.cpp cannot load this file ({last_error(log)}); "
+                "check that it is complete and of an architecture that llama.cpp knows"
+            )
+        self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
+
+    def metadata(self, key: str) -> str | None:
+        """What the file says under a key of its architecture, as text; None if nothing."""
+        buffer = ctypes.create_string_buffer(64)
+        name = f"{self.geometry.architecture}.{key}".encode()
+        size = llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
+        return buffer.value.decode("utf-8", errors="replace") if size >= 0 else None
+
+    @property
+    def name(self) -> str:
+        """The model's name, or its file's."""
+        return self.geometry.name or self.geometry.path.name
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """Which file it is: see identity_of(). The file is read for it, once."""
+        return identity_of(self.geometry)
+
+    def close(self) -> None:
+        """Free the weights; contexts made from them must be gone."""
+        if self.handle:
+            llama_cpp.llama_model_free(self.handle)
+            self.handle = None
+
+    def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
+        """Tokens of a text; `special` reads control tokens such as <|im_start|>."""
+        data = text.encode("utf-8")
+        size = len(data) + 16
+        while True:
+            tokens = (llama_cpp.llama_token * size)()
+            count = llama_cpp.llama_tokenize(
+                self.vocabulary, data, len(data), tokens, size, add_bos, special
+            )
+            if count >= 0:
+                return tokens[:count]
+            size = -count
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token: part of a character where the token is."""
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = llama_cpp.llama_token_to_piece(self.vocabulary, token, buffer, size, 0, special)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool) -> str:
+        """Text of tokens; bytes that are no UTF-8 become replacement characters."""
+        pieces = (self.token_bytes(token, special=special) for token in tokens)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise ContextError for a token that the vocabulary does not have."""
+        for token in tokens:
+            if not 0 <= token < self.n_vocab:
+                raise ContextError(
+                    f"token {token} is not in the model's vocabulary of {self.n_vocab}; "
+                    "use tokens from tokenize()"
+                )
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+        return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether texts of this model begin with a BOS token."""
+        return bool(llama_cpp.llama_vocab_get_add_bos(self.vocabulary))
+
+    def chat_prompt(self, text: str, system: str | None = None) -> str | None:
+        """The prompt of one user turn by the model's chat template; None without a template.
+
+        `system` stands before it; None: the template's own, if it has one.
+        """
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return self._chat(messages)
+
+    def chat_turn(self, text: str) -> str | None:
+        """What follows the text of an answer where the user goes on with another turn.
+
+        The end of the answer's turn, which is sampled but never read, the user's turn, and the
+        beginning of the next answer. None without a template.
+        """
+        answer = "entropykv-answer"
+        chat = self._chat(
+            [
+                {"role": "user", "content": "-"},
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": text},
+            ]
+        )
+        if chat is None:
+            return None
+        _, found, turn = chat.partition(answer)
+        if not found:
+            raise ModelFileError(
+                f"{self.geometry.path}: the model's chat template leaves out former answers, so no "
+                "turn can be added to a session; use --no-chat"
+            )
+        return turn
+
+    def _chat(self, messages: list[dict[str, str]]) -> str | None:
+        template = llama_cpp.llama_model_chat_template(self.handle, None)
+        if template is None:
+            return None
+        try:
+            formatter = Jinja2ChatFormatter(
+                template.decode("utf-8"),
+                eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
+                bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
+            )
+            prompt: str = formatter(messages=messages).prompt  # type: ignore[arg-type]
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise ModelFileError(
+                f"{self.geometry.path}: the model's chat template cannot be used ({error}); "
+                "use --no-chat"
+            ) from None
+        return prompt
+
+    def _token_text(self, token: int) -> str:
+        return self.detokenize([token], special=True) if token >= 0 else ""
+
+    def context_defaults(self) -> Any:
+        """Parameters of a context of this model, before a store sets its own."""
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.no_perf = True
+        return parameters
+
+    def new_context(self, parameters: Any) -> Any:
+        """A llama_context; ModelFileError with llama.cpp's reason where it cannot be made."""
+        with captured_log() as log:
+            context = llama_cpp.llama_init_from_model(self.handle, parameters)
+        if not context:
+            raise ModelFileError(
+                f"{self.geometry.path}: llama.cpp cannot make a context ({last_error(log)}); "
+                "try a smaller context or micro-batch"
+            )
+        return context
+
+
+@contextlib.contextmanager
+def captured_log() -> Iterator[list[tuple[int, str]]]:
+    """Collect llama.cpp's log (level, text) instead of printing it."""
+    lines: list[tuple[int, str]] = []
+
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+    def collect(level: int, text: bytes, _user_data: Any) -> None:
+        lines.append((level, text.decode("utf-8", errors="replace")))
+
+    llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))
+    try:
+        yield lines
+    finally:
+        llama_cpp.llama_log_set(llama_logger.llama_log_callback, ctypes.c_void_p(0))
+
+
+def last_error(log: list[tuple[int, str]]) -> str:
+    """The first error of a captured log: the later ones only pass it on."""
+    error_level = 4
+    errors = [text.strip() for level, text in log if level == error_level and text.strip()]
+    return errors[0] if errors else "no reason given"

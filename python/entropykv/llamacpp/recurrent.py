@@ -1,0 +1,82 @@
+"""Recurrent layers beside a store: their state is llama.cpp's, and cannot go back.
+
+A hybrid model's memory has cells of its attention layers and one state of the others. To clear it
+would clear both; removing all positions but the last one leaves the state as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+
+from entropykv.errors import ContextError
+from entropykv.llamacpp.batch import SEQUENCE
+from entropykv.llamacpp.model import Model, captured_log
+
+WHY = "it has recurrent layers"
+
+
+def is_recurrent(model: Model) -> bool:
+    """Whether some layers carry a state from token to token, or all."""
+    handle = model.handle
+    return bool(
+        llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
+    )
+
+
+def cannot_go_back(model: Model, position: int) -> ContextError:
+    """The error of a truncate() to a position other than 0."""
+    return ContextError(
+        f"{model.name}: cannot go back to position {position}: {WHY}, whose state is that of the "
+        "last token; call reset() and read the text again"
+    )
+
+
+class RecurrentState:
+    """The state of the recurrent layers in the context of a hybrid model."""
+
+    def __init__(self, context: Any) -> None:
+        """`context`: must live as long."""
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+
+    def forget_cells(self) -> None:
+        """Free the cells of the attention layers, but the last. RuntimeError where that fails."""
+        last = llama_cpp.llama_memory_seq_pos_max(self._memory, SEQUENCE)
+        if last > 0 and not llama_cpp.llama_memory_seq_rm(self._memory, SEQUENCE, 0, last):
+            raise RuntimeError("llama.cpp does not free the cells of its attention layers")
+
+    def save(self) -> bytes:
+        """As llama.cpp writes it."""
+        flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        size = llama_cpp.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags)
+        state = (ctypes.c_uint8 * size)()
+        if (
+            llama_cpp.llama_state_seq_get_data_ext(self._context, state, size, SEQUENCE, flags)
+            != size
+        ):
+            raise RuntimeError("llama.cpp does not give the state of its recurrent layers")
+        return bytes(state)
+
+    def replace(self, state: bytes | bytearray) -> bytes:
+        """Load another state, and return the former one.
+
+        RuntimeError where llama.cpp does not take it: then nothing has changed.
+        """
+        former = self.save()
+        if not self._load(state):
+            self._load(former)
+            raise RuntimeError("llama.cpp does not take the state of its recurrent layers")
+        return former
+
+    def _load(self, state: bytes | bytearray) -> bool:
+        llama_cpp.llama_memory_clear(self._memory, False)
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        with captured_log():  # it says more than a user can use
+            n_read = llama_cpp.llama_state_seq_set_data_ext(
+                self._context, data, len(state), SEQUENCE, flags
+            )
+        return bool(n_read == len(state))

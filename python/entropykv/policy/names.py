@@ -1,0 +1,222 @@
+"""Policies: what the names given to `--policy` mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from entropykv.errors import SettingsError
+from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.profile.profile import EntropyProfile
+
+AUTO = "auto"
+"""The default: `profile` where the model has one with loss curves (`entropy` where it is without),
+else `adaptive`; `uniform` where entries are frozen: what a head needs comes back, and every head
+needs room for it; `recency` on the flat store."""
+ENTROPY_CLAMP = (0.3, 2.5)
+"""Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
+
+
+class BudgetRule(Enum):
+    """How a budget is shared among the KV heads."""
+
+    EQUAL = auto()
+    PROFILE_ENTROPY = auto()
+    """By the entropies of a profile."""
+    PROFILE_CURVES = auto()
+    """By the loss curves of a profile."""
+    LAYER_ENTROPY = auto()
+    """Per layer, in proportion to its mean entropy in this text."""
+    LAYER_RANGE = auto()
+    """Per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
+    LOSSES = auto()
+    """By what heads lose in this text."""
+    LOSSES_WITHIN_LAYER = auto()
+    """The same with equal budgets for all layers."""
+
+    @property
+    def by_profile(self) -> bool:
+        """Whether it needs an entropy profile."""
+        return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether all heads of a layer keep the same positions."""
+        return self in (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE)
+
+    @property
+    def by_text(self) -> bool:
+        """Whether budgets change as a text is read."""
+        return self.by_layer or self.by_losses
+
+    @property
+    def by_losses(self) -> bool:
+        """Whether budgets follow what heads lose in this text."""
+        return self in (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How budgets are shared and which entries are kept."""
+
+    name: str
+    summary: str
+    importance: Importance = field(default_factory=Importance)
+    flat: bool = False
+    """The flat store can follow it: it needs no choice of its own per head."""
+    rule: BudgetRule = BudgetRule.EQUAL
+    schedule: bool = False
+    """Entries below a threshold are frozen for a while, whatever the budget: see freezing.py."""
+
+
+_BY_AGE = Importance("streaming", ())
+_BY_ATTENTION = Importance("attention", (), decay=1.0)
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("streaming", "sinks and the most recent tokens", _BY_AGE, flat=True),
+        Policy(
+            "recency",
+            "the BitNet document's position score: exponential decay, a bonus for the newest tenth",
+            Importance("recency", ()),
+            flat=True,
+        ),
+        Policy(
+            "uniform",
+            "the same budget for every KV head, each keeping what gets most attention",
+        ),
+        Policy(
+            "entropy",
+            "budgets per KV head from an entropy profile, each keeping what gets most attention",
+            rule=BudgetRule.PROFILE_ENTROPY,
+        ),
+        Policy(
+            "profile",
+            "budgets per KV head that lose least by the profile's loss curves, each keeping what "
+            "gets most attention",
+            rule=BudgetRule.PROFILE_CURVES,
+        ),
+        Policy(
+            "adaptive",
+            "budgets per KV head that lose least in this text, each keeping what gets most "
+            "attention",
+            rule=BudgetRule.LOSSES,
+        ),
+        Policy(
+            "adaptive-heads",
+            "the same, with equal budgets for all layers",
+            rule=BudgetRule.LOSSES_WITHIN_LAYER,
+        ),
+        Policy(
+            "layer",
+            "the layer document: budgets per layer by entropy in this text, half of them for what "
+            "gets most attention in the layer",
+            _BY_ATTENTION,
+            rule=BudgetRule.LAYER_ENTROPY,
+        ),
+        Policy(
+            "layer-range",
+            "the same with budgets from 8 to 128 by entropy, scaled to the budget",
+            _BY_ATTENTION,
+            rule=BudgetRule.LAYER_RANGE,
+        ),
+        Policy(
+            "freeze",
+            "the freeze document's schedule: what gets less attention than a share of the mean is "
+            "frozen, each time for longer, and comes back by itself (freeze:products: less |q.k| "
+            "than a threshold, as in the document)",
+            Importance("attention", ()),
+            schedule=True,
+        ),
+    )
+}
+
+POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
+
+
+def policy_help() -> str:
+    """Names, measures and modifiers in a few lines."""
+    auto = (
+        f"{AUTO}: profile where the model has one, else adaptive; uniform with --freeze; recency "
+        "on the flat store"
+    )
+    policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
+    measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
+    measures = ", ".join(f"{name} ({text})" for name, text in MEASURES.items())
+    modifiers = ", ".join(f"{name} ({text})" for name, text in MODIFIERS.items())
+    return (
+        f"{auto}; {policies}. What gets most attention ({measured}) is measured by {measures}, "
+        f"modified by any of {modifiers} (default: {Importance()})"
+    )
+
+
+def policy_named(
+    name: str, profile: EntropyProfile | None, store: str, *, freezes: bool = False
+) -> Policy:
+    """Return the policy of that name, which may be `auto`.
+
+    `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
+    order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
+    that does not exist or that the store cannot follow.
+    """
+    policy = _parsed(_chosen(profile, store, freezes=freezes) if name == AUTO else name)
+    if store == "flat" and not policy.flat:
+        possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
+        raise SettingsError(
+            f"the flat store keeps the same tokens for every head and cannot follow policy {name}; "
+            f"use --policy {possible}, or --store headwise"
+        )
+    return policy
+
+
+def takes_profile(name: str) -> bool:
+    """Whether a policy of that name may share budgets by an entropy profile."""
+    base = name.partition(":")[0]
+    return base == AUTO or (base in POLICIES and POLICIES[base].rule.by_profile)
+
+
+def schedules(name: str) -> bool:
+    """Whether a policy of that name freezes and restores by the schedule of the freeze document."""
+    base = name.partition(":")[0]
+    return base in POLICIES and POLICIES[base].schedule
+
+
+def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool) -> str:
+    if store == "flat":
+        return "recency"
+    if freezes:
+        return "uniform"
+    if profile is None:
+        return "adaptive"
+    return "entropy" if profile.curves is None else "profile"
+
+
+def _parsed(text: str) -> Policy:
+    name, colon, measure = text.partition(":")
+    if name not in POLICIES:
+        raise SettingsError(f"policy cannot be {name!r}; use one of {AUTO}, {', '.join(POLICIES)}")
+    policy = POLICIES[name]
+    if not colon:
+        return policy
+    if policy.importance.by_position:
+        raise SettingsError(
+            f"policy {name} goes by positions and takes no measure; use --policy {name}"
+        )
+    importance = Importance.parse(measure)
+    if policy.rule.by_layer and not importance.of_observed:
+        raise SettingsError(
+            f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
+            f"them by what each head has stored; use --policy {name}, or measure mass, attention "
+            "or products with modifier window or exposure"
+        )
+    if policy.schedule and not importance.of_observed:
+        raise SettingsError(
+            f"policy {name} goes by what each step's queries find, and {importance} does not; use "
+            f"--policy {name}, or measure mass, attention or products"
+        )
+    # A policy that adds up what all queries gave does so by any measure.
+    importance = replace(importance, decay=policy.importance.decay)
+    if importance == policy.importance:
+        return policy
+    return replace(policy, name=f"{name}:{importance}", importance=importance)

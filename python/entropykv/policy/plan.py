@@ -1,0 +1,268 @@
+"""From a budget to what every KV head may keep: pure decisions, shared by session and plan."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from entropykv import _core
+from entropykv.errors import BudgetError, ProfileError
+from entropykv.llamacpp.context import CELL_PADDING
+from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.names import ENTROPY_CLAMP, BudgetRule, Policy
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import Budget
+
+_BytesOf = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Entries that no eviction takes: the first `n_sinks`, and the newest `recent_window`."""
+
+    n_sinks: int
+    recent_window: int
+
+    @classmethod
+    def for_budget(cls, mean_entries: int, n_sinks: int, recent_window: int | None) -> Protection:
+        """The recent window is half of the mean budget unless it is given."""
+        return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
+
+    @property
+    def entries(self) -> int:
+        """What every KV head must be able to hold."""
+        return self.n_sinks + self.recent_window
+
+
+@dataclass(frozen=True)
+class HeadwisePlan:
+    """Entries per KV head, and the pool that holds them."""
+
+    budgets: tuple[tuple[int, ...], ...]
+    """[layer][KV head] in entries."""
+    mean_entries: int
+    floor_entries: int
+    """What no KV head gets less than."""
+    entries_per_page: tuple[int, ...]
+    """Of every KV head, all layers in order."""
+    limits: tuple[int, ...]
+    """Entries that each of them can use: all of the context, or a window."""
+    protection: Protection
+    pool_pages: int
+    page_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pool never exceeds."""
+        return self.pool_pages * self.page_bytes
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """Entries that the flat store keeps, and the cells of llama.cpp's cache that hold them."""
+
+    entries: int
+    cells: int
+    protection: Protection
+
+
+def plan_headwise(
+    budget: Budget,
+    layers: Sequence[_core.LayerShape],
+    n_ctx: int,
+    kv_type: str,
+    policy: Policy,
+    profile: EntropyProfile | None,
+    n_sinks: int,
+    recent_window: int | None,
+) -> HeadwisePlan:
+    """Share a budget among the KV heads.
+
+    `layers` are the model's attention layers. Those with a window get no more than it holds, and
+    the others what is left. Raises BudgetError where the budget cannot hold
+    sinks and recent window in every KV head, ProfileError where the policy needs loss curves.
+    """
+    page_bytes, per_head = _page_geometry(layers, kv_type)
+
+    limits = [_core.most_entries(s, n_ctx) for s in layers for _ in range(s.n_head_kv)]
+    most_pages = sum(_core.pages_for(n, p) for n, p in zip(limits, per_head, strict=True))
+
+    def pages(entries: int) -> int:
+        return min(_pages(entries, per_head), most_pages)
+
+    def bytes_of(entries: int) -> int:
+        return pages(entries) * page_bytes
+
+    mean = _mean_entries(budget, n_ctx, bytes_of)
+    protection = _protection(budget, mean, n_ctx, n_sinks, recent_window, bytes_of)
+    floor = min(protection.entries, n_ctx)
+    if own_windows(policy, recent_window):
+        floor = min(2 * (n_sinks + 1), floor)
+    shares = _share(policy, profile, mean, n_ctx, floor, per_head, limits)
+    return HeadwisePlan(
+        tuple(by_layer(shares, layers)),
+        mean,
+        floor,
+        tuple(per_head),
+        tuple(limits),
+        protection,
+        pages(mean),
+        page_bytes,
+    )
+
+
+def own_windows(policy: Policy, recent_window: int | None) -> bool:
+    """Whether half of a head's own budget is for sinks and its recent window, as the layer document
+    has it, and not half of the mean budget, or what is given for all.
+    """
+    return policy.rule.by_layer and recent_window is None
+
+
+def by_layer(
+    of_heads: Sequence[int], layers: Sequence[_core.LayerShape]
+) -> Iterator[tuple[int, ...]]:
+    """Cut values of all KV heads into those of each layer."""
+    heads = iter(of_heads)
+    for shape in layers:
+        yield tuple(itertools.islice(heads, shape.n_head_kv))
+
+
+def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
+    """Shapes of the layers that have KV heads, by the header of the model's file; maybe none."""
+    if geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
+        return []
+    return [
+        _core.LayerShape(
+            n_head, n_head_kv, geometry.head_dim_k, geometry.head_dim_v, latent=geometry.latent
+        )
+        for n_head, n_head_kv in zip(
+            geometry.heads_per_layer, geometry.kv_heads_per_layer, strict=True
+        )
+        if n_head_kv > 0
+    ]
+
+
+def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: int) -> str:
+    """The type that `auto` stands for; any other is itself.
+
+    f16 where a budget in bytes holds the whole context, else q8_0: it keeps 1.8 times as many
+    entries in the same bytes, which is worth more than what rounding loses.
+    """
+    if kv_type != "auto":
+        return kv_type
+    layers = attention_layers(geometry)
+    if budget.kind != "bytes" or not layers:
+        return "q8_0"
+    page_bytes, per_head = _page_geometry(layers, "f16")
+    return "f16" if _pages(n_ctx, per_head) * page_bytes <= budget.value else "q8_0"
+
+
+def _page_geometry(layers: Sequence[_core.LayerShape], kv_type: str) -> tuple[int, list[int]]:
+    """Bytes of a page, and how many entries of every KV head fill one, all layers in order."""
+    page_bytes, per_page = _core.page_geometry(layers, kv_type)
+    return page_bytes, [
+        entries for entries, s in zip(per_page, layers, strict=True) for _ in range(s.n_head_kv)
+    ]
+
+
+def _pages(entries: int, per_head: Sequence[int]) -> int:
+    """Pages that hold so many entries of every KV head."""
+    return sum(_core.pages_for(entries, per_page) for per_page in per_head)
+
+
+def plan_flat(
+    budget: Budget,
+    cell_bytes: int,
+    n_ctx: int,
+    n_ubatch: int,
+    n_sinks: int,
+    recent_window: int | None,
+) -> FlatPlan:
+    """Turn a budget into entries and cells; a byte budget includes the cells of one micro-batch.
+
+    `cell_bytes`: K and V of one token in all layers. Raises BudgetError as plan_headwise.
+    """
+
+    def cells(entries: int) -> int:
+        wanted = entries + (n_ubatch if entries < n_ctx else 0)
+        return -(-wanted // CELL_PADDING) * CELL_PADDING
+
+    def bytes_of(entries: int) -> int:
+        return cells(entries) * cell_bytes
+
+    entries = _mean_entries(budget, n_ctx, bytes_of)
+    protection = _protection(budget, entries, n_ctx, n_sinks, recent_window, bytes_of)
+    return FlatPlan(entries, cells(entries), protection)
+
+
+def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
+    if budget.kind == "fraction":
+        return int(round(budget.value * n_ctx, 9))  # 0.29 of 100 is 29
+    if budget.kind == "tokens":
+        return min(int(budget.value), n_ctx)
+    if bytes_of(n_ctx) <= budget.value:  # the whole context needs no room for a micro-batch
+        return n_ctx
+    low, high = 0, n_ctx - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if bytes_of(middle) <= budget.value:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _protection(
+    budget: Budget,
+    mean: int,
+    n_ctx: int,
+    n_sinks: int,
+    recent_window: int | None,
+    bytes_of: _BytesOf,
+) -> Protection:
+    protection = Protection.for_budget(mean, n_sinks, recent_window)
+    if mean >= min(protection.entries, n_ctx) and mean > 0:
+        return protection
+
+    def holds_them(n: int) -> bool:
+        return n >= min(Protection.for_budget(n, n_sinks, recent_window).entries, n_ctx)
+
+    least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)  # the context does
+    needed = Protection.for_budget(least, n_sinks, recent_window)
+    raise BudgetError(
+        f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "
+        f"sinks and a recent window of {needed.recent_window}; the smallest budget that holds them "
+        f"is {least} tokens ({bytes_of(least)} bytes)"
+    )
+
+
+def _share(
+    policy: Policy,
+    profile: EntropyProfile | None,
+    mean: int,
+    n_ctx: int,
+    floor: int,
+    per_page: list[int],
+    limits: list[int],
+) -> list[int]:
+    """Entries of every KV head, all layers in order."""
+    if policy.rule is not BudgetRule.PROFILE_CURVES:
+        weights = _weights(policy, profile)
+        return _core.share_budget(mean, n_ctx, floor, per_page, weights, limits)
+    if profile is None or profile.curves is None:
+        missing = "a profile" if profile is None else "loss curves, which the profile does not have"
+        raise ProfileError(
+            f"policy {policy.name} needs {missing}; make a profile with them by `entropykv "
+            "calibrate` and give it with --entropy-config (entropy_config)"
+        )
+    knots, losses = profile.curves.knots(n_ctx, n_ctx - floor)
+    return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses, limits)
+
+
+def _weights(policy: Policy, profile: EntropyProfile | None) -> list[float]:
+    if policy.rule is not BudgetRule.PROFILE_ENTROPY or profile is None:
+        return []
+    entropies = profile.kv_head_entropies().ravel().tolist()
+    return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)

@@ -1,0 +1,178 @@
+"""Parts of a version 2 profile beyond the entropies: which model, how it was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from entropykv.errors import ProfileError
+from entropykv.profile.curves import LossCurves
+from entropykv.profile.json_fields import (
+    ADVICE,
+    MAX_ENTROPY_BITS,
+    FloatArray,
+    integer_in,
+    number_in,
+    object_in,
+    shown,
+    table_in,
+    text_in,
+)
+
+ROWS = ("quarters", "all")
+"""Attention rows that a head's entropy is the mean of: those at 25, 50, 75 and 100 % of every text
+(the BitNet document), or all rows of every text."""
+
+_DECIMALS = 6
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which model a profile was made with, as its GGUF header says.
+
+    `header_sha256` is of all bytes before the tensor data: metadata and tensor infos. Another
+    quantisation of the same model has another one.
+    """
+
+    architecture: str
+    n_vocab: int
+    head_dim_k: int
+    head_dim_v: int
+    header_sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of the file."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, value: object, where: str) -> Fingerprint:
+        """Read the object of the file; ProfileError names the field."""
+        data = object_in(value, where, "fingerprint", tuple(cls.__dataclass_fields__))
+        sizes = {
+            name: integer_in(data[name], where, f"fingerprint.{name}", 0, _MOST)
+            for name in ("n_vocab", "head_dim_k", "head_dim_v")
+        }
+        digest = text_in(data["header_sha256"], where, "fingerprint.header_sha256")
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise ProfileError(
+                f"{where}: fingerprint.header_sha256 must be 64 hexadecimal digits, not "
+                f"{shown(digest)}; {ADVICE}"
+            )
+        architecture = text_in(data["architecture"], where, "fingerprint.architecture")
+        return cls(architecture=architecture, header_sha256=digest, **sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """How the entropies were measured, and what else was seen.
+
+    Entropies are in bits, (n_layer, n_head): `quarters` and `all_rows` are means over the texts of
+    the two kinds of ROWS, of which `rows` names the profile's own; `spread` is the standard
+    deviation of the latter over the texts. `stability` is Pearson's correlation between the
+    entropies of two disjoint halves of the texts; None where there is only one text. `texts` are
+    (name, tokens read). `kv_type` is what K and V were stored as.
+    """
+
+    engine: str
+    rows: str
+    max_length: int
+    seed: int
+    kv_type: str
+    texts: tuple[tuple[str, int], ...]
+    stability: float | None
+    quarters: FloatArray
+    all_rows: FloatArray
+    spread: FloatArray
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of the file."""
+        data = dict(vars(self))
+        data["texts"] = [{"name": name, "tokens": tokens} for name, tokens in self.texts]
+        for name in ("quarters", "all_rows", "spread"):
+            data[name] = rounded(data[name])
+        return data
+
+    @classmethod
+    def from_json(cls, value: object, where: str, shape: tuple[int, int]) -> Measurement:
+        """Read the object of the file; `shape` is (n_layer, n_head). ProfileError names a field."""
+        data = object_in(value, where, "measurement", tuple(cls.__dataclass_fields__))
+        tables = {
+            name: table_in(data[name], where, f"measurement.{name}", shape, MAX_ENTROPY_BITS)
+            for name in ("quarters", "all_rows", "spread")
+        }
+        rows = text_in(data["rows"], where, "measurement.rows")
+        if rows not in ROWS:
+            raise ProfileError(
+                f"{where}: measurement.rows must be one of {', '.join(ROWS)}, not {shown(rows)}; "
+                f"{ADVICE}"
+            )
+        stability = data["stability"]
+        if stability is not None:
+            stability = number_in(stability, where, "measurement.stability", -1.0, 1.0)
+        return cls(
+            engine=text_in(data["engine"], where, "measurement.engine"),
+            rows=rows,
+            max_length=integer_in(data["max_length"], where, "measurement.max_length", 1, _MOST),
+            seed=integer_in(data["seed"], where, "measurement.seed", 0, _MOST),
+            kv_type=text_in(data["kv_type"], where, "measurement.kv_type"),
+            texts=_texts(data["texts"], where),
+            stability=stability,
+            **tables,
+        )
+
+
+def _texts(value: object, where: str) -> tuple[tuple[str, int], ...]:
+    if not isinstance(value, list):
+        raise ProfileError(f"{where}: measurement.texts must be a list; {ADVICE}")
+    texts = []
+    for i, item in enumerate(value):
+        field = f"measurement.texts[{i}]"
+        data = object_in(item, where, field, ("name", "tokens"))
+        texts.append(
+            (
+                text_in(data["name"], where, f"{field}.name"),
+                integer_in(data["tokens"], where, f"{field}.tokens", 1, _MOST),
+            )
+        )
+    return tuple(texts)
+
+
+def curves_to_json(curves: LossCurves) -> dict[str, Any]:
+    """The object of the file."""
+    data = dict(vars(curves))
+    data["keep"] = list(curves.keep)
+    for name in ("mass_lost", "output_error"):
+        data[name] = rounded(data[name])
+    return data
+
+
+def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossCurves:
+    """Read the object of the file; `shape` is (n_layer, n_head_kv). ProfileError names a field."""
+    data = object_in(value, where, "curves", tuple(LossCurves.__dataclass_fields__))
+    least = {"length": 1, "queries": 1, "n_sinks": 0, "recent_window": 1, "n_texts": 1}
+    numbers = {
+        name: integer_in(data[name], where, f"curves.{name}", low, _MOST)
+        for name, low in least.items()
+    }
+    keep = data["keep"]
+    if not isinstance(keep, list) or not keep:
+        raise ProfileError(f"{where}: curves.keep must be a list of numbers; {ADVICE}")
+    kept = [
+        integer_in(k, where, f"curves.keep[{i}]", 0, numbers["length"]) for i, k in enumerate(keep)
+    ]
+    if kept[0] != 0 or kept != sorted(set(kept)):
+        raise ProfileError(f"{where}: curves.keep must ascend from 0; {ADVICE}")
+    tables = {
+        name: table_in(data[name], where, f"curves.{name}", (*shape, len(kept)), most)
+        for name, most in (("mass_lost", 1.0), ("output_error", 1e4))
+    }
+    mass_lost, output_error = tables["mass_lost"], tables["output_error"]
+    return LossCurves(keep=tuple(kept), mass_lost=mass_lost, output_error=output_error, **numbers)
+
+
+def rounded(values: FloatArray) -> Any:
+    """Nested lists with six decimals: more than any calibration repeats."""
+    return np.round(values, _DECIMALS).tolist()

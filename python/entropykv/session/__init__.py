@@ -1,0 +1,1 @@
+"""One text in one budget: decoding, generation, recovery, files of sessions."""

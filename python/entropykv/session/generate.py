@@ -1,0 +1,304 @@
+"""The generation loop: read a prompt, sample with llama.cpp's samplers, decode, repeat."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.session.recovery import Recoverable, Watch
+from entropykv.settings.options import at_least, is_number
+
+PENALTY_WINDOW = 64
+"""Tokens that the repeat penalty looks back at, as in llama-cli."""
+
+
+class Decoder(Protocol):
+    """What the loop needs of a session; one that is Recoverable can have a recovery ladder."""
+
+    n_ctx: int
+
+    @property
+    def position(self) -> int:
+        """Tokens decoded so far."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token decoded so far."""
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """Of the last token, (n_vocab,); None where it has none."""
+
+    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Any]:
+        """Decode as it is iterated."""
+
+    def truncate(self, position: int) -> None:
+        """Go back to `position` tokens; then there are no logits."""
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+
+    def count_prompt(self, n_tokens: int, seconds: float) -> None:
+        """Take down what was read."""
+
+    def count_generated(self, n_tokens: int, seconds: float) -> None:
+        """Take down what was written."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; llama-cli's names and defaults, but greedy unless asked.
+
+    temperature 0 or less: the most probable token. top_k 0, top_p 1 and min_p 0 are off.
+    repeat_penalty 1 is off. seed None: another one every time.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise SettingsError for values outside of their range."""
+        for name, low, high in (("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            if not low <= getattr(self, name) <= high:
+                raise SettingsError(
+                    f"{name} cannot be {getattr(self, name)}; use a value from {low:g} to {high:g}"
+                )
+        if not is_number(self.temperature):
+            raise SettingsError(
+                f"temperature cannot be {self.temperature!r}; use a number, 0 for the most "
+                "probable token"
+            )
+        at_least("top_k", self.top_k, 0)
+        if not is_number(self.repeat_penalty) or self.repeat_penalty <= 0.0:
+            raise SettingsError("repeat_penalty must be a number above 0; 1 switches it off")
+
+    def chain(self, n_vocab: int) -> Any:
+        """A llama_sampler chain in llama-cli's order; the caller frees it."""
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+
+        def add(sampler: Any) -> None:
+            llama_cpp.llama_sampler_chain_add(chain, sampler)
+
+        if self.penalizes:
+            add(
+                llama_cpp.llama_sampler_init_penalties(
+                    n_vocab, PENALTY_WINDOW, self.repeat_penalty, 0.0, 0.0
+                )
+            )
+        if self.temperature <= 0.0:
+            add(llama_cpp.llama_sampler_init_greedy())
+            return chain
+        add(llama_cpp.llama_sampler_init_top_k(self.top_k))
+        add(llama_cpp.llama_sampler_init_top_p(self.top_p, 1))
+        add(llama_cpp.llama_sampler_init_min_p(self.min_p, 1))
+        add(llama_cpp.llama_sampler_init_temp(self.temperature))
+        seed = secrets.randbits(32) if self.seed is None else self.seed & 0xFFFFFFFF
+        add(llama_cpp.llama_sampler_init_dist(seed))
+        return chain
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the first sampler of the chain remembers tokens."""
+        return self.repeat_penalty != 1.0
+
+
+def generate(
+    session: Decoder,
+    tokens: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    on_prompt: Callable[[int], None] | None = None,
+) -> Generator[int, None, None]:
+    """Read a prompt, then yield generated tokens; see Session.generate.
+
+    `on_prompt` is called with the number of tokens read after every micro-batch.
+
+    With recovery, tokens are read ahead of those yielded. Whoever stops early has to close() the
+    generator before looking at the session: then it is as if nothing had been read ahead, except
+    that it has no logits, and that what reading ahead has evicted does not come back. Where a
+    decode fails, the tokens before it are still yielded, and then the error is raised.
+    """
+    at_least("max_tokens", max_tokens, -1)
+    if max_tokens == 0:
+        raise ContextError("there is nothing to generate; use max_tokens of 1 or more, or -1")
+    if tokens or session.logits is None:
+        start = time.perf_counter()
+        before = session.position
+        for _ in session.decode_micro_batches(tokens, all_logits=False):
+            if on_prompt is not None:
+                on_prompt(session.position - before)
+        session.count_prompt(len(tokens), time.perf_counter() - start)
+
+    chooser = _Chooser(sampling, session.n_vocab)
+    try:
+        chooser.remember(session)
+        yield from _Generation(session, chooser, max_tokens).run()
+    finally:
+        chooser.close()
+
+
+class _Generation:
+    """Tokens as they are generated.
+
+    A rewalk can take back those that are held back: all that were chosen, but not yielded.
+    """
+
+    def __init__(self, session: Decoder, chooser: _Chooser, max_tokens: int) -> None:
+        self._session = session
+        self._chooser = chooser
+        self._max_tokens = max_tokens
+        self._start = session.position
+        self._n_yielded = 0
+        self._last: list[int] = []
+        """The token that was yielded last, if any."""
+        self._held: deque[int] = deque()
+        self._hold = 0
+        self._watch: Watch | None = None
+        if isinstance(session, Recoverable) and session.recovery is not None:
+            self._hold = session.recovery.held_back
+            self._watch = Watch(session, session.recovery, session.n_vocab)
+
+    def run(self) -> Iterator[int]:
+        """Yield tokens; where it is closed or fails, the session has not read the last of them."""
+        try:
+            yield from self._generate()
+        except BaseException:
+            if self._hold:
+                self._forget_unyielded()
+            raise
+
+    def _generate(self) -> Iterator[int]:
+        session = self._session
+        while True:
+            start = time.perf_counter()
+            token = self._chooser.choose(session.logits)
+            session.count_generated(0, time.perf_counter() - start)
+            if session.is_end(token):
+                break
+            self._held.append(token)
+            yield from self._release(self._hold)
+            if self._n_yielded + len(self._held) == self._max_tokens:
+                break
+            if session.position >= session.n_ctx:
+                break
+            start = time.perf_counter()
+            try:
+                self._read(token)
+                self._recover()
+            except Exception:
+                yield from self._release(0)
+                raise
+            session.count_generated(0, time.perf_counter() - start)
+        yield from self._release(0)
+
+    def _release(self, n_held: int) -> Iterator[int]:
+        """Yield the oldest tokens, until no more than `n_held` are held back."""
+        while len(self._held) > n_held:
+            token = self._held.popleft()
+            self._n_yielded += 1
+            self._last = [token]
+            self._session.count_generated(1, 0.0)
+            yield token
+
+    def _read(self, token: int) -> None:
+        for _ in self._session.decode_micro_batches([token], all_logits=False):
+            pass
+
+    def _recover(self) -> None:
+        logits = self._session.logits
+        if self._watch is None or logits is None:
+            return
+        if self._watch.wants_rewalk(logits, self._session.position):
+            self._rewalk()
+
+    def _rewalk(self) -> None:
+        """Drop all that is held back, and get the logits before it again."""
+        session = self._session
+        last = self._start + self._n_yielded - 1
+        token = session.tokens[last]
+        go_back(session, last)
+        self._held.clear()
+        self._read(token)
+        self._chooser.remember(session)
+
+    def _forget_unyielded(self) -> None:
+        """Take back what was read ahead, unless somebody has changed the session meanwhile."""
+        session = self._session
+        known = self._start + max(self._n_yielded - 1, 0)
+        n_ahead = session.position - known
+        if n_ahead > 0 and session.tokens[known:] == [*self._last, *self._held][:n_ahead]:
+            with contextlib.suppress(EntropyKVError):  # unusable: its next use will say why
+                go_back(session, known)
+
+
+def go_back(session: Decoder, position: int) -> None:
+    """Truncate; where the model or its store cannot, read the text before `position` again."""
+    tokens = session.tokens[:position]
+    try:
+        session.truncate(position)
+    except ContextError:
+        session.truncate(0)
+        for _ in session.decode_micro_batches(tokens, all_logits=False):
+            pass
+
+
+class _Chooser:
+    """A chain of samplers, and the vocabulary with logits, as samplers take it.
+
+    llama_sampler_sample() takes the logits of the context, but those of a loaded session were never
+    there.
+    """
+
+    _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
+        self._penalizes = sampling.penalizes
+        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._data = np.empty(n_vocab, self._KIND)
+        self._pointer = self._data.ctypes.data_as(llama_cpp.llama_token_data_p)
+        self._chain = sampling.chain(n_vocab)
+
+    def close(self) -> None:
+        """Free the chain."""
+        llama_cpp.llama_sampler_free(self._chain)
+
+    def remember(self, session: Decoder) -> None:
+        """Penalize the last tokens that the session has read, and no others.
+
+        The rest of the chain is not reset: a seed would give the same random numbers again.
+        """
+        if not self._penalizes:
+            return  # or a long session would be copied for nothing
+        llama_cpp.llama_sampler_reset(llama_cpp.llama_sampler_chain_get(self._chain, 0))
+        for token in session.tokens[-PENALTY_WINDOW:]:
+            llama_cpp.llama_sampler_accept(self._chain, token)
+
+    def choose(self, logits: npt.NDArray[np.float32] | None) -> int:
+        """Sample a token, and tell the chain."""
+        self._data["id"] = self._ids  # samplers sort them
+        self._data["logit"] = logits
+        self._data["p"] = 0.0
+        array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        token = int(array.data[array.selected].id)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        return token

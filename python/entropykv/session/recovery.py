@@ -1,0 +1,229 @@
+"""The recovery ladder: what to restore, and what to write again, where a model grows uncertain.
+
+Metinov et al., "Adaptive Soft Rolling KV Freeze with Entropy-Guided Recovery", section 3.6: soft
+reset, window reset, full reset, rewalk. The paper leaves open what a spike is; here it is a value
+far above its own running mean, and the ladder is a pure state machine of the logits it was shown.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import SettingsError
+from entropykv.settings.options import at_least
+from entropykv.store.protocol import Rung
+
+LEAST_DEVIATION = 0.25
+"""Bits. Of a text that is nearly certain, all is within a hundredth of a bit: no reason to act."""
+
+_LEAST_LOGIT = -80.0
+"""Below the largest one. exp() of less is no normal float32, and times minus infinity not finite.
+"""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """When the ladder is climbed, and how far. Raises SettingsError for impossible values.
+
+    A token is a spike where the entropy of the distribution after it, or -log2 of its top
+    probability, smoothed over about `smooth` tokens, is more than `deviations` deviations above its
+    running mean. Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by
+    1 / `memory` (exponential decay; a plain mean until there are as many), and a value beyond the
+    limit is taken in as the limit: a spike hardly moves them, a new level is what they have grown
+    used to soon.
+
+    Each spike climbs one rung, up to `highest`, but none within `refractory` tokens of a climb,
+    so that its effect can be seen; every `calm` tokens without a spike bring the ladder down by
+    one. `window`: steps that a window reset looks back. `rewalk`: tokens that a rewalk generates
+    again; as many are held back until they are certain. 0: it never does.
+    """
+
+    deviations: float = 3.0
+    smooth: int = 4
+    warm_up: int = 16
+    memory: int = 128
+    refractory: int = 4
+    calm: int = 32
+    window: int = 64
+    rewalk: int = 8
+    highest: Rung = Rung.REWALK
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not 0.0 < self.deviations < math.inf:
+            raise SettingsError(
+                f"deviations cannot be {self.deviations}; use a number above 0, such as 3"
+            )
+        for name, least in (
+            ("smooth", 1),
+            ("warm_up", 2),
+            ("memory", 2),
+            ("refractory", 0),
+            ("calm", 1),
+            ("window", 1),
+            ("rewalk", 0),
+        ):
+            at_least(name, getattr(self, name), least)
+        if not isinstance(self.highest, Rung) or self.highest is Rung.NONE:
+            rungs = ", ".join(f"Rung.{rung.name}" for rung in Rung if rung)
+            raise SettingsError(f"highest cannot be {self.highest!r}; use one of {rungs}")
+
+    @property
+    def top(self) -> Rung:
+        """The highest rung that there is: no REWALK of 0 tokens."""
+        return self.highest if self.rewalk else min(self.highest, Rung.FULL)
+
+    @property
+    def held_back(self) -> int:
+        """Tokens that a rewalk may take back, and that nobody is shown before."""
+        return self.rewalk if self.top is Rung.REWALK else 0
+
+
+@dataclass(frozen=True)
+class Climb:
+    """One climb. `position`: tokens read when it was decided; entropies in bits."""
+
+    position: int
+    rung: Rung
+    entropy: float
+    mean_entropy: float
+    """Of the tokens before this one."""
+    top_probability: float
+    restored: int = 0
+    """Entries, of all KV heads."""
+
+
+@runtime_checkable
+class Recoverable(Protocol):
+    """What a session has that can restore what it took out of attention."""
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """Settings of the ladder; None: it is off."""
+
+    def thaw(self, rung: Rung, window: int) -> int:
+        """Restore frozen entries: SOFT, WINDOW (frozen in the last `window` steps), or FULL.
+
+        Returns how many, of all KV heads.
+        """
+
+    def note_climb(self, climb: Climb) -> None:
+        """Take down what was done."""
+
+
+class Ladder:
+    """Which rung to climb to, from the logits after every generated token."""
+
+    def __init__(self, recovery: Recovery, n_vocab: int) -> None:
+        """At the bottom; nothing seen."""
+        self._recovery = recovery
+        self._distribution = _Distribution(n_vocab)
+        self._entropy = _Running(recovery)
+        self._surprise = _Running(recovery)
+        self._since_climb = recovery.refractory
+        self._calm = 0
+        self._rewalked = -recovery.rewalk  # no place at all
+        self.rung = Rung.NONE
+        """Where it stands; it goes up from here."""
+
+    def observe(self, logits: npt.NDArray[np.float32], position: int) -> Climb | None:
+        """Look at the logits, (n_vocab,), after `position` tokens; returns what to do about them.
+
+        The caller restores entries, and reports how many.
+        """
+        entropy, top_probability = self._distribution.measure(logits)
+        if not math.isfinite(entropy):
+            return None  # no distribution: nothing to compare, and no mean would recover from it
+        mean = self._entropy.mean
+        spikes = self._entropy.take(entropy), self._surprise.take(-math.log2(top_probability))
+        rung = self._next_rung(any(spikes), position)
+        if rung is Rung.NONE:
+            return None
+        return Climb(position, rung, entropy, mean, top_probability)
+
+    def _next_rung(self, spike: bool, position: int) -> Rung:
+        self._since_climb += 1
+        self._calm = 0 if spike else self._calm + 1
+        if self._calm == self._recovery.calm:
+            self._calm = 0
+            self.rung = Rung(max(self.rung - 1, Rung.NONE))
+        if not spike or self._since_climb <= self._recovery.refractory:
+            return Rung.NONE
+        self._since_climb = 0
+        rung = Rung(min(self.rung + 1, self._recovery.top))
+        if rung is Rung.REWALK and position - self._recovery.rewalk < self._rewalked:
+            rung = Rung.FULL  # once was enough for some of these tokens
+        if rung is Rung.REWALK:
+            self._rewalked = position
+        self.rung = Rung.NONE if rung is Rung.REWALK else rung
+        return rung
+
+
+class Watch:
+    """The ladder beside a generation, and the session that acts on it."""
+
+    def __init__(self, session: Recoverable, recovery: Recovery, n_vocab: int) -> None:
+        """At the bottom of the ladder."""
+        self._session = session
+        self._window = recovery.window
+        self._ladder = Ladder(recovery, n_vocab)
+
+    def wants_rewalk(self, logits: npt.NDArray[np.float32], position: int) -> bool:
+        """Look at the logits after `position` tokens, and restore what the ladder says."""
+        climb = self._ladder.observe(logits, position)
+        if climb is None:
+            return False
+        restored = self._session.thaw(min(climb.rung, Rung.FULL), self._window)
+        self._session.note_climb(replace(climb, restored=restored))
+        return climb.rung is Rung.REWALK
+
+
+class _Distribution:
+    """The softmax of logits, measured in buffers of its own."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._logits = np.empty(n_vocab, np.float32)
+        self._exponentials = np.empty(n_vocab, np.float32)
+
+    def measure(self, logits: npt.NDArray[np.float32]) -> tuple[float, float]:
+        """Entropy in bits, and the top probability; nan for logits without a largest one."""
+        z, exponentials = self._logits, self._exponentials
+        with np.errstate(invalid="ignore"):
+            np.subtract(logits, logits.max(), out=z)
+        np.maximum(z, _LEAST_LOGIT, out=z)
+        np.exp(z, out=exponentials)
+        total = float(exponentials.sum())
+        z *= exponentials  # not np.dot: threads of BLAS would wake beside those of llama.cpp
+        return (math.log(total) - float(z.sum()) / total) / math.log(2.0), 1.0 / total
+
+
+class _Running:
+    """Mean and deviation of what came before, with exponential decay; see Recovery."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._n = 0
+        self._smoothed = 0.0
+        self._variance = 0.0
+        self.mean = 0.0
+
+    def take(self, value: float) -> bool:
+        """Take a value in; returns whether there is a spike."""
+        self._smoothed += (value - self._smoothed) / min(self._n + 1, self._recovery.smooth)
+        value = self._smoothed
+        spike = False
+        if self._n >= self._recovery.warm_up:
+            reach = self._recovery.deviations * max(math.sqrt(self._variance), LEAST_DEVIATION)
+            spike = value > self.mean + reach
+            value = min(max(value, self.mean - reach), self.mean + reach)
+        self._n += 1
+        share = 1.0 / min(self._n, self._recovery.memory)
+        difference = value - self.mean
+        self.mean += share * difference
+        self._variance = (1.0 - share) * (self._variance + share * difference**2)
+        return spike

@@ -1,0 +1,153 @@
+"""What a session is, as a file holds it: gathered to be written, and checked to be loaded."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+from entropykv._version import VERSION
+from entropykv.errors import SessionFileError
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.policy.names import Policy
+from entropykv.session.file import (
+    AGAIN,
+    SavedContents,
+    SavedSettings,
+    SessionReader,
+    check_settings,
+    write_session,
+)
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget, Settings
+from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReadSoFar:
+    """What was read, besides what the store keeps of it."""
+
+    position: int
+    tokens: array[int]
+    logits: Logits | None
+    """Of the last token, (n_vocab,)."""
+
+
+def saved_settings(
+    model: Model,
+    settings: Settings,
+    store: Store,
+    policy: Policy,
+    n_ctx: int,
+    budget: Budget,
+    freezing: Freezing | None,
+) -> SavedSettings:
+    """Gather what a session was made with."""
+    return SavedSettings(
+        entropykv=VERSION,
+        llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
+        model=model.name,
+        fingerprint=model.identity,
+        store=store.name,
+        kv_type=settings.kv_type,
+        policy=policy.name,
+        n_ctx=n_ctx,
+        kv_budget=str(budget),
+        n_sinks=settings.n_sinks,
+        recent_window=settings.recent_window,
+        freeze=None if freezing is None else freezing.kv_type,
+        sequence_state=(
+            _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None
+        ),
+    )
+
+
+def write_state(
+    file: BinaryIO, settings: SavedSettings, store: Store, sequence: ReadSoFar, chat: bool | None
+) -> SavedContents:
+    """Write a session to a binary file."""
+    state = store.state()
+    # A copy: an error that somebody keeps would keep the array from growing.
+    tokens = np.array(sequence.tokens, "<i4")
+    logits = np.empty(0) if sequence.logits is None else sequence.logits
+    contents = SavedContents(
+        position=sequence.position,
+        n_tokens=tokens.size,
+        n_logits=logits.size,
+        entries=state.entries,
+        evicted=state.evicted,
+        shift=store.shift,
+        chat=chat,
+        sections=state.section_bytes,
+    )
+    own = (tokens.tobytes(), logits.astype("<f4").tobytes())
+    write_session(file, settings, contents, itertools.chain(own, state.sections))
+    return contents
+
+
+def load_state(
+    reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int
+) -> ReadSoFar:
+    """Replace what a store holds by a saved session.
+
+    Raises SessionFileError where it does not fit or is damaged: the store is as it was then.
+    """
+    check_settings(reader.settings, settings, reader.where)
+    contents = reader.contents
+    if contents.position > settings.n_ctx:
+        raise SessionFileError(
+            f"{reader.where}: holds {contents.position} tokens, more than the context of "
+            f"{settings.n_ctx}; raise -c (n_ctx)"
+        )
+    _check_shift(reader, settings, store)
+    tokens, logits, *sections = reader.sections()
+    sequence = _sequence(reader, tokens, logits, n_vocab)
+    state = SavedState(
+        contents.position, contents.entries, contents.evicted, contents.shift, sections
+    )
+    try:
+        store.check_state(state)
+        store.load_state(state)
+    except DamagedState as error:
+        raise reader.damaged(str(error)) from None
+    except StateDoesNotFit as error:
+        raise SessionFileError(f"{reader.where}: {error}") from None
+    except (MemoryError, RuntimeError) as error:
+        raise SessionFileError(f"{reader.where}: cannot be loaded ({error}); {AGAIN}") from error
+    return sequence
+
+
+def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -> None:
+    shift, sinks = reader.contents.shift, reader.settings.n_sinks
+    if shift == 0:
+        return
+    if sinks != settings.n_sinks:
+        raise SessionFileError(
+            f"{reader.where}: goes beyond the trained context with {sinks} sinks, but this session "
+            f"has {settings.n_sinks}; use --sinks {sinks} (n_sinks={sinks})"
+        )
+    beyond = reader.contents.position - shift > store.rope.limit
+    if store.rope_obstacle or beyond or shift % store.rope.step != 0:
+        raise reader.damaged("an impossible shift")
+
+
+def _sequence(
+    reader: SessionReader, tokens: bytearray, logits: bytearray, n_vocab: int
+) -> ReadSoFar:
+    contents = reader.contents
+    ids = np.frombuffer(tokens, "<i4")
+    row = np.frombuffer(logits, "<f4")
+    if contents.position > ids.size or not np.all((ids >= 0) & (ids < n_vocab)):
+        raise reader.damaged("tokens that cannot be")
+    if row.size not in (0, n_vocab) or np.isnan(row).any():
+        raise reader.damaged("logits that cannot be")
+    return ReadSoFar(contents.position, array("i", ids.tolist()), row if row.size else None)

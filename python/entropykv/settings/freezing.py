@@ -1,0 +1,131 @@
+"""Cold storage of a session: what freezes, where it is kept, and when it comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entropykv.errors import SettingsError
+from entropykv.settings.options import MOST_BYTES, at_least, is_number, one_of, parse_bytes
+
+RAM = "ram"
+DISK = "disk:"
+COLD_TYPES = ("f16", "q8_0", "q4_0")
+"""Of frozen entries; the widest first."""
+COLD_CHOICES = ("auto", *COLD_TYPES)
+WHERE = "ram|disk:DIR"
+RECALL_MICRO_BATCH = 16
+"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: they share what
+is found."""
+
+LIMITS_OF_RATE = (1e-6, 1e6)
+MOST_THRESHOLD = 1e9
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """Evicted entries are kept in cold storage, out of attention. SettingsError where impossible.
+
+    `where`: `ram`, or `disk:DIR`: a file of this process in a directory. `limit`: bytes of cold
+    storage, such as `1GiB`; None: as much as the context needs. `kv_type`: of frozen entries; auto:
+    that of the store. `recall_interval`: frozen entries are looked through with every so many
+    generated tokens, and with every micro-batch of a prompt (of RECALL_MICRO_BATCH tokens at most);
+    0: never.
+
+    The rest is the schedule of policy freeze (the freeze document, section 3): entries older than
+    the `window` newest tokens are detected where the attention that they get in a step is below
+    `threshold` even shares of it, and frozen for sqrt(detections) / `rate` steps, rounded down.
+    `history`: steps within which detections are counted; 0: over the whole text (the document gives
+    no value). With policy freeze:products, |q.k| below `threshold` detects, as in the document:
+    what is low depends on the model. `threshold` None: 1, and 0.5 for |q.k|, as in the document.
+    """
+
+    where: str = RAM
+    limit: str | int | None = None
+    kv_type: str = "auto"
+    recall_interval: int = 1
+    window: int = 32
+    threshold: float | None = None
+    rate: float = 2.0
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if self.where != RAM and not self.directory:
+            raise SettingsError(f"freeze cannot be {self.where!r}; use ram or disk:DIRECTORY")
+        if self.limit is not None and not _possible(_bytes(self.limit)):
+            raise SettingsError(
+                f"the limit of frozen entries cannot be {self.limit!r}; give bytes such as 1GiB"
+            )
+        one_of("the type of frozen entries", self.kv_type, COLD_CHOICES)
+        at_least("recall_interval", self.recall_interval, 0)
+        at_least("the window of freezing", self.window, 1)
+        at_least("the history of freezing", self.history, 0)
+        if self.threshold is not None:
+            _check_number("threshold", self.threshold, (0.0, MOST_THRESHOLD))
+        _check_number("rate", self.rate, LIMITS_OF_RATE)
+
+    @staticmethod
+    def parse(value: Freezing | str | None) -> Freezing | None:
+        """Read `ram` or `disk:DIR`, with defaults for all else; None: nothing is frozen."""
+        return Freezing(value) if isinstance(value, str) else _checked(value)
+
+    @property
+    def directory(self) -> str | None:
+        """Where the file of cold storage is made; None: it is kept in memory."""
+        where: object = self.where
+        if not isinstance(where, str) or not where.startswith(DISK):
+            return None
+        return where[len(DISK) :]
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """`limit` in bytes."""
+        return None if self.limit is None else _bytes(self.limit)
+
+    def type_for(self, kv_type: str) -> str:
+        """The type of frozen entries in a store whose entries are of `kv_type`.
+
+        SettingsError for a wider one: what is not there cannot be kept.
+        """
+        if self.kv_type == "auto":
+            return kv_type
+        if kv_type in COLD_TYPES and COLD_TYPES.index(self.kv_type) < COLD_TYPES.index(kv_type):
+            raise SettingsError(
+                f"frozen entries cannot be {self.kv_type}, wider than the store's {kv_type}; use "
+                f"--freeze-type auto, or --kv-type {self.kv_type}"
+            )
+        return self.kv_type
+
+
+def check_freezing(freezing: Freezing | None, store: str, kv_type: str) -> None:
+    """Raise SettingsError where the store has no cold storage, or another type than it needs."""
+    if freezing is None:
+        return
+    freezing.type_for(kv_type)
+    if store == "flat":
+        raise SettingsError(
+            "the flat store has no cold storage; use --store headwise, or leave --freeze (freeze=) "
+            "out"
+        )
+
+
+def _checked(value: object) -> Freezing | None:
+    if value is None or isinstance(value, Freezing):
+        return value
+    raise SettingsError(f"freeze cannot be {value!r}; use ram, disk:DIRECTORY, or a Freezing")
+
+
+def _bytes(limit: str | int) -> int | None:
+    return parse_bytes(limit) if isinstance(limit, str) else limit
+
+
+def _possible(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_BYTES
+
+
+def _check_number(name: str, value: object, limits: tuple[float, float]) -> None:
+    low, high = limits
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise SettingsError(
+            f"the {name} of freezing cannot be {value!r}; use a number from {low:g} to {high:g}"
+        )

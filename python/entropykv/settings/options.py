@@ -1,0 +1,143 @@
+"""Settings of a session, checked once and frozen."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from entropykv.errors import BudgetError, SettingsError
+from entropykv.settings.cores import usable_cores
+
+KV_TYPES = ("f16", "q8_0")
+KV_CHOICES = ("auto", *KV_TYPES)
+STORES = ("auto", "headwise", "flat")
+
+MOST_TOKENS = 2**30
+"""Of a context, and of all that is counted in tokens: positions, their distances, and sums of two
+of them are 32-bit numbers in llama.cpp and in the extension."""
+MOST_MICRO_BATCH = 2**16
+MOST_THREADS = 512
+"""llama.cpp's own limit."""
+MOST_BYTES = 2**60
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMG]?i?B)", re.IGNORECASE | re.ASCII)
+_HOW = "give a fraction in (0, 1], a number of tokens (2 or more), or bytes such as 64MiB"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Read a size with its unit, such as `64MiB`, in bytes; None for anything else."""
+    match = _BYTES.fullmatch(text.strip())
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()]) if match else None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much the KV cache may hold: a fraction of n_ctx, tokens per KV head, or bytes."""
+
+    kind: Literal["fraction", "tokens", "bytes"]
+    value: float
+
+    @classmethod
+    def parse(cls, value: Budget | str | float) -> Budget:
+        """Read `0.2`, `512` or `"64MiB"`; BudgetError for anything impossible."""
+        if isinstance(value, Budget):
+            return value
+        n_bytes = parse_bytes(value) if isinstance(value, str) else None
+        if n_bytes is None:
+            return cls._from_number(value)
+        if n_bytes < 1:
+            raise BudgetError(f"a KV budget of {value} holds nothing; {_HOW}")
+        if n_bytes > MOST_BYTES:
+            raise BudgetError(f"a KV budget cannot be {value}; give {MOST_BYTES}B or less")
+        return cls("bytes", n_bytes)
+
+    @classmethod
+    def _from_number(cls, value: str | float) -> Budget:
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise BudgetError(f"a KV budget cannot be {value!r}; {_HOW}") from None
+        if 0.0 < number <= 1.0:
+            return cls("fraction", number)
+        if number > MOST_TOKENS:
+            raise BudgetError(f"a KV budget cannot be {value}; give {MOST_TOKENS} tokens or less")
+        if number >= 2.0 and number == int(number):
+            return cls("tokens", int(number))
+        raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
+
+    def __str__(self) -> str:
+        """As the user would write it."""
+        if self.kind == "bytes":
+            return f"{int(self.value)}B"
+        return f"{self.value:g}" if self.kind == "fraction" else str(int(self.value))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session was asked for. Raises SettingsError where a value is impossible."""
+
+    kv_type: str = "auto"
+    store: str = "auto"
+    n_ctx: int = 0
+    n_ubatch: int = 512
+    n_threads: int = 0
+    n_threads_batch: int = 0
+    n_gpu_layers: int = 0
+    n_sinks: int = 4
+    recent_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        one_of("kv_type", self.kv_type, KV_CHOICES)
+        one_of("store", self.store, STORES)
+        at_least("n_ctx", self.n_ctx, 0)
+        at_least("n_ubatch", self.n_ubatch, 1, MOST_MICRO_BATCH)
+        at_least("n_threads", self.n_threads, 0, MOST_THREADS)
+        at_least("n_threads_batch", self.n_threads_batch, 0, MOST_THREADS)
+        at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)  # llama.cpp's "all"
+        at_least("n_sinks", self.n_sinks, 0)
+        if self.recent_window is not None:
+            at_least("recent_window", self.recent_window, 1)
+
+    @property
+    def threads(self) -> int:
+        """Threads of token generation; the cores that this process may use unless set."""
+        return self.n_threads or usable_cores()
+
+    @property
+    def threads_batch(self) -> int:
+        """Threads of prompt reading."""
+        return self.n_threads_batch or self.threads
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise SettingsError unless `value` is one of those allowed."""
+    if value not in allowed:
+        raise SettingsError(f"{name} cannot be {value!r}; use one of {', '.join(allowed)}")
+
+
+def at_least(name: str, value: object, least: int, most: int = MOST_TOKENS) -> None:
+    """Raise SettingsError unless `value` is an integer from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingsError(f"{name} cannot be {value!r}; use an integer of {least} or more")
+    if value > most:
+        raise SettingsError(f"{name} cannot be {value}; use {most} or less")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number like any other: not an infinite one, nor none at all."""
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_one and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

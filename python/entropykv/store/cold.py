@@ -1,0 +1,209 @@
+"""Cold storage of the headwise store: its settings for the extension, its file, its failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from entropykv import _core
+from entropykv.errors import BudgetError, FreezeError, SettingsError
+from entropykv.llamacpp.model import Model
+from entropykv.model.identity import identity_of
+from entropykv.policy.names import Policy
+from entropykv.settings.freezing import Freezing
+from entropykv.store.cold_file import ColdFile
+from entropykv.store.protocol import Rung, StateDoesNotFit
+
+EVEN_SHARE = 1.0
+"""Of the attention: what an entry is detected below."""
+THRESHOLD_OF_PRODUCTS = 0.5
+"""As the freeze document has it."""
+
+
+class ColdSide:
+    """What a headwise store freezes into; without `freezing`, nothing is frozen.
+
+    Raises SettingsError where the policy cannot freeze, BudgetError for a limit that holds nothing,
+    FreezeError where the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        freezing: Freezing | None,
+        model: Model,
+        layers: Sequence[_core.LayerShape],
+        kv_type: str,
+        policy: Policy,
+    ) -> None:
+        """Make the file, where there is one."""
+        self.settings: _core.FreezeSettings | None = None
+        self._freezing = freezing
+        self._file: ColdFile | None = None
+        self._store: _core.HeadwiseStore | None = None
+        self._peak = 0
+        self._error: FreezeError | None = None
+        if freezing is None:
+            return
+        if policy.rule.by_layer:
+            raise SettingsError(
+                f"policy {policy.name} keeps the same tokens for all heads of a layer, but what is "
+                "frozen comes back for each head by itself; use another policy, or no --freeze "
+                "(freeze=)"
+            )
+        if all(shape.window for shape in layers):
+            raise SettingsError(
+                f"{model.name}: every layer has a sliding window, and what has left it is never "
+                "needed again, so nothing can be frozen; use no --freeze (freeze=)"
+            )
+        cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
+        page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
+        # Of every KV head: a page that is filled, as wide as the store's, and one that is stored.
+        of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
+        least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
+        if freezing.limit_bytes is not None and freezing.limit_bytes < least:
+            raise BudgetError(
+                f"a limit of {freezing.limit} holds no frozen entries of this model; give "
+                f"--freeze-limit {least}B or more"
+            )
+        if freezing.directory is not None:
+            self._file = ColdFile.create(
+                freezing.directory, page_bytes, identity_of(model.geometry)
+            )
+        self.settings = _core.FreezeSettings(
+            kv_type=cold_type,
+            limit_bytes=freezing.limit_bytes or 0,
+            recall_interval=freezing.recall_interval,
+            schedule=_schedule(freezing, policy) if policy.schedule else None,
+            descriptor=self._file.descriptor if self._file else -1,
+            nonce=self._file.nonce if self._file else b"",
+        )
+
+    def serve(self, store: _core.HeadwiseStore) -> None:
+        """The store that was made with the settings."""
+        self._store = store if self.settings else None
+
+    def check_file(self) -> None:
+        """Before every micro-batch. FreezeError where the file is not what it was."""
+        if self._file and self._store:
+            try:
+                self._file.check()
+            except FreezeError:
+                self._give_up()
+                raise
+
+    @contextmanager
+    def growing(self) -> Iterator[None]:
+        """Raise FreezeError where there is no room; nothing has changed then."""
+        try:
+            yield
+        except _core.ColdStorageError as error:
+            raise FreezeError(
+                f"{self._where()}: has no room for more frozen entries ({error}); free some, give "
+                "--freeze-limit, or another --freeze disk:DIR"
+            ) from None
+        finally:
+            self._note_size()
+
+    @contextmanager
+    def growing_later(self) -> Iterator[None]:
+        """The same for what is done after a micro-batch: check() raises."""
+        try:
+            with self.growing():
+                yield
+        except FreezeError as error:
+            self._error = error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise FreezeError where what is frozen cannot be read; it is given up then."""
+        try:
+            yield
+        except _core.ColdStorageError:
+            self.check()
+            raise
+
+    def check_loading(self) -> None:
+        """Raise StateDoesNotFit where what is frozen was given up: none can be taken in."""
+        if self.settings and self._store is None:
+            raise StateDoesNotFit(
+                "cannot be loaded by a session whose cold storage failed; make a new session"
+            )
+
+    def check(self) -> None:
+        """After every micro-batch. FreezeError where what is frozen could not be read or written:
+
+        It is given up, and the session can go on with what it holds.
+        """
+        error, self._error = self._error, None
+        why = self._store.cold_failure if self._store else None
+        if why:
+            self._give_up()
+            error = FreezeError(
+                f"{self._where()}: {why}, so that what was frozen is lost; keep other programs "
+                "away from its file, and read the text again"
+            )
+        if error:
+            raise error
+
+    def thaw(self, rung: Rung, window: int, position: int) -> int:
+        """See Session.thaw()."""
+        if self._store is None:
+            return 0
+        now = position - 1
+        restored = self._store.restore(
+            now=now,
+            frozen_after=now - window if rung is Rung.WINDOW else -1,
+            due_after=now + 1 if rung is Rung.SOFT else -1,
+            forget=rung is Rung.FULL,
+        )
+        self._store.recall_now()
+        return restored
+
+    def counters(self) -> dict[str, Any]:
+        """Its part of SessionStats."""
+        store = self._store
+        if store is None:
+            return {}
+        self._note_size()
+        return {
+            "frozen_entries": store.frozen,
+            "frozen_bytes": store.cold_bytes,
+            "frozen_bytes_peak": self._peak,
+            "frozen_sketch_bytes": store.sketch_bytes,
+            "entries_frozen": store.frozen_total,
+            "entries_restored": store.restored_total,
+            "entries_recalled": store.recalled_total,
+            "cold_seconds": store.cold_seconds,
+        }
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._store = None
+        if self._file:
+            self._file.close()
+
+    def _note_size(self) -> None:
+        if self._store is None:
+            return
+        self._peak = max(self._peak, self._store.cold_bytes)
+        if self._file:
+            self._file.expected_bytes = max(self._file.expected_bytes, self._store.cold_file_bytes)
+
+    def _give_up(self) -> None:
+        if self._store:
+            self._store.stop_freezing()
+        self.close()
+
+    def _where(self) -> str:
+        return self._file.path if self._file else "memory"
+
+
+def _schedule(freezing: Freezing, policy: Policy) -> _core.FreezeSchedule:
+    default = THRESHOLD_OF_PRODUCTS if policy.importance.measure == "products" else EVEN_SHARE
+    return _core.FreezeSchedule(
+        window=freezing.window,
+        threshold=default if freezing.threshold is None else freezing.threshold,
+        rate=freezing.rate,
+        history=freezing.history,
+    )

@@ -1,0 +1,237 @@
+"""The file of cold storage on disk: made, locked, recognised again, and removed.
+
+It belongs to one session of one process, and is never read by another: its content is worth nothing
+without what that session knows in memory. It holds nothing to be trusted, either: check() sees a
+file that was cut, replaced or changed at its start, not one that was changed further on.
+
+All numbers are little-endian; the first HEADER_BYTES are
+
+    magic "EKVCOLD\\0", version (u32), bytes of a page (u32), nonce (16 bytes, random),
+    digest of the model's identity (blake2b, 16 bytes), process (u32), zeros,
+    digest (blake2b, 8 bytes) of all before it
+
+and what follows is the store's.
+
+A process holds a lock (flock) on its file from before the header is written until the end, however
+it comes: a file whose lock can be had is nobody's any more. The lock is not inherited by programs
+that the process starts (O_CLOEXEC); a forked child holds it as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from entropykv.errors import FreezeError
+
+MAGIC = b"EKVCOLD\0"
+VERSION = 1
+"""Another one wherever the header or what follows it changes."""
+HEADER_BYTES = 4096
+
+_PREFIX = "entropykv-"
+_SUFFIX = ".cold"
+_FIELDS = struct.Struct("<8sII16s16sI")
+_DIGEST_BYTES = 8
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_EXISTING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for ever
+_ATTEMPTS = 100
+
+
+class ColdFile:
+    """A file that this process holds locked; see create()."""
+
+    def __init__(
+        self, path: str, descriptor: int, *, page_bytes: int, identity: Mapping[str, Any]
+    ) -> None:
+        """Write the header of a new file that is locked; the object owns the descriptor then."""
+        self.path = path
+        self.descriptor = descriptor
+        self.nonce = secrets.token_bytes(16)
+        self.expected_bytes = HEADER_BYTES
+        """What the file has at least; whoever makes it longer sets it."""
+        self.n_leftovers = 0
+        """Files of dead processes that create() removed."""
+        self._process = os.getpid()
+        self._header = _header(page_bytes, self.nonce, digest_of(identity))
+        _write(descriptor, self._header)
+
+    @classmethod
+    def create(
+        cls, directory: str | os.PathLike[str], page_bytes: int, identity: Mapping[str, Any]
+    ) -> ColdFile:
+        """Make a new file in a directory, after those that dead processes have left there.
+
+        `identity`: of the model, see model.identity.identity_of(). Raises FreezeError.
+        """
+        directory = os.path.abspath(directory)
+        try:
+            n_leftovers = _remove_leftovers(directory)
+            path, descriptor = _new_locked(directory)
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            raise _unusable(directory, error) from None
+        try:
+            file = cls(path, descriptor, page_bytes=page_bytes, identity=identity)
+        except BaseException as error:
+            _remove(path, descriptor)
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise _unusable(directory, error) from None
+            raise
+        file.n_leftovers = n_leftovers
+        return file
+
+    def check(self) -> None:
+        """Raise FreezeError where the file is not any more what this session has made.
+
+        One read of the header and one look at the file's size: for before every micro-batch.
+        """
+        try:
+            header = os.pread(self.descriptor, HEADER_BYTES, 0)
+            status = os.fstat(self.descriptor)
+        except OSError as error:
+            raise self._refused(f"cannot be read any more ({error.strerror})") from None
+        if status.st_nlink == 0:
+            raise self._refused("was removed")
+        if status.st_size < self.expected_bytes or len(header) < HEADER_BYTES:
+            raise self._refused(f"was cut to {status.st_size} of {self.expected_bytes} bytes")
+        if header != self._header:
+            raise self._refused(self._what_differs(header))
+
+    def _what_differs(self, header: bytes) -> str:
+        magic, version, _, nonce, identity, _ = _FIELDS.unpack_from(header)
+        if magic != MAGIC:
+            return "is no file of frozen entries any more"
+        if version != VERSION:
+            return f"has version {version} of the format, but this entropykv writes {VERSION}"
+        if header[-_DIGEST_BYTES:] != _digest(header[:-_DIGEST_BYTES], _DIGEST_BYTES):
+            return "has a damaged header"
+        if identity != _FIELDS.unpack_from(self._header)[4]:
+            return "belongs to another model"
+        if nonce != self.nonce:
+            return "belongs to another session"
+        return "has another header than the one that was written"
+
+    def _refused(self, what: str) -> FreezeError:
+        return FreezeError(
+            f"{self.path}: {what}, so that what was frozen is lost; make a new session, and keep "
+            "other programs away from its file"
+        )
+
+    def close(self) -> None:
+        """Remove the file and end the lock; nothing is raised. A forked child removes nothing."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor < 0:
+            return
+        if os.getpid() == self._process:
+            _remove(self.path, descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def digest_of(identity: Mapping[str, Any]) -> bytes:
+    """16 bytes that stand for a model's identity, whatever the order of its fields."""
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return _digest(canonical.encode(), 16)
+
+
+def _header(page_bytes: int, nonce: bytes, identity: bytes) -> bytes:
+    fields = _FIELDS.pack(MAGIC, VERSION, page_bytes, nonce, identity, os.getpid())
+    padded = fields.ljust(HEADER_BYTES - _DIGEST_BYTES, b"\0")
+    return padded + _digest(padded, _DIGEST_BYTES)
+
+
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def _write(descriptor: int, header: bytes) -> None:
+    if os.pwrite(descriptor, header, 0) != len(header):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _new_locked(directory: str) -> tuple[str, int]:
+    """Path and descriptor of a new, empty file whose lock is held.
+
+    Between open() and flock() another process may take it for a leftover: then it is another's for
+    a moment, or gone, and the next name is tried.
+    """
+    for _ in range(_ATTEMPTS):
+        path = os.path.join(directory, f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}")
+        descriptor = os.open(path, _NEW, 0o600)
+        try:
+            if _lock(descriptor) and os.fstat(descriptor).st_nlink:
+                return path, descriptor
+        except BaseException:
+            _remove(path, descriptor)
+            os.close(descriptor)
+            raise
+        _remove(path, descriptor)
+        os.close(descriptor)
+    raise OSError(errno.EBUSY, "other processes remove every new file there")
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock could be had; OSError where the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove(path: str, descriptor: int) -> bool:
+    """Remove the path where it still is the open file; returns whether it was."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+            os.unlink(path)
+            return True
+    return False
+
+
+def _remove_leftovers(directory: str) -> int:
+    """Remove the files that nobody holds; returns how many. OSError where it cannot be listed."""
+    with os.scandir(directory) as entries:
+        paths = [
+            entry.path
+            for entry in entries
+            if entry.name.startswith(_PREFIX)
+            and entry.name.endswith(_SUFFIX)
+            and entry.is_file(follow_symlinks=False)
+        ]
+    return sum(map(_remove_leftover, paths))
+
+
+def _remove_leftover(path: str) -> bool:
+    """Whether it was one, and is gone; what cannot be opened or locked is left alone."""
+    try:
+        descriptor = os.open(path, _EXISTING)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor):
+            return False
+        start = os.pread(descriptor, len(MAGIC), 0)
+        is_ours = MAGIC.startswith(start)  # a process may have died before it wrote the header
+        return is_ours and _remove(path, descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _unusable(directory: str, error: OSError | ValueError) -> FreezeError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return FreezeError(
+        f"{directory}: cannot hold frozen entries ({reason}); give --freeze disk:DIR a directory "
+        "that can be written, or use --freeze ram"
+    )

@@ -1,0 +1,282 @@
+"""The flat store in a session: llama.cpp's own cache with the budget's cells."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.errors import (
+    BudgetError,
+    ContextError,
+    SettingsError,
+    UnsupportedModelError,
+)
+from entropykv.llamacpp.context import (
+    GGML_TYPES,
+    context_parameters,
+    let_hook_change,
+    refuse_diffusion,
+    relu2_layers,
+)
+from entropykv.llamacpp.k_shift import flat_range, k_shift_obstacle
+from entropykv.llamacpp.model import Model, captured_log
+from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
+from entropykv.policy.names import Policy
+from entropykv.policy.plan import FlatPlan, plan_flat
+from entropykv.profile.belongs import check_model
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import Budget, Settings
+from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store, StoreState
+
+Q8_0_BLOCK = 32
+"""llama.cpp's: no block holds values of two heads."""
+
+
+WITHOUT_HOLES = frozenset({"qwen4exp"})
+"""Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36 an assertion
+of its indices ends the process once positions are missing; no API tells."""
+
+
+class FlatStore(Store):
+    """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
+
+    name = "flat"
+    rebases = 0
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        n_ctx: int,
+        n_ubatch: int,
+        budget: Budget,
+        policy: Policy,
+        profile: EntropyProfile | None,
+    ) -> None:
+        """Make a context whose cells are the budget plus one micro-batch.
+
+        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for
+        a diffusion model, and for one of WITHOUT_HOLES in less than the context.
+        """
+        geometry = model.geometry
+        refuse_diffusion(model)
+        if profile:
+            check_model(profile, model.geometry)
+        self._model = model
+        self._is_recurrent = is_recurrent(model)
+        self._settings = settings
+        self._n_ctx = n_ctx
+        self._n_ubatch = n_ubatch
+        self._heads_per_layer = geometry.kv_heads_per_layer
+        self.n_kv_heads = sum(geometry.kv_heads_per_layer)
+        values = geometry.cached_values
+        self.bytes_full_per_token = 2 * values
+        self._cell_bytes = values * 34 // 32 if settings.kv_type == "q8_0" else 2 * values
+        n_gates = relu2_layers(model, settings)
+        self._gates = _core.GateHook(n_gates) if n_gates else None
+        plan = self._plan(budget)
+        self._cells = plan.cells
+        self.context = self._new_context(plan.cells)
+        self._store = _core.FlatStore(
+            context=_address(self.context),
+            budget=plan.entries,
+            score=policy.importance.kind,
+            variation=profile.coefficient_of_variation if profile else 0.0,
+            n_sinks=plan.protection.n_sinks,
+            recent_window=plan.protection.recent_window,
+            rope_sinks=settings.n_sinks,
+        )
+        self.rope = flat_range(model, n_ctx, settings.n_sinks)
+        self.rope_obstacle = ""
+        if n_ctx > self.rope.limit:
+            self.rope_obstacle = k_shift_obstacle(model, self.context, settings)
+
+    @property
+    def shift(self) -> int:
+        """How far positions of the text are before what RoPE sees."""
+        return self._store.shift
+
+    @shift.setter
+    def shift(self, shift: int) -> None:
+        self._store.shift = shift
+
+    def _plan(self, budget: Budget) -> FlatPlan:
+        plan = plan_flat(
+            budget,
+            self._cell_bytes,
+            self._n_ctx,
+            self._n_ubatch,
+            self._settings.n_sinks,
+            self._settings.recent_window,
+        )
+        if plan.entries < self._n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
+            raise UnsupportedModelError(
+                f"{self._model.name}: llama.cpp fails where positions of this architecture "
+                f"({self._model.geometry.architecture}) are missing from its cache, so nothing can "
+                "be evicted; use --kv-budget 1.0 (kv_budget=1.0)"
+            )
+        return plan
+
+    def _new_context(self, cells: int) -> Any:
+        parameters = context_parameters(self._model, self._settings, self._n_ubatch, cells)
+        kv_type = GGML_TYPES[self._settings.kv_type]
+        parameters.type_k = parameters.type_v = kv_type
+        if self._settings.kv_type != "f16":
+            parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        if self._gates:
+            let_hook_change(parameters, self._gates)
+        return self._model.new_context(parameters)
+
+    def before(self, n_tokens: int, position: int) -> None:
+        """Compact where holes would cost attention time; rotate keys where positions run out."""
+        self._store.make_room(n_tokens)
+        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        if shift != self.shift:  # right before a decode: until then, the saved state is not rotated
+            self._store.rebase(shift)
+            self.rebases += 1
+        if self._gates:
+            self._gates.begin_step()
+
+    def after(self, n_tokens: int, position: int) -> None:
+        """Check that every gate was changed where that is needed; evict down to the budget."""
+        if self._gates:
+            self._gates.check_step()
+        self._store.settle(position, n_tokens)
+
+    def resize(self, budget: Budget) -> None:
+        """Evict down to a smaller budget; move to a context with more cells for a larger one."""
+        plan = self._plan(budget)
+        if plan.cells > self._cells:
+            self._move_to(plan.cells)
+        self._store.set_budget(plan.entries, plan.protection.n_sinks, plan.protection.recent_window)
+
+    def _move_to(self, cells: int) -> None:
+        """Go on in a larger context. BudgetError, and nothing has changed, where that fails."""
+        larger = self._new_context(cells)
+        try:
+            with captured_log():
+                self._store.move_to(_address(larger))
+        except (MemoryError, RuntimeError) as error:
+            llama_cpp.llama_free(larger)
+            raise BudgetError(
+                f"{self._model.name}: what is held cannot be moved to a cache of {cells} cells "
+                f"({error}); give a smaller budget"
+            ) from error
+        llama_cpp.llama_free(self.context)
+        self.context, self._cells = larger, cells
+
+    def truncate(self, position: int) -> None:
+        """Drop entries at and beyond a position.
+
+        ContextError where the one before it was evicted: llama.cpp reads on after that one only;
+        and where a recurrent state is beyond it.
+        """
+        if self._is_recurrent and position > 0:
+            raise cannot_go_back(self._model, position)
+        if position > 0 and position - 1 not in self._store.positions:
+            raise ContextError(
+                f"cannot go back to position {position}: the flat store has evicted the token "
+                "before it; go back less far, or call reset() and read the text again"
+            )
+        self._store.truncate(position)
+        if position == 0:
+            self.shift = 0
+
+    def can_return_to(self, position: int) -> bool:  # noqa: ARG002
+        """Not where there are recurrent layers."""
+        return not self._is_recurrent
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
+        """Positions kept, ascending: the same for every layer and head."""
+        return self._store.positions
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """[layer][KV head] in entries."""
+        return [(self._store.budget,) * heads for heads in self._heads_per_layer]
+
+    def state(self) -> StoreState:
+        """Positions, and llama.cpp's state; the cells are compacted for it."""
+        state = self._store.save_state()
+        positions = self._store.positions.astype("<i4").tobytes()
+        return StoreState(
+            entries=[[self._store.entries] * heads for heads in self._heads_per_layer],
+            evicted=self._store.evicted,
+            section_bytes=[len(positions), len(state)],
+            sections=iter((positions, state)),
+        )
+
+    def check_state(self, state: SavedState) -> None:
+        """Check positions and their number; llama.cpp checks its own state."""
+        sections = state.sections
+        positions = np.frombuffer(sections[0], "<i4") if len(sections) == 2 else None
+        if positions is None:
+            raise DamagedState("other sections than those of the flat store")
+        n = len(positions)
+        if state.entries != [[n] * heads for heads in self._heads_per_layer]:
+            raise DamagedState("another number of positions than of entries")
+        ends = [-1, *positions.tolist(), state.position]
+        if ends[-2] != ends[-1] - 1 or any(a >= b for a, b in itertools.pairwise(ends)):
+            raise DamagedState("positions that cannot be")
+        if n > self._cells:
+            raise StateDoesNotFit(
+                f"keeps {n} tokens, more than the {self._cells} cells of this session; use "
+                f"--kv-budget {n} (kv_budget={n}) or more"
+            )
+
+    def load_state(self, state: SavedState) -> None:
+        """Give llama.cpp its state, and evict; RuntimeError where it does not take it."""
+        positions, cells = state.sections
+        with captured_log():  # it says more than a user can use
+            self._store.load_state(
+                np.frombuffer(positions, "<i4").tolist(), cells, state.evicted, state.shift
+            )
+
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads."""
+        return self._store.evicted * self.n_kv_heads
+
+    def counters(self) -> dict[str, Any]:
+        """The store's part of SessionStats."""
+        cell_bytes = self._cell_bytes
+        return {
+            "kv_type": self._settings.kv_type,
+            "kv_bytes_budget": self._cells * cell_bytes,
+            "kv_bytes_peak": self._store.peak * cell_bytes,
+            "kv_bytes_now": self._store.entries * cell_bytes,
+            "kv_bytes_staging": self._store.largest_copy,
+            "kv_bytes_scratch": 0,
+            "entries_kept": self._store.entries * self.n_kv_heads,
+            "evictions": self.evicted,
+            "eviction_seconds": self._store.eviction_seconds,
+            "rebases": self.rebases,
+        }
+
+
+def flat_kv_type(asked: str, chosen: str, model: Model) -> str:
+    """The type of llama.cpp's cache: f16 where `auto` chose one whose blocks heads do not fill.
+
+    SettingsError where such a type was asked for.
+    """
+    geometry = model.geometry
+    of_windows = (model.metadata(f"attention.{name}_length_swa") for name in ("key", "value"))
+    sizes = [geometry.head_dim_k, geometry.head_dim_v, *map(int, filter(None, of_windows))]
+    odd = [size for size in sizes if size % Q8_0_BLOCK]
+    if chosen == "f16" or not odd:
+        return chosen
+    if asked == "auto":
+        return "f16"
+    raise SettingsError(
+        f"{model.name}: the flat store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} values,"
+        f" with heads of {odd[0]}; use --kv-type f16 (kv_type='f16')"
+    )
+
+
+def _address(context: Any) -> int:
+    return ctypes.cast(context, ctypes.c_void_p).value or 0

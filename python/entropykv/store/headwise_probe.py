@@ -1,0 +1,76 @@
+"""What the headwise store finds in a model's graph before it serves it: layers, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_cpp
+
+from entropykv import _core
+from entropykv.errors import EntropyKVError, UnsupportedModelError
+from entropykv.llamacpp.context import (
+    context_parameters,
+    decode_one_token,
+    let_hook_change,
+    refuse_diffusion,
+)
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.llamacpp.windows import layer_windows
+from entropykv.settings.options import Settings
+
+
+def refuse_by_kind(model: Model, settings: Settings) -> None:
+    """Raise UnsupportedModelError for what the graph does not show."""
+    if settings.n_gpu_layers:
+        raise UnsupportedModelError(
+            "the headwise store runs on the CPU, but layers are offloaded; use --store flat "
+            "or no --n-gpu-layers"
+        )
+    refuse_diffusion(model)
+    kinds = {
+        "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
+        "it has an encoder": llama_cpp.llama_model_has_encoder(model.handle),
+    }
+    for why, applies in kinds.items():
+        if applies:
+            raise _unsupported(model, why)
+
+
+def hooked_context(model: Model, settings: Settings, hook: _core.GraphHook, n_ubatch: int) -> Any:
+    """A context that counts one micro-batch, and whose graphs the hook changes."""
+    # Of a hybrid model, the last cell of a micro-batch stays until the next one is read.
+    cells = n_ubatch + is_recurrent(model)
+    parameters = context_parameters(model, settings, n_ubatch, cells)
+    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
+    let_hook_change(parameters, hook)
+    return model.new_context(parameters)
+
+
+def probed_layers(
+    model: Model, settings: Settings, hook: _core.GraphHook, context: Any
+) -> list[_core.LayerShape]:
+    """Decode one token and look at the graph; returns the shapes of the attention layers.
+
+    Raises UnsupportedModelError where the graph has something that the store does not serve.
+    """
+    if not decode_one_token(context):
+        raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+    if hook.refusal or not hook.nodes:
+        raise _unsupported(model, hook.refusal or "it has no attention layers")
+    try:
+        windows = layer_windows(model, settings)
+    except UnsupportedModelError as error:
+        raise _unsupported(model, str(error)) from None
+    if not windows:
+        return [node.shape for node in hook.nodes]
+    return [windows[node.cache_layer].of(node.shape) for node in hook.nodes]
+
+
+def _unsupported(model: Model, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{model.name}: the headwise store cannot serve this model: {why}; use --store flat "
+        "(store='flat'), which serves any model"
+    )

@@ -1,0 +1,135 @@
+"""The headwise store as sections of a session file, and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.llamacpp.recurrent import RecurrentState
+from entropykv.policy.names import Policy
+from entropykv.policy.online import OnlineBudgets
+from entropykv.store.cold import ColdSide
+from entropykv.store.protocol import DamagedState, SavedState, StoreState
+
+
+class HeadwiseState:
+    """A section for every KV head, layer by layer; what online budgets have seen, where there are
+    any; the state of the recurrent layers, where there are any.
+    """
+
+    def __init__(
+        self,
+        store: _core.HeadwiseStore,
+        layers: Sequence[_core.LayerShape],
+        policy: Policy,
+        cold: ColdSide,
+        online: OnlineBudgets | None,
+        recurrent: RecurrentState | None,
+    ) -> None:
+        """All of it is the store's own."""
+        self._store = store
+        self._layers = layers
+        self._n_kv_heads = sum(shape.n_head_kv for shape in layers)
+        self._policy = policy
+        self._cold = cold
+        self._online = online
+        self._recurrent = recurrent
+
+    def save(self) -> StoreState:
+        """The sections; those of the KV heads are made as they are read."""
+        entries = [
+            [self._store.count(layer, head) for head in range(shape.n_head_kv)]
+            for layer, shape in enumerate(self._layers)
+        ]
+        rest = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
+        rest += [] if self._recurrent is None else [self._recurrent.save()]
+        return StoreState(
+            entries=entries,
+            evicted=self._store.evicted,
+            section_bytes=[
+                *(self._store.state_bytes(i, head) for i, head, _ in _per_head(entries)),
+                *map(len, rest),
+            ],
+            sections=itertools.chain(
+                (self._section(i, head) for i, head, _ in _per_head(entries)), rest
+            ),
+        )
+
+    def _section(self, layer: int, kv_head: int) -> bytes:
+        with self._cold.reading():
+            return self._store.save_head(layer, kv_head)
+
+    def check(self, state: SavedState) -> None:
+        """Check number, size, positions and importance of the entries of every KV head."""
+        self._cold.check_loading()
+        sections = state.sections
+        heads = [len(layer) for layer in state.entries]
+        n_sections = self._n_kv_heads + (self._online is not None) + (self._recurrent is not None)
+        if heads != [shape.n_head_kv for shape in self._layers] or len(sections) != n_sections:
+            raise DamagedState("other KV heads than the model has")
+        if self._policy.rule.by_layer and any(len(set(layer)) > 1 for layer in state.entries):
+            raise DamagedState("KV heads of a layer that keep different positions")
+        if self._online:
+            seen = sections[self._n_kv_heads]
+            problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))
+            if problem:
+                raise DamagedState(problem)
+        for (layer, head, count), section in zip(
+            _per_head(state.entries), sections[: self._n_kv_heads], strict=True
+        ):
+            problem = self._store.state_problem(layer, count, section, state.position)
+            if problem:
+                raise DamagedState(f"KV head {head} of layer {layer} has {problem}")
+
+    def load(
+        self,
+        state: SavedState,
+        shares: Callable[[], list[int]],
+        share: Callable[[], None],
+    ) -> None:
+        """Get room for everything, then forget what is held, and copy.
+
+        `shares`: budgets by what online ones have seen; `share` sets them. What raises has changed
+        nothing.
+        """
+        heads = list(_per_head(state.entries))
+        of_heads = state.sections[: self._n_kv_heads]
+        with self._seen_as_in(state.sections), self._cold.growing():
+            self._store.begin_load([count for _, _, count in heads], of_heads, shares())
+        self._store.truncate(0)
+        self._store.set_evicted(state.evicted)
+        share()
+        for (layer, head, count), section in zip(heads, of_heads, strict=True):
+            self._store.load_head(layer, head, count, section)
+
+    @contextmanager
+    def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:
+        """Take over what recurrent layers and online budgets have seen; back where that fails."""
+        state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
+        seen = self._online.state() if self._online else None
+        if self._online:
+            self._online.load(_floats(sections[self._n_kv_heads]))
+        try:
+            yield
+        except BaseException:
+            if self._recurrent:
+                self._recurrent.replace(state)
+            if self._online and seen is not None:
+                self._online.load(seen)
+            raise
+
+
+def _floats(section: bytearray) -> npt.NDArray[np.float64]:
+    return np.frombuffer(section, "<f8").astype(np.float64)
+
+
+def _per_head(entries: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Layer, KV head and number of entries of every KV head."""
+    for layer, counts in enumerate(entries):
+        for head, count in enumerate(counts):
+            yield layer, head, count

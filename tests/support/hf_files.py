@@ -1,0 +1,119 @@
+"""Hugging Face BitNet directories, written by hand: no torch, no transformers, no safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.i2s_files import I2sModel
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+_DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8", "float64": "F64", "int64": "I64"}
+_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMS = {
+    "input_layernorm": "n_embd",
+    "post_attention_layernorm": "n_embd",
+    "self_attn.attn_sub_norm": "n_embd",
+    "mlp.ffn_sub_norm": "n_ff",
+}
+
+
+def write_safetensors(path: Path, tensors: Arrays, header: dict[str, Any] | None = None) -> None:
+    """Length of the header, header, data. `header` changes entries of the header."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, values in tensors.items():
+        entries[name] = {
+            "dtype": _DTYPES[values.dtype.name],
+            "shape": list(values.shape),
+            "data_offsets": [len(data), len(data) + values.nbytes],
+        }
+        data += values.tobytes()
+    for name, changes in (header or {}).items():
+        entries[name] |= changes
+    encoded = json.dumps(entries).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def pack_hf(ternary: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """Four quarters of the rows in the four pairs of bits, the first quarter lowest."""
+    quarter = ternary.shape[0] // 4
+    packed = np.zeros((quarter, ternary.shape[1]), dtype=np.uint8)
+    for row in range(ternary.shape[0]):
+        packed[row % quarter] |= (ternary[row] + 1).astype(np.uint8) << 2 * (row // quarter)
+    return packed
+
+
+def hf_tensors(model: I2sModel, *, packed: bool = True) -> Arrays:
+    """Tensors of a checkpoint: packed with their scale, else dense F32."""
+    tensors: Arrays = {"model.embed_tokens.weight": model.embedding}
+    tensors["model.norm.weight"] = model.norm(model.n_embd)
+    for layer in range(model.n_layer):
+        for name, size in _NORMS.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = model.norm(getattr(model, size))
+        for ours, theirs in _NAMES.items():
+            ternary, scale = (
+                store[f"blk.{layer}.{ours}"] for store in (model.ternary, model.scales)
+            )
+            weight = f"model.layers.{layer}.{theirs}.weight"
+            if packed:
+                tensors[weight] = pack_hf(ternary)
+                tensors[f"{weight}_scale"] = np.array([scale], dtype=np.float32)
+            else:
+                tensors[weight] = ternary.astype(np.float32) * np.float32(scale)
+    return tensors
+
+
+def hf_config(model: I2sModel, **changes: Any) -> dict[str, Any]:
+    """config.json of a packed checkpoint; a change to None leaves the key out."""
+    config: dict[str, Any] = {
+        "architectures": ["BitNetForCausalLM"],
+        "model_type": "bitnet",
+        "hidden_act": "relu2",
+        "hidden_size": model.n_embd,
+        "intermediate_size": model.n_ff,
+        "num_hidden_layers": model.n_layer,
+        "num_attention_heads": model.n_head,
+        "num_key_value_heads": model.n_head_kv,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "vocab_size": model.n_vocab,
+        "tie_word_embeddings": True,
+        "quantization_config": {
+            "quant_method": "bitnet",
+            "linear_class": "autobitlinear",
+            "quantization_mode": "offline",
+        },
+    } | changes
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def write_hf(directory: Path, config: dict[str, Any], *shards: Arrays) -> Path:
+    """Write a checkpoint; several shards get an index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if len(shards) == 1:
+        write_safetensors(directory / "model.safetensors", shards[0])
+        return directory
+    weight_map = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(directory / name, tensors)
+        weight_map |= dict.fromkeys(tensors, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
