@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
 .PHONY: demo test test-cpp test-reference test-versions lint architectures wheel bench \
-	bench-kernels fuzz install clean
+	bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -123,6 +123,10 @@ bench-kernels: $(VENV)/.tools  ## decode kernels (against a plain read) and evic
 	PATH="$(BIN):$$PATH" cmake --build build/bench
 	build/bench/kernel_bench $(ARGUMENTS)
 	build/bench/store_bench
+
+docs: $(VENV)/.package  ## the pages of docs/ with an API reference, into build/docs; warnings are errors
+	@$(BIN)/pip install -q "entropykv[docs]"
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build

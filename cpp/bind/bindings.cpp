@@ -19,6 +19,7 @@
 #include "llama/window_probe.hpp"
 #include "platform/bandwidth.hpp"
 #include "store/head_store.hpp"
+#include "store/rope.hpp"
 
 namespace py = pybind11;
 using namespace entropykv;  // NOLINT: this file only registers

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 
+#include "decide/contest.hpp"
 #include "decide/eviction.hpp"
 
 namespace entropykv {
 
-constexpr int kContest = 512;     // most keys that are compared with each other
 constexpr float kSimilar = 0.9f;  // cosine of two keys from which on the older one counts less
 
 // What is left of the score of an entry whose key has this cosine with a newer one's.

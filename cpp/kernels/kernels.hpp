@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "decide/contest.hpp"
 #include "page/key_sketch.hpp"
 #include "page/page_layout.hpp"
 

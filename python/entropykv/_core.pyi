@@ -471,6 +471,9 @@ class FlatStore:
     @property
     def peak(self) -> int: ...
     @property
+    def largest_copy(self) -> int:
+        """Bytes of the largest copy of llama.cpp's state that was made so far."""
+    @property
     def evicted(self) -> int: ...
     @property
     def compactions(self) -> int: ...
