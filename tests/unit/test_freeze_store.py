@@ -388,6 +388,34 @@ def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> No
     assert 60 in store.positions(0, 0)
 
 
+@pytest.mark.parametrize("measure", [_core.ScoreKind.attention, _core.ScoreKind.mass])
+def test_recall_leaves_alone_what_the_schedule_would_freeze_again(
+    measure: _core.ScoreKind,
+) -> None:
+    """Every second entry gets a third of an even share: it is frozen, and stays so for its time."""
+    importance = _core.ImportanceSettings(measure, decay=0.998)
+    freezing = freeze_settings(recall=1, schedule=_core.FreezeSchedule(4, 1.0, 2.0, 0))
+    store = _core.HeadwiseStore(
+        [_core.LayerShape(1, 1, 32, 32)],
+        "f16",
+        importance,
+        N_SINKS,
+        RECENT,
+        1,
+        80,
+        1,
+        freezing=freezing,
+    )
+    store.set_budgets([80], pages_of([80], "f16", ((1, 1, 32, 32),)), N_SINKS, RECENT)
+    query = np.zeros((1, 1, 32), np.float32)
+    query[..., 0] = 1.0
+    for position in range(60):
+        key = query * (0.0 if position % 2 else np.log(5.0))
+        store.attend(0, query, key, np.ones((1, 1, 32), np.float32), 1.0, position=position)
+    assert store.frozen_total > 10
+    assert store.recalled_total == 0
+
+
 def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     """By hand: only the first query of two would look for what the second one has enough of.
 
