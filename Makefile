@@ -84,6 +84,7 @@ wheel: $(VENV)/.package  ## into dist/, and tried in an environment without a co
 # The extension is built with the objects of test-cpp; the sanitizers' runtime is preloaded, so that
 # Python and llama.cpp are those that are installed.
 FUZZ := build/fuzz
+PRELOADED = $$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so)
 fuzz: install  ## random operations on sessions, under the sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_WITH_EXTENSION=ON -DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
@@ -93,8 +94,7 @@ fuzz: install  ## random operations on sessions, under the sanitizers
 	rm -rf $(FUZZ) && mkdir -p $(FUZZ) && cp -r python/entropykv $(FUZZ)
 	PATH="$(BIN):$$PATH" cmake --install build/cpp --prefix $(FUZZ) > /dev/null
 	PYTHONPATH=$(FUZZ) PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
-		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) \
-		$$($(CXX) -print-file-name=libstdc++.so)" $(BIN)/python -m tests.fuzz \
+		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$(PRELOADED)" $(BIN)/python -m tests.fuzz \
 		$(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
 
 lint: install  ## ruff, mypy --strict, clang-format
