@@ -392,16 +392,14 @@ def states_that_cannot_be(policy: str) -> list[Any]:
     n = len(HEADS)
     if policy.startswith("layer"):
         nan, inf = float("nan"), float("inf")
-        return [
-            *([], [10.0], [10.0, 1, 1], [10.0, 1, 1, 1, 1], [10.0, nan, 1, 1], [nan, 1, 1, 1]),
-            *(
-                [10.0, -1, 1, 1],
-                [-10.0, 1, 1, 1],
-                [inf, inf, 1, 1],
-                [1.0, 1e15, 1, 1],
-                [0.0, 1, 0, 0],
-            ),
+        wrong = [
+            *([10.0, nan, 1, 1], [nan, 1, 1, 1], [10.0, -1, 1, 1], [-10.0, 1, 1, 1]),
+            *([inf, inf, 1, 1], [1.0, 1e15, 1, 1], [0.0, 1, 0, 0]),
         ]
+        right = [20.0, 2, 2, 2]
+        of_sizes = ([], right, [*right, *right[:3]], [*right, *right, 1])
+        halves = [part for half in wrong for part in ([*half, *right], [*right, *half])]
+        return [*of_sizes, *halves, [10.0, 1, 1, 1, *right]]
     right = [0.0, 5.0, *([1.0, 0.5] * n)]
     return [
         *(right[:-1], [*right, 1.0], right[1:], [1.0, *right[1:]], [0.0, 0.0, *right[2:]]),
@@ -480,11 +478,14 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
         before = layers.position
         layers.attend(n_tokens)
         if changes_budgets(n_tokens, before, MAX_TOKENS):
+            online.prepare(budgets_change=True)
             online.observe(n_tokens)
             for layer in range(len(LAYERS)):
                 observed[layer].append(layers.store.row_entropies(layer))
     means = np.array([np.concatenate(rows).mean() for rows in observed])
-    rows, *sums = online.state()
+    seen, followed = np.split(online.state(), 2)
+    np.testing.assert_array_equal(seen, followed)
+    rows, *sums = seen
     assert rows == 200
     np.testing.assert_allclose(np.array(sums) / rows, means, rtol=1e-6)
     shares = online.budgets(plan)
@@ -498,7 +499,12 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     assert means.argmax() == 1
     assert by_layer[1] > max(by_layer[0], by_layer[2])
     twin = LayerEntropies(Layers(Rules("mass"), [40] * 3).store, LAYERS, 400, POLICIES[policy].rule)
+    layers.attend(1)
+    online.prepare(budgets_change=False)
+    online.observe(1)
+    assert online.budgets(plan) == shares  # until they change
     twin.load(online.state())
     assert twin.budgets(plan) == shares
+    np.testing.assert_array_equal(twin.state(), online.state())
     online.forget()
     assert online.budgets(plan) is None

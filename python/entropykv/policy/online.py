@@ -187,7 +187,8 @@ class MeasuredLosses:
 
 
 class LayerEntropies:
-    """Budgets per layer by the mean entropy of its query heads in all that observe() took in.
+    """Budgets per layer by the mean entropy of its query heads in all that observe() took in, up to
+    the micro-batch after which they last changed.
 
     The layer document (Mathematics 2025, 13, 2366): in proportion to it, or between a least and a
     largest budget; here both are scaled to the budget's total, which is hard.
@@ -212,20 +213,23 @@ class LayerEntropies:
         """Entropies are always the same."""
 
     def prepare(self, *, budgets_change: bool) -> None:
-        """Entropies are tracked in any case."""
+        """Remember it; entropies are tracked in any case."""
+        self._budgets_change = budgets_change
 
     def observe(self, n_tokens: int) -> None:
         """Add the entropies of the micro-batch's rows."""
         layers = range(len(self._layers))
         means = [self._store.row_entropies(layer).mean(dtype=np.float64) for layer in layers]
-        self._rows += n_tokens
-        self._sums += n_tokens * np.array(means)
+        self._seen += n_tokens * np.array([1.0, *means])
+        if self._budgets_change:
+            self._followed = self._seen.copy()
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Shares by layer; the heads of a layer get the same."""
-        if self._rows == 0:
+        rows, sums = self._followed[0], self._followed[1:]
+        if rows == 0:
             return None
-        weights = layer_weights(self._sums / self._rows, in_range=self._in_range)
+        weights = layer_weights(sums / rows, in_range=self._in_range)
         of_heads = [
             weight
             for weight, shape in zip(weights, self._layers, strict=True)
@@ -243,25 +247,30 @@ class LayerEntropies:
 
     def forget(self) -> None:
         """No rows were seen."""
-        self._rows = 0.0
-        self._sums: Floats = np.zeros(len(self._layers))
+        self._seen: Floats = np.zeros(1 + len(self._layers))
+        self._followed: Floats = self._seen.copy()
+        self._budgets_change = False
 
     def state(self) -> Floats:
-        """Number of rows, then the sum of every layer's mean entropy over them."""
-        return np.array([self._rows, *self._sums])
+        """Number of rows, then the sum of every layer's mean entropy over them: of all that were
+        seen, and of those that the budgets follow.
+        """
+        return np.concatenate([self._seen, self._followed])
 
     def problem(self, state: Floats) -> str | None:
         """Sums that are not one for every layer, or cannot be."""
-        right_size = state.size == len(self._layers) + 1
+        right_size = state.size == self._seen.size + self._followed.size
         if not right_size or not np.isfinite(state).all():
             return "entropies that cannot be"
-        if not np.all((state >= 0.0) & (state <= MOST_BITS * state[0])):
-            return "entropies that cannot be"
-        return None
+        seen, followed = np.split(state, 2)
+        for sums in (seen, followed):
+            if not np.all((sums >= 0.0) & (sums <= MOST_BITS * sums[0])):
+                return "entropies that cannot be"
+        return None if np.all(followed <= seen) else "entropies that cannot be"
 
     def load(self, state: Floats) -> None:
-        """Rows and sums."""
-        self._rows, self._sums = float(state[0]), state[1:].copy()
+        """Rows and sums, both times."""
+        self._seen, self._followed = (half.copy() for half in np.split(state, 2))
 
 
 def layer_weights(entropies: Floats, *, in_range: bool) -> list[float]:
