@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def run_seed(seed: int, folder: Path) -> str:
     if chance.random() < LONG_SHARE:
         return _long_run(chance, folder)
     model = random_model(chance, folder)
-    options, session, n_refused = _random_session(chance, model, folder)
+    options, session, n_refused = _possible_session(
+        model, lambda: random_options(chance, model, folder)
+    )
     say(f"{model.name}: {_shown(options)}")
     with session:
         run = Run(chance, model, options, session)
@@ -44,12 +47,12 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def _random_session(
-    chance: random.Random, model: FuzzModel, folder: Path
+def _possible_session(
+    model: FuzzModel, draw: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Session, int]:
-    """The first of random settings that are not refused."""
+    """Open a session by the first of the drawn settings that are not refused."""
     for n_refused in range(_ATTEMPTS):
-        options = random_options(chance, model, folder)
+        options = {"store": "auto", **draw()}
         if options["n_ctx"] == LONGEST and options["store"] == "flat":
             options["n_ctx"] = 4096  # its context has a cell for every token
         try:
@@ -66,9 +69,9 @@ def _long_run(chance: random.Random, folder: Path) -> str:
     """Two topics, as long as thousands of entries, then tokens of the first one."""
     shape = {"n_layer": 1, "n_head": 4, "n_head_kv": chance.choice((1, 2)), "head_dim": 16}
     model = llama_model(folder, **shape, n_ctx_train=2**20, weight_type="F32")
-    options = long_options(chance, folder)
+    options, opened, _ = _possible_session(model, lambda: long_options(chance, folder))
     say(f"{model.name}: {_shown(options)}")
-    with Session(model.path, **options) as session:
+    with opened as session:
         run = Run(chance, model, options, session)
         first, second = (topic(chance, options["kv_budget"] + 1000, model) for _ in range(2))
         for tokens in (first, second[: session.n_ctx - len(first) - 200], first[:20]):
