@@ -1,4 +1,4 @@
-"""Convert a BitNet model to a GGUF file that stock llama.cpp loads.
+"""Convert a 1.58-bit model to a GGUF file that stock llama.cpp loads.
 
 The weights stay exact: -1, 0 and 1 in TQ2_0 or Q4_0, and the F32 scale of a tensor beside it.
 """
@@ -19,7 +19,7 @@ from gguf import GGUFValueType, GGUFWriter
 from entropykv.convert.gguf_source import RawValue, read_gguf
 from entropykv.convert.hf_source import read_hf
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES, OutputTensor, plan_outputs
-from entropykv.convert.source import ARCHITECTURE, Source, TernaryTensor
+from entropykv.convert.source import Source, TernaryTensor
 from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError, UnsupportedModelError
 from entropykv.model_file import ACTIVATION_KEY, ACTIVATIONS
@@ -58,7 +58,7 @@ def convert(
     force: bool = False,
     progress: Progress | None = None,
 ) -> ConversionSummary:
-    """Convert an I2_S or other BitNet GGUF, or a Hugging Face directory, to `target`.
+    """Convert an I2_S file, a BitNet GGUF or a Hugging Face directory to `target`.
 
     `weight_type`: tq2_0 (the default), q4_0, f16 or f32; a tensor whose rows do not fit gets the
     next of these. f16 and f32 keep master weights of a Hugging Face model as they are; the others
@@ -99,7 +99,7 @@ def _activation(model: Source, wanted: str) -> str:
     activation = model.activation if wanted == "auto" else wanted
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{model.path}: has the activation {activation!r}, but a BitNet model has one of "
+            f"{model.path}: has the activation {activation!r}, but a 1.58-bit model has one of "
             f"{', '.join(ACTIVATIONS)}; if it is one of them, say so with --activation"
         )
     return activation
@@ -213,7 +213,7 @@ def _write(
 
 def _write_header(model: Source, activation: str, outputs: list[OutputTensor], part: Path) -> None:
     """Metadata, and name, type and shape of every tensor."""
-    writer = _Writer(part, ARCHITECTURE)
+    writer = _Writer(part, model.target_architecture)
     try:
         model.add_metadata(writer)
         writer.add_string(ACTIVATION_KEY, activation)

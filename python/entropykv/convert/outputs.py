@@ -14,6 +14,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from llama_cpp._ggml import libggml
 
+from entropykv.convert.decoder import HEAD
 from entropykv.convert.source import (
     EMBEDDING,
     FLOAT_TYPES,
@@ -60,14 +61,18 @@ class OutputTensor:
 def plan_outputs(
     source: Source, weight_type: str, embedding_type: str | None
 ) -> list[OutputTensor]:
-    """Choose the type of every tensor. SettingsError for a type that rows do not fit into."""
+    """Choose the type of every tensor. SettingsError for a type that rows do not fit into.
+
+    Embedding and head get the same type; projections the wanted one, or the next that fits.
+    """
     outputs: list[OutputTensor] = []
     plain = partial(_plain, source.path)
     for name, tensor in source.tensors.items():
-        if name == EMBEDDING:
+        if name in (EMBEDDING, HEAD):
             outputs.append(_embedding(source.path, name, tensor, embedding_type))
         elif len(tensor.shape) == 1:
-            outputs.append(plain(name, tensor, Kind.F32))
+            divisor = _bias_divisor(source, name, weight_type)
+            outputs.append(plain(name, tensor, Kind.F32, divisor))
         elif isinstance(tensor, TernaryTensor):
             outputs += _ternary(source.path, name, tensor, weight_type)
         elif isinstance(tensor, FileTensor) and source.keeps_types:
@@ -106,15 +111,30 @@ def _copy(name: str, tensor: FileTensor) -> OutputTensor:
     return OutputTensor(name, tensor.kind, tensor.shape, tensor.raw_chunks)
 
 
-def _plain(path: Path, name: str, tensor: Tensor, kind: Kind) -> OutputTensor:
-    if isinstance(tensor, FileTensor) and tensor.kind == kind:
+def _plain(
+    path: Path, name: str, tensor: Tensor, kind: Kind, divisor: TernaryTensor | None = None
+) -> OutputTensor:
+    if isinstance(tensor, FileTensor) and tensor.kind == kind and divisor is None:
         return _copy(name, tensor)
 
     def chunks() -> Iterator[Bytes]:
+        scale = np.float32(1.0) if divisor is None else divisor.scale()
         for values in tensor.float_chunks():
-            yield quantized(f"{path}: tensor {name}", values, kind)
+            yield quantized(f"{path}: tensor {name}", values / scale, kind)
 
     return OutputTensor(name, kind, tensor.shape, chunks)
+
+
+def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor | None:
+    """Return the weight whose scale a bias is divided by, or None.
+
+    In the feed-forward layer llama.cpp adds the bias first and then multiplies by the scale.
+    """
+    projection = name.removesuffix(".bias")
+    weight = source.tensors.get(f"{projection}.weight")
+    if name == projection or ".ffn_" not in name or not isinstance(weight, TernaryTensor):
+        return None
+    return None if _ternary_kind(weight.shape[-1], weight_type) == Kind.F32 else weight
 
 
 def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> list[OutputTensor]:
@@ -133,7 +153,7 @@ def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> 
     }
 
     def weight(pack: Callable[[Ternary], Bytes]) -> Iterator[Bytes]:
-        yield pack(tensor.ternary())
+        yield from map(pack, tensor.ternary_chunks())
 
     return [
         OutputTensor(name, kind, tensor.shape, partial(weight, packers[kind])),

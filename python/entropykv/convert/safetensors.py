@@ -29,9 +29,11 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
-    def raw(self) -> Bytes:
-        """All bytes."""
-        return read_bytes(self.path, self.offset, self.n_bytes)
+    def rows(self, first: int, count: int) -> Bytes:
+        """Bytes of some rows of a matrix; shape (count, bytes of a row)."""
+        row_bytes = self.n_bytes // self.shape[0]
+        data = read_bytes(self.path, self.offset + first * row_bytes, count * row_bytes)
+        return data.reshape(count, row_bytes)
 
 
 def read_safetensors(directory: Path) -> dict[str, StoredTensor]:
