@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,6 +151,7 @@ def test_convert_and_run_on_the_command_line(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     assert "activation relu2" in result.stderr
+    assert re.search(r"^writing .* MiB: about \d+ s, and \d+ MiB of memory", result.stderr, re.M)
     assert f"entropykv run -m '{target}'" in result.stderr
     result = entropykv("run", "-m", target, "-p", "the", "-n", "4", "--temp", "0", "-c", "128")
     assert result.returncode == 0, result.stderr

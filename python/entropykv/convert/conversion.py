@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 
+from entropykv.convert.estimate import Estimate, estimate
 from entropykv.convert.gguf_source import RawValue, read_gguf
 from entropykv.convert.hf_source import read_hf
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES, OutputTensor, plan_outputs
@@ -26,6 +27,7 @@ from entropykv.model_file import ACTIVATION_KEY, ACTIVATIONS
 from entropykv.new_file import new_file
 
 Progress = Callable[[int, int], None]
+Started = Callable[[Estimate], None]
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37}
 """llama_ftype of llama.h, by the type of most weights."""
@@ -57,6 +59,7 @@ def convert(
     activation: str = "auto",
     force: bool = False,
     progress: Progress | None = None,
+    started: Started | None = None,
 ) -> ConversionSummary:
     """Convert an I2_S file, a BitNet GGUF or a Hugging Face directory to `target`.
 
@@ -64,7 +67,8 @@ def convert(
     next of these. f16 and f32 keep master weights of a Hugging Face model as they are; the others
     quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None: the first that fits, and
     an embedding that is quantised already is kept. `i2s_layout`: x86, arm64 or rows4. `activation`:
-    relu2, silu, or auto: what the model says. `progress` gets (bytes written, bytes in all).
+    relu2, silu, or auto: what the model says. `started` gets what the work will take before it
+    starts, `progress` (bytes written, bytes in all) while it lasts.
 
     Nothing is left at `target` unless all went well. Raises ModelFileError, UnsupportedModelError,
     SettingsError.
@@ -75,6 +79,8 @@ def convert(
     model = _read(source, weight_type, i2s_layout)
     activation = _activation(model, activation)
     outputs = plan_outputs(model, weight_type or WEIGHT_TYPES[0], embedding_type)
+    if started is not None:
+        started(estimate(outputs))
     try:
         with new_file(target) as part:
             _write(model, activation, outputs, part, progress)

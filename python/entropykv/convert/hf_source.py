@@ -150,6 +150,7 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
         factors = checkpoint.rope.factors()
         if factors is not None:
             tensors[ROPE_FACTORS] = ArrayTensor(factors.shape, factors)
+        _settle_head(checkpoint, tensors)
         drop_tied_head(path, shape, tensors)
         check_tensors(path, shape, tensors)
         return Source(
@@ -181,6 +182,11 @@ def _tensors(
     for hf_name, tensor in stored.items():
         if hf_name.endswith(_SKIPPED):
             continue
+        if hf_name.endswith("_proj.norm.weight"):
+            raise UnsupportedModelError(
+                f"{tensor.path}: has a norm in every projection ({hf_name}), which no graph of "
+                "llama.cpp has; use a checkpoint without, such as the published BitNet b1.58"
+            )
         name = _gguf_name(names, hf_name)
         if name in taken:
             raise ModelFileError(f"{tensor.path}: has two tensors {name}; {_AGAIN}")
@@ -191,6 +197,19 @@ def _tensors(
         else:
             weight = _file_tensor(hf_name, tensor)
         yield name, _in_order(name, weight, shape)
+
+
+def _settle_head(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Drop the head that transformers would not use; ModelFileError where one is missing."""
+    if checkpoint.target_architecture == "bitnet":
+        return
+    if checkpoint.config.get("tie_word_embeddings", False):
+        tensors.pop(HEAD, None)
+    elif HEAD not in tensors:
+        raise ModelFileError(
+            f"{checkpoint.path}: lacks tensor lm_head.weight, although tie_word_embeddings is "
+            f"false in config.json; {_AGAIN}"
+        )
 
 
 def _gguf_name(names: TensorNameMap, hf_name: str) -> str:

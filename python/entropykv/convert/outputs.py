@@ -44,12 +44,16 @@ _quantize_chunk.argtypes = [
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written; `chunks` reads, converts and yields its bytes, in order."""
+    """A tensor to be written; `chunks` reads, converts and yields its bytes, in order.
+
+    `copied`: the bytes are those of the source.
+    """
 
     name: str
     kind: Kind
     shape: tuple[int, ...]
     chunks: Callable[[], Iterator[Bytes]]
+    copied: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -86,10 +90,8 @@ def _embedding(path: Path, name: str, tensor: Tensor, wanted: str | None) -> Out
     stored = tensor.kind if isinstance(tensor, FileTensor) else None
     row = tensor.shape[-1]
     if wanted is None:
-        if stored is not None and stored not in FLOAT_TYPES:
-            wanted = "keep"
-        else:
-            wanted = next(t for t in EMBEDDING_TYPES if row % GGML_QUANT_SIZES[_kind(t)][0] == 0)
+        keeps = stored is not None and stored not in FLOAT_TYPES
+        wanted = "keep" if keeps else embedding_kind(row).name.lower()
     if wanted == "keep":
         if not isinstance(tensor, FileTensor):
             raise SettingsError("I2_S embeddings cannot be kept; choose another --embedding-type")
@@ -103,12 +105,18 @@ def _embedding(path: Path, name: str, tensor: Tensor, wanted: str | None) -> Out
     return _plain(path, name, tensor, _kind(wanted))
 
 
+def embedding_kind(row: int) -> Kind:
+    """Type of an embedding or head, where none is asked for: the first that fits its rows."""
+    kinds = (_kind(name) for name in EMBEDDING_TYPES if name != "keep")
+    return next(kind for kind in kinds if row % GGML_QUANT_SIZES[kind][0] == 0)
+
+
 def _kind(name: str) -> Kind:
     return Kind[name.upper()]
 
 
 def _copy(name: str, tensor: FileTensor) -> OutputTensor:
-    return OutputTensor(name, tensor.kind, tensor.shape, tensor.raw_chunks)
+    return OutputTensor(name, tensor.kind, tensor.shape, tensor.raw_chunks, copied=True)
 
 
 def _plain(
@@ -134,12 +142,12 @@ def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor 
     weight = source.tensors.get(f"{projection}.weight")
     if name == projection or ".ffn_" not in name or not isinstance(weight, TernaryTensor):
         return None
-    return None if _ternary_kind(weight.shape[-1], weight_type) == Kind.F32 else weight
+    return None if ternary_kind(weight.shape[-1], weight_type) == Kind.F32 else weight
 
 
 def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> list[OutputTensor]:
     """The weight with a block scale of 1, and its own exact scale in a tensor beside it."""
-    kind = _ternary_kind(tensor.shape[-1], weight_type)
+    kind = ternary_kind(tensor.shape[-1], weight_type)
     if kind == Kind.F32:
         return [_plain(path, name, tensor, kind)]
 
@@ -161,7 +169,7 @@ def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> 
     ]
 
 
-def _ternary_kind(row: int, weight_type: str) -> Kind:
+def ternary_kind(row: int, weight_type: str = WEIGHT_TYPES[0]) -> Kind:
     """The wanted type, or the next one that a row of this length fits into."""
     candidates = WEIGHT_TYPES[WEIGHT_TYPES.index(weight_type) :]
     return next(k for k in map(_kind, candidates) if row % GGML_QUANT_SIZES[k][0] == 0)

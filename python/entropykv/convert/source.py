@@ -19,7 +19,8 @@ from entropykv.convert.ternary import Bytes, Floats, Ternary
 from entropykv.errors import ModelFileError, UnsupportedModelError
 
 EMBEDDING = "token_embd.weight"
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
+"""Most elements that are read at once, but for single rows and for queries and keys to reorder."""
 
 FLOAT_TYPES = (
     GGMLQuantizationType.F32,
@@ -65,7 +66,7 @@ class FileTensor(Tensor):
         """All bytes, some rows at a time."""
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
-        step = max(1, _CHUNK_ELEMENTS // columns)
+        step = max(1, CHUNK_ELEMENTS // columns)
         for first in range(0, rows, step):
             yield self.raw_rows(first, min(step, rows - first))
 
@@ -131,7 +132,7 @@ class TernaryTensor(Tensor):
     def ternary_chunks(self) -> Iterator[Ternary]:
         """All rows without their scale, some at a time: a large tensor never is in memory."""
         rows, columns = self.shape
-        step = max(1, _CHUNK_ELEMENTS // (columns * self.row_step)) * self.row_step
+        step = max(1, CHUNK_ELEMENTS // (columns * self.row_step)) * self.row_step
         for first in range(0, rows, step):
             yield self.rows(first, min(step, rows - first))
 
