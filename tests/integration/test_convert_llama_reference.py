@@ -16,6 +16,8 @@ from tests.integration.test_convert_reference import (
     TOKENS,
     add_quantization,
     make_ternary,
+    pack_checkpoint,
+    projections,
     reference_logits,
     torch,
     transformers,
@@ -111,7 +113,7 @@ def test_dense_weights_give_the_logits_of_transformers(tmp_path: Path, family: s
     assert relative_error(ours, expected) < 1e-2  # an f16 cache
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["falcon3", "yarn-rope", "biases", "qwen2", "qwen3"])
 def test_ternary_weights_give_nearly_the_logits_of_transformers(
     tmp_path: Path, family: str
 ) -> None:
@@ -122,3 +124,24 @@ def test_ternary_weights_give_nearly_the_logits_of_transformers(
     expected, ours = reference_logits(model), exact_logits(target, TOKENS)
     assert relative_error(ours, expected) < 5e-2
     assert kl_divergence(expected, ours) < 2e-2
+
+
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+@pytest.mark.parametrize("family", ["falcon-e", "qwen3"])
+def test_packed_weights_give_the_logits_of_transformers(
+    tmp_path: Path, family: str, linear_class: str
+) -> None:
+    """Packed by transformers' own pack_weights; its weights are put into the model, dequantised."""
+    model = random_llama(family)
+    model.save_pretrained(tmp_path / "hf")
+    running = pack_checkpoint(tmp_path / "hf", model, linear_class)
+    make_ternary(model)
+    with torch.no_grad():
+        for name, module in projections(model).items():
+            stored = running[name].weight_scale
+            scale = stored if linear_class == "autobitlinear" else 1.0 / stored
+            module.weight.copy_(torch.sign(module.weight) * scale)
+    convert(tmp_path / "hf", tmp_path / "out.gguf", weight_type="f32", embedding_type="f32")
+    expected = reference_logits(model)
+    assert expected.std() > 0.5
+    assert np.abs(exact_logits(tmp_path / "out.gguf", TOKENS) - expected).max() < 1e-4

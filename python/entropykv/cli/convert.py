@@ -70,6 +70,8 @@ def _convert(options: argparse.Namespace) -> int:
             started=lambda expected: bar.write(format_estimate(expected), file=sys.stderr),
         )
     print(format_summary(summary), file=sys.stderr)
+    if options.weight_type in (None, "tq2_0") and "Q4_0" in dict(summary.tensor_types):
+        print("weights whose rows fill no blocks of 256 became Q4_0, as exactly", file=sys.stderr)
     return 0
 
 
