@@ -1,8 +1,12 @@
 """Time and memory of `entropykv convert` on a random I2_S file of any size.
 
-The default has the shape of microsoft/bitnet-b1.58-2B-4T: 1.2 GB.
+The default has the shape of microsoft/bitnet-b1.58-2B-4T: 1.2 GB. Falcon3-10B-1.58bit's, 3.9 GB:
 
     python benchmarks/convert.py --folder build
+    python benchmarks/convert.py --folder build --architecture llama --layers 40 --width 3072 \
+        --ffn 23040 --heads 12 --kv-heads 4 --vocabulary 131072 --context 32768
+
+`--keep` leaves the converted file, for `entropykv run`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(), help="for two files, removed again")
     for name, default in asdict(BitNetShape()).items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=default, help="(%(default)s)")
+        parser.add_argument(flag, type=type(default), default=default, help="(%(default)s)")
+    parser.add_argument("--keep", action="store_true", help="leave the converted file")
     arguments, options = parser.parse_known_args()
     shape = BitNetShape(**{f.name: getattr(arguments, f.name) for f in fields(BitNetShape)})
     source, target = (arguments.folder / name for name in ("random-i2s.gguf", "random-tq2.gguf"))
@@ -45,7 +50,8 @@ def main() -> None:
         print(f"time: {time.perf_counter() - start:.1f} s, the start of Python included")
     finally:
         source.unlink(missing_ok=True)
-        target.unlink(missing_ok=True)
+        if not arguments.keep:
+            target.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,12 @@ def read_texts(pattern: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class BitNetShape:
-    """Sizes of a BitNet; the defaults are those of microsoft/bitnet-b1.58-2B-4T."""
+    """Sizes of a 1.58-bit model; the defaults are those of microsoft/bitnet-b1.58-2B-4T.
 
+    `architecture` llama has no sub-norms and a head of its own, as Falcon3 and Llama3-8B-1.58 have.
+    """
+
+    architecture: str = "bitnet-b1.58"
     layers: int = 30
     width: int = 2560
     ffn: int = 6912
@@ -40,12 +44,13 @@ class BitNetShape:
 def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = None) -> None:
     """Random I2_S weights; the vocabulary of another file, or none.
 
-    Norms are 1; every byte of four codes is as good as any other.
+    Norms are 1; every byte of four codes is as good as any other. All layers have the same
+    codes: a file of billions of weights is written from the memory of one layer.
     """
     random = np.random.default_rng(0)
     n_embd, n_ff, heads = shape.width, shape.ffn, shape.heads
     n_kv = n_embd // heads * shape.kv_heads
-    writer = GGUFWriter(path, "bitnet-b1.58")
+    writer = GGUFWriter(path, shape.architecture)
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(n_embd)
@@ -59,10 +64,12 @@ def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = Non
         writer.add_tokenizer_model("no_vocab")
     else:
         _copy_tokenizer(tokenizer_of, writer)
-    writer.add_tensor(
-        "token_embd.weight",
-        random.standard_normal((shape.vocabulary, n_embd), dtype=np.float32).astype(np.float16),
-    )
+    embedding = np.empty((shape.vocabulary, n_embd), dtype=np.float16)
+    for rows in np.array_split(embedding, 64):
+        rows[:] = random.standard_normal(rows.shape, dtype=np.float32)
+    writer.add_tensor("token_embd.weight", embedding)
+    if shape.architecture == "llama":
+        writer.add_tensor("output.weight", embedding[::-1])
     shapes = {
         "attn_q": (n_embd, n_embd),
         "attn_k": (n_kv, n_embd),
@@ -72,12 +79,17 @@ def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = Non
         "ffn_up": (n_ff, n_embd),
         "ffn_down": (n_embd, n_ff),
     }
-    norms = {"attn_norm": n_embd, "attn_sub_norm": n_embd, "ffn_norm": n_embd, "ffn_sub_norm": n_ff}
+    norms = {"attn_norm": n_embd, "ffn_norm": n_embd}
+    if shape.architecture != "llama":
+        norms |= {"attn_sub_norm": n_embd, "ffn_sub_norm": n_ff}
+    tail = np.frombuffer(np.float32(0.02).tobytes() + bytes(28), dtype=np.uint8)
+    weights = {
+        name: np.concatenate([random.integers(0, 256, rows * columns // 4, dtype=np.uint8), tail])
+        for name, (rows, columns) in shapes.items()
+    }
     for layer in range(shape.layers):
         for name, (rows, columns) in shapes.items():
-            codes = random.integers(0, 256, rows * columns // 4, dtype=np.uint8)
-            tail = np.frombuffer(np.float32(0.02).tobytes() + bytes(28), dtype=np.uint8)
-            data = np.concatenate([codes, tail])
+            data = weights[name]
             writer.add_tensor_info(
                 f"blk.{layer}.{name}.weight",
                 (rows, columns),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def test_rows_that_fit_no_block_of_tq2_0(tmp_path: Path) -> None:
     """96 and 160: Q4_0, and its logits are near the dense ones."""
     model = I2sModel(n_embd=96, n_ff=160, n_head=3, n_head_kv=1)
     source = model.write(tmp_path / "i2s.gguf")
-    convert(source, tmp_path / "auto.gguf")
+    result = entropykv("convert", source, tmp_path / "auto.gguf")
+    assert "rows fill no blocks of 256 became Q4_0" in result.stderr
     convert(source, tmp_path / "f32.gguf", weight_type="f32", embedding_type="f32")
     kinds = {tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "auto.gguf").tensors}
     assert kinds == {"Q4_0", "Q8_0", "F32"}
@@ -150,6 +152,9 @@ def test_convert_and_run_on_the_command_line(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     assert "activation relu2" in result.stderr
+    assert re.search(
+        r"^writing .* MiB: about \d+ s, and \d+ MiB of memory", result.stderr, re.MULTILINE
+    )
     assert f"entropykv run -m '{target}'" in result.stderr
     result = entropykv("run", "-m", target, "-p", "the", "-n", "4", "--temp", "0", "-c", "128")
     assert result.returncode == 0, result.stderr
@@ -190,7 +195,11 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     )
     arguments = [sys.executable, "-c", program, "convert", source, target]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert_refused(result, "out.gguf: cannot be written")
+    assert result.returncode == 2
+    estimate, refusal = result.stderr.strip().splitlines()
+    assert estimate.startswith("writing 0.4 MiB")
+    assert refusal.startswith("entropykv: ")
+    assert "out.gguf: cannot be written" in refusal
     assert [path.name for path in tmp_path.iterdir()] == ["i2s.gguf"]
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face BitNet directories, written by hand: no torch, no transformers, no safetensors."""
+"""Hugging Face directories of 1.58-bit models, written by hand: without torch and safetensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _NORMS = {
-    "input_layernorm": "n_embd",
-    "post_attention_layernorm": "n_embd",
-    "self_attn.attn_sub_norm": "n_embd",
-    "mlp.ffn_sub_norm": "n_ff",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_sub_norm": "self_attn.attn_sub_norm",
+    "ffn_sub_norm": "mlp.ffn_sub_norm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_CLASSES = {
+    "bitnet": "BitNetForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 
 
@@ -57,17 +65,33 @@ def pack_hf(ternary: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     return packed
 
 
+def hf_order(rows: npt.NDArray[Any], n_head: int) -> npt.NDArray[Any]:
+    """Rows of queries or keys of llama.cpp's llama graph as a Hugging Face model has them."""
+    head_dim = len(rows) // n_head
+    half = head_dim // 2
+    order = [
+        head * head_dim + 2 * (index % half) + index // half
+        for head in range(n_head)
+        for index in range(head_dim)
+    ]
+    ordered: npt.NDArray[Any] = rows[order]
+    return ordered
+
+
 def hf_tensors(model: I2sModel, *, packed: bool = True) -> Arrays:
     """Tensors of a checkpoint: packed with their scale, else dense F32."""
+    heads = {"attn_q": model.n_head, "attn_k": model.n_head_kv} if model.graph == "llama" else {}
     tensors: Arrays = {"model.embed_tokens.weight": model.embedding}
     tensors["model.norm.weight"] = model.norm(model.n_embd)
     for layer in range(model.n_layer):
-        for name, size in _NORMS.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = model.norm(getattr(model, size))
+        for name, size in model.norm_sizes.items():
+            tensors[f"model.layers.{layer}.{_NORMS[name]}.weight"] = model.norm(size)
         for ours, theirs in _NAMES.items():
             ternary, scale = (
                 store[f"blk.{layer}.{ours}"] for store in (model.ternary, model.scales)
             )
+            if ours in heads:
+                ternary = hf_order(ternary, heads[ours])
             weight = f"model.layers.{layer}.{theirs}.weight"
             if packed:
                 tensors[weight] = pack_hf(ternary)
@@ -80,9 +104,9 @@ def hf_tensors(model: I2sModel, *, packed: bool = True) -> Arrays:
 def hf_config(model: I2sModel, **changes: Any) -> dict[str, Any]:
     """config.json of a packed checkpoint; a change to None leaves the key out."""
     config: dict[str, Any] = {
-        "architectures": ["BitNetForCausalLM"],
-        "model_type": "bitnet",
-        "hidden_act": "relu2",
+        "architectures": [_CLASSES[model.graph]],
+        "model_type": model.graph,
+        "hidden_act": "relu2" if model.graph == "bitnet" else "silu",
         "hidden_size": model.n_embd,
         "intermediate_size": model.n_ff,
         "num_hidden_layers": model.n_layer,

@@ -40,7 +40,11 @@ def pack_i2s(ternary: Int8s, scale: float, layout: str) -> npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class I2sModel:
-    """A random BitNet model; the same arguments give the same weights."""
+    """A random 1.58-bit model; the same arguments give the same weights.
+
+    `arch`: bitnet and its other names, llama, qwen2 or qwen3. `extra`: tensors that only some
+    models have, such as a head of their own, biases or factors of RoPE.
+    """
 
     n_layer: int = 2
     n_head: int = 4
@@ -52,6 +56,7 @@ class I2sModel:
     arch: str = "bitnet-b1.58"
     ternary: dict[str, Int8s] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Draw weights; about half of them are zero, and the scales are no F16 values."""
@@ -75,6 +80,22 @@ class I2sModel:
         }.get(projection, (self.n_embd, self.n_embd))
 
     @property
+    def graph(self) -> str:
+        """Architecture of stock llama.cpp that computes the model."""
+        return "bitnet" if self.arch.startswith("bitnet") else self.arch
+
+    @property
+    def norm_sizes(self) -> dict[str, int]:
+        """Norms of a layer."""
+        head_dim = self.n_embd // self.n_head
+        sizes = {"attn_norm": self.n_embd, "ffn_norm": self.n_embd}
+        if self.graph == "bitnet":
+            sizes |= {"attn_sub_norm": self.n_embd, "ffn_sub_norm": self.n_ff}
+        if self.graph == "qwen3":
+            sizes |= {"attn_q_norm": head_dim, "attn_k_norm": head_dim}
+        return sizes
+
+    @property
     def embedding(self) -> npt.NDArray[np.float16]:
         random = np.random.default_rng(self.seed + 1)
         values = random.standard_normal((self.n_vocab, self.n_embd)) * 2.5 / np.sqrt(self.n_embd)
@@ -95,7 +116,7 @@ class I2sModel:
     ) -> Path:
         """Write the file; `head` is an output.weight. Layout "tq2_0": one that stock loads."""
         stock = layout == "tq2_0"
-        writer = GGUFWriter(path, "bitnet" if stock else self.arch)
+        writer = GGUFWriter(path, self.graph if stock else self.arch)
         self._add_metadata(writer)
         if pre:
             writer.add_tokenizer_pre(pre)
@@ -136,14 +157,9 @@ class I2sModel:
         data: dict[str, npt.NDArray[np.generic]] = {"token_embd.weight": self.embedding}
         data["output_norm.weight"] = self.norm(self.n_embd)
         for layer in range(self.n_layer):
-            for name, size in (
-                ("attn_norm", self.n_embd),
-                ("attn_sub_norm", self.n_embd),
-                ("ffn_norm", self.n_embd),
-                ("ffn_sub_norm", self.n_ff),
-            ):
+            for name, size in self.norm_sizes.items():
                 data[f"blk.{layer}.{name}.weight"] = self.norm(size)
-        return data
+        return data | self.extra
 
     def _add_metadata(self, writer: GGUFWriter) -> None:
         writer.add_name("tiny I2_S")

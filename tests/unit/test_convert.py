@@ -11,6 +11,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from entropykv.convert import convert
+from entropykv.convert.estimate import Estimate
 from tests.support.i2s_files import I2sModel
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
@@ -129,3 +130,24 @@ def test_progress_ends_at_the_whole(tmp_path: Path, tiny: Path) -> None:
     assert calls == sorted(calls)
     assert calls[-1][0] == calls[-1][1]
     assert len({total for _, total in calls}) == 1
+
+
+def test_what_it_takes_is_said_before_it_starts(tmp_path: Path, tiny: Path) -> None:
+    calls: list[object] = []
+    target = tmp_path / "out.gguf"
+    convert(tiny, target, started=calls.append, progress=lambda *_: calls.append("progress"))
+    expected, *rest = calls
+    assert isinstance(expected, Estimate)
+    assert set(rest) == {"progress"}
+    assert 0 < target.stat().st_size - expected.target_bytes < 32768
+    assert 0 < expected.seconds < 60
+    assert expected.memory_bytes < 100 << 20
+
+
+def test_the_estimate_grows_with_the_work(tmp_path: Path) -> None:
+    expected: list[Estimate] = []
+    for n_vocab in (300, 30_000):
+        model = dataclasses.replace(WIDE, n_vocab=n_vocab, ternary={}, scales={})
+        source = model.write(tmp_path / f"{n_vocab}.gguf")
+        convert(source, tmp_path / "out.gguf", force=True, started=expected.append)
+    assert expected[1].seconds > 3 * expected[0].seconds

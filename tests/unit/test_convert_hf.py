@@ -95,9 +95,22 @@ def test_names_of_1bitllm_and_its_silu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "of type 'llama'"),
+        ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "of type 'gemma'"),
+        (
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "quantization_config": None,
+            },
+            "of type 'llama' without quantization_config",
+        ),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "rope scaling 'llama3', which llama.cpp's bitnet graph does not",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"head_dim": 48}, "2 heads of 48 do not make up a hidden size of 64"),
         ({"quantization_config": {"quant_method": "gptq"}}, "not BitNet's"),
         ({"quantization_config": {**LINEAR, "use_rms_norm": True}}, "use_rms_norm"),

@@ -82,7 +82,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     refused(
         tmp_path / "llama.gguf",
         tmp_path / "out.gguf",
-        "llama.gguf: has architecture 'llama', but only BitNet",
+        "llama.gguf: has architecture 'llama' and no I2_S weights",
         UnsupportedModelError,
     )
     (tmp_path / "text.gguf").write_text("hello")

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gguf import GGUFReader
 
 from entropykv.convert import convert
@@ -55,11 +56,48 @@ def test_tokenizer(tmp_path: Path) -> None:
     assert fields["tokenizer.chat_template"] == "{{ messages }}"
 
 
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_first(*patterns: str, **last: Any) -> dict[str, Any]:
+    """A pre_tokenizer that splits at regular expressions, then into bytes."""
+    steps = [{"type": "Split", "pattern": {"Regex": pattern}} for pattern in patterns]
+    return {
+        "type": "Sequence",
+        "pretokenizers": [*steps, {"type": "ByteLevel", "use_regex": False} | last],
+    }
+
+
+@pytest.mark.parametrize(
+    ("splits", "special", "name"),
+    [
+        (split_first(_LLAMA3), "<|end|>", "llama-bpe"),
+        (split_first(_LLAMA3.replace("{1,3}", "")), "<|end|>", "qwen2"),
+        (split_first("[0-9]"), ">>ABSTRACT<<", "falcon3"),
+        (split_first(_LLAMA3), ">>ABSTRACT<<", "llama-bpe"),
+        (split_first("[0-9][0-9][0-9]", use_regex=True), ">>ABSTRACT<<", "falcon"),
+    ],
+)
+def test_splits_have_the_names_of_llama_cpp(
+    tmp_path: Path, splits: dict[str, Any], special: str, name: str
+) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY))
+    added = [{"id": 261, "content": special, "special": True}]
+    write_tokenizer(source, pre_tokenizer=splits, added_tokens=added)
+    convert(source, tmp_path / "out.gguf")
+    fields = GGUFReader(tmp_path / "out.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == name
+
+
 def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
     source, target = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY)), tmp_path / "o"
     for changes, kind, message in (
         ({"pre_tokenizer": {"type": "Metaspace"}}, UnsupportedModelError, "byte-level BPE"),
         ({"pre_tokenizer": None}, UnsupportedModelError, "byte-level BPE"),
+        ({"pre_tokenizer": split_first("[0-9]")}, UnsupportedModelError, "byte-level BPE"),
         (
             {"model": {"type": "Unigram", "vocab": {}}},
             UnsupportedModelError,
@@ -110,7 +148,8 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
         "260": {"content": "<pad>", "special": True},
         "261": {"content": "<mark>", "special": False},
     }
-    (source / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    settings = {"added_tokens_decoder": added, "add_prefix_space": False}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
     convert(source, tmp_path / "out.gguf")
     fields = {
         name: field.contents() for name, field in GGUFReader(tmp_path / "out.gguf").fields.items()
@@ -120,5 +159,6 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.tokens"] == [*texts, "<pad>", "<mark>", "[PAD262]", "[PAD263]"]
     assert fields["tokenizer.ggml.scores"] == [score for _, score, _ in PIECES] + [0.0] * 4
     assert fields["tokenizer.ggml.token_type"] == [2, 3, 3, 1] + [6] * 256 + [3, 4, 5, 5]
+    assert fields["tokenizer.ggml.add_space_prefix"] is False
     assert fields["tokenizer.ggml.bos_token_id"] == 1
     assert fields["tokenizer.ggml.eos_token_id"] == 2

@@ -60,12 +60,16 @@ def test_multiples(layout: str) -> None:
 @given(rows=st.integers(1, 9), columns=st.integers(1, 40), seed=st.integers(0, 99))
 def test_hf_unpacks_quarters_of_the_rows(rows: int, columns: int, seed: int) -> None:
     values = random_ternary(4 * rows, columns, seed)
-    assert np.array_equal(ternary.unpack_hf(pack_hf(values)), values)
+    packed = pack_hf(values)
+    for quarter in range(4):
+        part = values[quarter * rows : (quarter + 1) * rows]
+        assert np.array_equal(ternary.unpack_hf(packed, quarter), part)
 
 
 def test_hf_threes_are_seen() -> None:
-    assert not ternary.is_ternary(ternary.unpack_hf(np.array([[3]], dtype=np.uint8)))
-    assert ternary.is_ternary(ternary.unpack_hf(np.array([[0b10_01_00_01]], dtype=np.uint8)))
+    packed = np.array([[0b10_11_00_01]], dtype=np.uint8)
+    found = [ternary.is_ternary(ternary.unpack_hf(packed, quarter)) for quarter in range(4)]
+    assert found == [True, True, False, True]
 
 
 @settings(max_examples=50, deadline=None)
@@ -81,9 +85,21 @@ def test_packed_weights_are_exact(rows: int, blocks: int, seed: int) -> None:
 
 def test_absmean() -> None:
     weights = np.array([[0.1, -3.0, 0.9, 0.0], [-0.2, 1.2, -1.4, 1.2]], dtype=np.float32)
-    values, scale = ternary.quantize_absmean(weights)  # the mean is 1
+    values = ternary.quantize_absmean(weights, ternary.absmean_inverse(np.float32(1.0)))
     assert values.tolist() == [[0, -1, 1, 0], [0, 1, -1, 1]]
-    assert scale == pytest.approx(1.0)
-    values, scale = ternary.quantize_absmean(np.zeros((2, 2), dtype=np.float32))
-    assert not values.any()
-    assert scale == pytest.approx(1e-5)
+    inverse = ternary.absmean_inverse(np.float32(0.0))
+    assert inverse == pytest.approx(1e5)
+    assert not ternary.quantize_absmean(np.zeros((2, 2), dtype=np.float32), inverse).any()
+
+
+@pytest.mark.parametrize("layout", ternary.I2S_LAYOUTS)
+@pytest.mark.parametrize("columns", [32, 48, 96, 160, 256])
+def test_rows_of_whole_blocks_unpack_alone(layout: str, columns: int) -> None:
+    step = ternary.i2s_row_step(columns, layout)
+    values = random_ternary(3 * step + (4 if layout == "rows4" else step), columns)
+    codes = pack_i2s(values, 1.0, layout)
+    for first in range(0, len(values), step):
+        part = values[first : first + step]
+        start = first * columns // 4
+        unpacked = ternary.unpack_i2s(codes[start : start + part.size // 4], part.shape, layout)
+        assert np.array_equal(unpacked, part)

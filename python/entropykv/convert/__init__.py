@@ -1,4 +1,4 @@
-"""Convert BitNet models to GGUF files that stock llama.cpp loads."""
+"""Convert 1.58-bit models to GGUF files that stock llama.cpp loads."""
 
 from entropykv.convert.conversion import ConversionSummary, convert
 

@@ -1,4 +1,4 @@
-"""Convert a BitNet model to a GGUF file that stock llama.cpp loads.
+"""Convert a 1.58-bit model to a GGUF file that stock llama.cpp loads.
 
 The weights stay exact: -1, 0 and 1 in TQ2_0 or Q4_0, and the F32 scale of a tensor beside it.
 """
@@ -16,16 +16,18 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 
+from entropykv.convert.estimate import Estimate, estimate
 from entropykv.convert.gguf_source import RawValue, read_gguf
 from entropykv.convert.hf_source import read_hf
 from entropykv.convert.outputs import EMBEDDING_TYPES, WEIGHT_TYPES, OutputTensor, plan_outputs
-from entropykv.convert.source import ARCHITECTURE, Source, TernaryTensor
+from entropykv.convert.source import Source, TernaryTensor
 from entropykv.convert.ternary import I2S_LAYOUTS
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError, UnsupportedModelError
 from entropykv.files import new_file
 from entropykv.model.geometry import ACTIVATION_KEY, ACTIVATIONS
 
 Progress = Callable[[int, int], None]
+Started = Callable[[Estimate], None]
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37}
 """llama_ftype of llama.h, by the type of most weights."""
@@ -57,14 +59,16 @@ def convert(
     activation: str = "auto",
     force: bool = False,
     progress: Progress | None = None,
+    started: Started | None = None,
 ) -> ConversionSummary:
-    """Convert an I2_S or other BitNet GGUF, or a Hugging Face directory, to `target`.
+    """Convert an I2_S file, a BitNet GGUF or a Hugging Face directory to `target`.
 
     `weight_type`: tq2_0 (the default), q4_0, f16 or f32; a tensor whose rows do not fit gets the
     next of these. f16 and f32 keep master weights of a Hugging Face model as they are; the others
     quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None: the first that fits, and
     an embedding that is quantised already is kept. `i2s_layout`: x86, arm64 or rows4. `activation`:
-    relu2, silu, or auto: what the model says. `progress` gets (bytes written, bytes in all).
+    relu2, silu, or auto: what the model says. `started` gets what the work will take before it
+    starts, `progress` (bytes written, bytes in all) while it lasts.
 
     Nothing is left at `target` unless all went well. Raises ModelFileError, UnsupportedModelError,
     SettingsError.
@@ -75,6 +79,8 @@ def convert(
     model = _read(source, weight_type, i2s_layout)
     activation = _activation(model, activation)
     outputs = plan_outputs(model, weight_type or WEIGHT_TYPES[0], embedding_type)
+    if started is not None:
+        started(estimate(outputs))
     try:
         with new_file(target) as part:
             _write(model, activation, outputs, part, progress)
@@ -99,7 +105,7 @@ def _activation(model: Source, wanted: str) -> str:
     activation = model.activation if wanted == "auto" else wanted
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{model.path}: has the activation {activation!r}, but a BitNet model has one of "
+            f"{model.path}: has the activation {activation!r}, but a 1.58-bit model has one of "
             f"{', '.join(ACTIVATIONS)}; if it is one of them, say so with --activation"
         )
     return activation
@@ -213,7 +219,7 @@ def _write(
 
 def _write_header(model: Source, activation: str, outputs: list[OutputTensor], part: Path) -> None:
     """Metadata, and name, type and shape of every tensor."""
-    writer = _Writer(part, ARCHITECTURE)
+    writer = _Writer(part, model.target_architecture)
     try:
         model.add_metadata(writer)
         writer.add_string(ACTIVATION_KEY, activation)

@@ -1,4 +1,4 @@
-"""Read a GGUF file of a BitNet model: I2_S of Microsoft's fork, or one that stock llama.cpp loads.
+"""Read a GGUF file of a 1.58-bit model: I2_S of Microsoft's fork, or BitNet for stock llama.cpp.
 
 The I2_S type (36) was removed from ggml; the file format around it is plain GGUF.
 """
@@ -15,19 +15,23 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, ReaderField
 
+from entropykv.convert.decoder import DecoderShape, check_tensors, drop_tied_head
+from entropykv.convert.permuted import permuted
 from entropykv.convert.source import (
-    ARCHITECTURE,
-    BitNetShape,
     FileTensor,
     Source,
     Tensor,
     TernaryTensor,
-    check_tensors,
     checked_scale,
-    drop_tied_head,
     read_bytes,
 )
-from entropykv.convert.ternary import I2S_TAIL_BYTES, Ternary, i2s_multiple, unpack_i2s
+from entropykv.convert.ternary import (
+    I2S_TAIL_BYTES,
+    Ternary,
+    i2s_multiple,
+    i2s_row_step,
+    unpack_i2s,
+)
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.model.geometry import ACTIVATION_KEY, geometry_of
 from entropykv.model.header import (
@@ -41,7 +45,17 @@ from entropykv.model.header import (
 )
 
 # The fork's own graph of `bitnet` uses SiLU; its other two are the 2B-4T's.
-_ACTIVATION_OF = {"bitnet": "silu", "bitnet-b1.58": "relu2", "bitnet-25": "relu2"}
+_ACTIVATION_OF = {
+    "bitnet": "silu",
+    "bitnet-b1.58": "relu2",
+    "bitnet-25": "relu2",
+    "llama": "silu",
+    "qwen2": "silu",
+    "qwen3": "silu",
+}
+_TARGET_OF = {"bitnet-b1.58": "bitnet", "bitnet-25": "bitnet", "qwen2": "llama"}
+# Splits that Microsoft's converter names and llama.cpp does not know: they are those of Llama 3.
+_UNKNOWN_SPLITS = {None, "falcon_e"}
 _NOT_COPIED = {
     "general.architecture",
     "general.alignment",
@@ -67,10 +81,16 @@ class I2sTensor(TernaryTensor):
     shape: tuple[int, int]
     layout: str
 
-    def ternary(self) -> Ternary:
-        """Unpack the codes."""
-        codes = read_bytes(self.path, self.offset, math.prod(self.shape) // 4)
-        return unpack_i2s(codes, self.shape, self.layout)
+    @property
+    def row_step(self) -> int:
+        """Rows that fill whole blocks, which run over the flat tensor."""
+        return i2s_row_step(self.shape[1], self.layout)
+
+    def rows(self, first: int, count: int) -> Ternary:
+        """Unpack the codes of some rows."""
+        columns = self.shape[1]
+        codes = read_bytes(self.path, self.offset + first * columns // 4, count * columns // 4)
+        return unpack_i2s(codes, (count, columns), self.layout)
 
     def scale(self) -> np.float32:
         """The F32 behind the codes."""
@@ -78,7 +98,7 @@ class I2sTensor(TernaryTensor):
         return checked_scale(self.path, self.name, struct.unpack("<f", tail.tobytes())[0])
 
 
-class _BitNetReader(HeaderReader):
+class _I2sReader(HeaderReader):
     """The guarded header reader; knows I2_S, and keeps where tensors and values are."""
 
     def __init__(self, path: Path, layout: str) -> None:
@@ -95,6 +115,7 @@ class _BitNetReader(HeaderReader):
         return parts
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        self._refuse_tables(fields)
         for field in fields:
             if field.name in self.weights:
                 raise ValueError(f"two tensors are named {field.name}")
@@ -107,7 +128,7 @@ class _BitNetReader(HeaderReader):
     def _weight(self, name: str, raw_type: int, shape: tuple[int, ...], offset: int) -> Tensor:
         tensor: Tensor
         if raw_type == I2_S_TYPE:
-            if len(shape) != 2 or min(shape) < 1 or math.prod(shape) % i2s_multiple(self.layout):
+            if not _fits_i2s(shape, self.layout):
                 raise ValueError(f"tensor {name} of type I2_S has shape {list(shape)}")
             kind, n_bytes = "I2_S", math.prod(shape) // 4 + I2S_TAIL_BYTES
             tensor = I2sTensor(self.path, name, offset, (shape[0], shape[1]), self.layout)
@@ -122,56 +143,68 @@ class _BitNetReader(HeaderReader):
             )
         return tensor
 
-    def copied(self, architecture: str) -> list[tuple[str, GGUFValueType, RawValue]]:
-        """The metadata that a converted file keeps, with the keys of the stock architecture."""
+    def copied(
+        self, architecture: str, target: str, *, without: set[str]
+    ) -> list[tuple[str, GGUFValueType, RawValue]]:
+        """The metadata that a converted file keeps, with the keys of the target architecture."""
         fields = [field for field in self.fields.values() if not field.name.startswith("GGUF.")]
         prefix = f"{architecture}."
         kept = []
         for field, (offset, size) in zip(fields, self.values, strict=True):
             name = field.name
             if name.startswith(prefix):
-                name = f"{ARCHITECTURE}.{name[len(prefix) :]}"
-            if name not in _NOT_COPIED:
+                name = f"{target}.{name[len(prefix) :]}"
+            if name not in without:
                 data = self.data[offset : offset + size].tobytes()
                 kept.append((name, field.types[0], RawValue(data)))
         return kept
 
 
+def _fits_i2s(shape: tuple[int, ...], layout: str) -> bool:
+    """Whether a tensor of this shape fills whole bytes and blocks of the layout."""
+    if len(shape) != 2 or min(shape) < 1 or math.prod(shape) % i2s_multiple(layout) != 0:
+        return False
+    return layout != "rows4" or shape[0] % 4 == 0
+
+
 def read_gguf(path: Path, *, i2s_layout: str = "x86") -> Source:
-    """Read the header of a BitNet GGUF and check every tensor; weights are read later.
+    """Read the header of a 1.58-bit GGUF and check every tensor; weights are read later.
 
     Raises ModelFileError and UnsupportedModelError.
     """
     file_bytes = check_prefix(path)
     with damage_named(path):
-        return _source(_BitNetReader(path, i2s_layout), path, file_bytes)
+        return _source(_I2sReader(path, i2s_layout), path, file_bytes)
 
 
-def _source(reader: _BitNetReader, path: Path, file_bytes: int) -> Source:
+def _source(reader: _I2sReader, path: Path, file_bytes: int) -> Source:
     architecture = _architecture(reader, path)
     shape = _shape(reader, path, file_bytes, architecture)
     tensors = dict(reader.weights)
-    drop_tied_head(path, tensors)
+    drop_tied_head(path, shape, tensors)
     check_tensors(path, shape, tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, I2sTensor) and f"{name.removesuffix('.weight')}.scale" in tensors:
             raise ModelFileError(f"{path}: has two scales for {name}; {AGAIN}")
-    activation = text_value(reader, ACTIVATION_KEY) or _ACTIVATION_OF[architecture]
-    values = reader.copied(architecture)
+    if architecture == "qwen2":
+        tensors = {name: _permuted(name, tensor, shape) for name, tensor in tensors.items()}
+    split = text_value(reader, "tokenizer.ggml.pre")
     is_bpe = text_value(reader, "tokenizer.ggml.model") == "gpt2"
-    lacks_pre = is_bpe and reader.get_field("tokenizer.ggml.pre") is None
+    replaces_split = is_bpe and split in _UNKNOWN_SPLITS
+    without = _NOT_COPIED | ({"tokenizer.ggml.pre"} if replaces_split else set())
+    values = reader.copied(architecture, shape.architecture, without=without)
 
     def add_metadata(writer: GGUFWriter) -> None:
         for key, kind, value in values:
             writer.add_key_value(key, value, kind)
-        if lacks_pre:  # as Microsoft's converter leaves it
+        if replaces_split:
             writer.add_tokenizer_pre("llama-bpe")
 
     return Source(
         path=path,
         architecture=architecture,
-        activation=activation,
-        shape=shape,
+        target_architecture=shape.architecture,
+        activation=text_value(reader, ACTIVATION_KEY) or _ACTIVATION_OF[architecture],
         tensors=tensors,
         n_bytes=file_bytes,
         keeps_types=True,
@@ -179,14 +212,27 @@ def _source(reader: _BitNetReader, path: Path, file_bytes: int) -> Source:
     )
 
 
-def _architecture(reader: _BitNetReader, path: Path) -> str:
+def _permuted(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
+    """Return queries and keys of qwen2 in the order of the llama graph, others as they are."""
+    if name.split(".")[2:3] not in (["attn_q"], ["attn_k"]) or name.endswith(".scale"):
+        return tensor
+    return permuted(tensor, shape.head_dim)
+
+
+def _architecture(reader: _I2sReader, path: Path) -> str:
     architecture = text_value(reader, "general.architecture")
     if architecture is None:
         raise ModelFileError(f"{path}: lacks general.architecture; {AGAIN}")
     if architecture not in _ACTIVATION_OF:
         raise UnsupportedModelError(
-            f"{path}: has architecture {architecture!r}, but only BitNet models are converted "
-            f"({', '.join(_ACTIVATION_OF)}); stock llama.cpp needs no conversion of other models"
+            f"{path}: has architecture {architecture!r}, but only 1.58-bit models of these are "
+            f"converted: {', '.join(_ACTIVATION_OF)}; stock llama.cpp needs no conversion of others"
+        )
+    target = _TARGET_OF.get(architecture, architecture)
+    if target != "bitnet" and not reader.type_bytes["I2_S"]:
+        raise UnsupportedModelError(
+            f"{path}: has architecture {architecture!r} and no I2_S weights, so that stock "
+            "llama.cpp needs no conversion; run it as it is"
         )
     if "split.count" in reader.fields and required(reader, "split.count") > 1:
         raise UnsupportedModelError(
@@ -195,16 +241,27 @@ def _architecture(reader: _BitNetReader, path: Path) -> str:
     return architecture
 
 
-def _shape(reader: _BitNetReader, path: Path, file_bytes: int, architecture: str) -> BitNetShape:
+def _shape(reader: _I2sReader, path: Path, file_bytes: int, architecture: str) -> DecoderShape:
     geometry = geometry_of(reader, path, file_bytes)
-    if len(set(geometry.kv_heads_per_layer)) != 1 or geometry.n_head < 1:
+    n_kv_heads = set(geometry.kv_heads_per_layer)
+    if (
+        len(n_kv_heads) != 1
+        or min(n_kv_heads) < 1
+        or geometry.n_head < 1
+        or geometry.head_dim_k != geometry.head_dim_v
+        or geometry.head_dim_k % 2 != 0
+    ):
         raise UnsupportedModelError(
-            f"{path}: its layers have different KV heads, which is no BitNet b1.58 model"
+            f"{path}: its layers have different KV heads, or K and V of different or odd sizes, "
+            "which no 1.58-bit model of the architectures that are converted has"
         )
-    return BitNetShape(
+    return DecoderShape(
+        architecture=_TARGET_OF.get(architecture, architecture),
         n_layer=geometry.n_layer,
         n_embd=required(reader, f"{architecture}.embedding_length"),
-        n_embd_kv=geometry.kv_heads_per_layer[0] * geometry.head_dim_k,
+        n_head=geometry.n_head,
+        n_head_kv=geometry.kv_heads_per_layer[0],
+        head_dim=geometry.head_dim_k,
         n_ff=required(reader, f"{architecture}.feed_forward_length"),
         n_vocab=geometry.n_vocab,
     )

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face BitNet checkpoint, and the GGUF metadata made of it."""
+"""config.json of a Hugging Face 1.58-bit checkpoint, and the GGUF metadata made of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from typing import Any
 
 from gguf import GGUFWriter
 
+from entropykv.convert.decoder import DecoderShape
+from entropykv.convert.hf_rope import Rope
 from entropykv.convert.hf_tokenizer import add_tokenizer
-from entropykv.convert.source import BitNetShape
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.model.header import MAX_LAYERS
 
-_ARCHITECTURES = {"BitNetForCausalLM", "BitnetForCausalLM"}
-_ROPE_BASE = {"bitnet": 500000.0}  # defaults of transformers; llama's, 10000, for 1bitLLM
+_TARGET_OF = {
+    "BitNetForCausalLM": "bitnet",
+    "BitnetForCausalLM": "bitnet",  # 1bitLLM
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",  # with biases: the qwen2 graph ignores scales, see decoder.py
+    "Qwen3ForCausalLM": "qwen3",
+}
+_ROPE_BASE = {"bitnet": 500000.0}  # defaults of transformers; 10000 for all others
 _AGAIN = "download it again"
 
 
@@ -29,7 +37,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read config.json; UnsupportedModelError for a model that is not BitNet."""
+        """Read config.json; UnsupportedModelError for a model that cannot be served."""
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -37,13 +45,33 @@ class Checkpoint:
                 f"{path}: has no config.json; give a GGUF file or the directory of a Hugging Face "
                 "model"
             ) from None
-        names = config.get("architectures") or []
-        if config.get("model_type") != "bitnet" and not _ARCHITECTURES & set(names):
+        checkpoint = cls(path, config)
+        if checkpoint._class not in _TARGET_OF:
             raise UnsupportedModelError(
-                f"{path}: is a model of type {config.get('model_type')!r}, but only BitNet models "
-                "are converted; use llama.cpp's convert_hf_to_gguf.py for others"
+                f"{path}: is a model of type {config.get('model_type')!r} ({checkpoint._class}), "
+                "but only 1.58-bit decoders of text are converted, as "
+                f"{', '.join(sorted(_TARGET_OF))}; use llama.cpp's convert_hf_to_gguf.py for others"
             )
-        return cls(path, config)
+        if checkpoint.target_architecture != "bitnet" and not config.get("quantization_config"):
+            raise UnsupportedModelError(
+                f"{path}: is a model of type {config.get('model_type')!r} without "
+                "quantization_config, so that its weights are dense; use the checkpoint with "
+                "1.58-bit weights, or llama.cpp's convert_hf_to_gguf.py"
+            )
+        return checkpoint
+
+    @property
+    def _class(self) -> str:
+        """Class of transformers that runs the checkpoint."""
+        names = self.config.get("architectures") or []
+        if self.config.get("model_type") == "bitnet":
+            return "BitNetForCausalLM"
+        return next((name for name in names if name in _TARGET_OF), str(names[0] if names else ""))
+
+    @property
+    def target_architecture(self) -> str:
+        """Architecture of the file that is written."""
+        return _TARGET_OF[self._class]
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
@@ -60,27 +88,30 @@ class Checkpoint:
         return float(value)
 
     @property
-    def shape(self) -> BitNetShape:
+    def shape(self) -> DecoderShape:
         """Sizes of the model."""
-        heads = self.integer("num_attention_heads")
+        n_head = self.integer("num_attention_heads")
         n_embd = self.integer("hidden_size")
-        head_dim = self.integer("head_dim", n_embd // heads)
-        if head_dim * heads != n_embd:
+        head_dim = self.integer("head_dim", n_embd // n_head)
+        if self.target_architecture == "bitnet" and head_dim * n_head != n_embd:
             raise UnsupportedModelError(
-                f"{self.path}: {heads} heads of {head_dim} do not make up a hidden size of "
+                f"{self.path}: {n_head} heads of {head_dim} do not make up a hidden size of "
                 f"{n_embd}, which llama.cpp's bitnet graph needs; use a BitNet b1.58 model"
             )
-        n_head_kv = self.integer("num_key_value_heads", heads)
+        n_head_kv = self.integer("num_key_value_heads", n_head)
         n_layer = self.integer("num_hidden_layers")
-        if heads % n_head_kv != 0 or n_layer > MAX_LAYERS:
+        if n_head % n_head_kv != 0 or n_layer > MAX_LAYERS or head_dim % 2 != 0:
             raise ModelFileError(
-                f"{self.path}: has {n_layer} layers, {heads} heads and {n_head_kv} KV heads in "
-                f"config.json, which llama.cpp cannot have; {_AGAIN}"
+                f"{self.path}: has {n_layer} layers, {n_head} heads and {n_head_kv} KV heads of "
+                f"{head_dim} in config.json, which llama.cpp cannot have; {_AGAIN}"
             )
-        return BitNetShape(
+        return DecoderShape(
+            architecture=self.target_architecture,
             n_layer=n_layer,
             n_embd=n_embd,
-            n_embd_kv=n_head_kv * head_dim,
+            n_head=n_head,
+            n_head_kv=n_head_kv,
+            head_dim=head_dim,
             n_ff=self.integer("intermediate_size"),
             n_vocab=self.integer("vocab_size"),
         )
@@ -95,41 +126,62 @@ class Checkpoint:
             )
         if value.get("use_rms_norm"):
             raise UnsupportedModelError(
-                f"{self.path}: has a norm in every projection (use_rms_norm), which llama.cpp's "
-                "bitnet graph has not; use a BitNet b1.58 model"
+                f"{self.path}: has a norm in every projection (use_rms_norm), which no graph of "
+                "llama.cpp has; use a checkpoint without, such as the published BitNet b1.58"
             )
         return value
 
+    def keeps_dense(self, module: str) -> bool:
+        """Whether modules_to_not_convert leaves this module out; without a list, the head."""
+        listed = self.quantization.get("modules_to_not_convert")
+        names = ["lm_head"] if listed is None else listed
+        return any(f".{name}." in f".{module}." for name in names)
+
     @property
-    def rope_base(self) -> float:
-        """Base frequency; UnsupportedModelError for scaled positions."""
-        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedModelError(
-                f"{self.path}: has rope scaling {kind!r}, which is not converted; "
-                "use a checkpoint without"
-            )
-        default = _ROPE_BASE.get(str(self.config.get("model_type")), 10000.0)
-        return self.number(
-            "rope_theta", rope.get("rope_theta", self.config.get("rope_theta", default))
+    def rope(self) -> Rope:
+        """Rotary position embedding; UnsupportedModelError for one that is not converted."""
+        shape = self.shape
+        rope = Rope.of_config(
+            self.path,
+            self.config,
+            base=_ROPE_BASE.get(str(self.config.get("model_type")), 10000.0),
+            head_dim=shape.head_dim,
+            n_ctx=self.integer("max_position_embeddings", 2048),
         )
+        if rope.kind == "llama3" and shape.architecture != "llama":
+            raise UnsupportedModelError(
+                f"{self.path}: has rope scaling 'llama3', which llama.cpp's {shape.architecture} "
+                "graph does not compute; use a checkpoint with linear, yarn or no scaling"
+            )
+        return rope
+
+    def check_attention(self) -> None:
+        """Refuse attention to a window of the text, which the graphs that are written lack."""
+        window = self.config.get("sliding_window")
+        used = self.config.get("use_sliding_window", self._class == "MistralForCausalLM")
+        n_ctx = self.integer("max_position_embeddings", 2048)
+        if used and isinstance(window, int) and window < n_ctx:
+            raise UnsupportedModelError(
+                f"{self.path}: attends to a sliding window of {window} tokens, which llama.cpp's "
+                f"{self.target_architecture} graph does not; use a checkpoint without"
+            )
 
     def add_metadata(self, writer: GGUFWriter) -> None:
-        """Add the keys of the bitnet architecture, and the tokenizer."""
-        shape, heads = self.shape, self.integer("num_attention_heads")
-        head_dim = shape.n_embd // heads
+        """Add the keys of the target architecture, and the tokenizer."""
+        shape = self.shape
         writer.add_name(self.path.resolve().name)
         writer.add_block_count(shape.n_layer)
         writer.add_context_length(self.integer("max_position_embeddings", 2048))
         writer.add_embedding_length(shape.n_embd)
         writer.add_feed_forward_length(shape.n_ff)
-        writer.add_head_count(heads)
-        writer.add_head_count_kv(shape.n_embd_kv // head_dim)
+        writer.add_head_count(shape.n_head)
+        writer.add_head_count_kv(shape.n_head_kv)
+        if shape.head_dim * shape.n_head != shape.n_embd:
+            writer.add_key_length(shape.head_dim)
+            writer.add_value_length(shape.head_dim)
         writer.add_layer_norm_rms_eps(
             self.number("rms_norm_eps", self.config.get("rms_norm_eps", 1e-5))
         )
-        writer.add_rope_dimension_count(head_dim)
-        writer.add_rope_freq_base(self.rope_base)
+        self.rope.add_metadata(writer)
         writer.add_vocab_size(shape.n_vocab)
         add_tokenizer(writer, self.path, shape.n_vocab)

@@ -1,4 +1,4 @@
-"""Read a Hugging Face checkpoint of a BitNet model: a directory with config.json and safetensors.
+"""Read a Hugging Face checkpoint of a 1.58-bit model: a directory, config.json and safetensors.
 
 Three storages of the ternary weights are known: packed uint8 with weight_scale, master weights
 that transformers quantises while it runs, and dense weights that are kept as they are.
@@ -7,55 +7,52 @@ that transformers quantises while it runs, and dense weights that are kept as th
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import MODEL_ARCH, GGMLQuantizationType, TensorNameMap, get_tensor_name_map
 
+from entropykv.convert.decoder import (
+    HEAD,
+    ROPE_FACTORS,
+    DecoderShape,
+    check_tensors,
+    drop_tied_head,
+)
 from entropykv.convert.hf_config import Checkpoint
+from entropykv.convert.permuted import permuted
 from entropykv.convert.safetensors import StoredTensor, read_safetensors
 from entropykv.convert.source import (
-    ARCHITECTURE,
+    ArrayTensor,
     FileTensor,
     Source,
     Tensor,
     TernaryTensor,
     as_floats,
-    check_tensors,
     checked_scale,
-    drop_tied_head,
 )
-from entropykv.convert.ternary import Floats, Ternary, is_ternary, quantize_absmean, unpack_hf
+from entropykv.convert.ternary import (
+    Floats,
+    Ternary,
+    absmean_inverse,
+    is_ternary,
+    quantize_absmean,
+    unpack_hf,
+)
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
 
-_GLOBAL_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.attn_sub_norm": "attn_sub_norm",
-    "self_attn.inner_attn_ln": "attn_sub_norm",  # 1bitLLM
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.ffn_sub_norm": "ffn_sub_norm",
-    "mlp.ffn_layernorm": "ffn_sub_norm",  # 1bitLLM
-}
-_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)\.weight")
+# 1bitLLM's names, which gguf knows, for those of transformers, which it does not.
+_ALIASES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
+_NAMES_OF = {"bitnet": MODEL_ARCH.BITNET, "llama": MODEL_ARCH.LLAMA, "qwen3": MODEL_ARCH.QWEN3}
+_SKIPPED = (".weight_scale", ".rotary_emb.inv_freq")
 _KINDS = {
     "F32": GGMLQuantizationType.F32,
     "F16": GGMLQuantizationType.F16,
     "BF16": GGMLQuantizationType.BF16,
 }
+_ACTIVATION_OF = {"bitnet": "relu2", "llama": "silu", "qwen3": "silu"}  # of transformers
 _AGAIN = "download it again"
 
 
@@ -72,9 +69,16 @@ class PackedTensor(TernaryTensor):
     stored_scale: FileTensor
     divides: bool
 
-    def ternary(self) -> Ternary:
-        """Unpack the weight."""
-        ternary = unpack_hf(self.stored.raw().reshape(self.stored.shape))
+    def rows(self, first: int, count: int) -> Ternary:
+        """Unpack some rows: each quarter of them is in two bits of every byte."""
+        n_packed = self.stored.shape[0]
+        parts = []
+        while count > 0:
+            quarter, start = divmod(first, n_packed)
+            taken = min(count, n_packed - start)
+            parts.append(unpack_hf(self.stored.rows(start, taken), quarter))
+            first, count = first + taken, count - taken
+        ternary = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if not is_ternary(ternary):
             raise ModelFileError(
                 f"{self.stored.path}: is damaged (tensor {self.name} has values other than "
@@ -95,24 +99,29 @@ class MasterTensor(TernaryTensor):
     name: str
     master: FileTensor
     shape: tuple[int, int]
-    _scale: list[np.float32] = field(default_factory=list)
+    _inverse: list[np.float32] = field(default_factory=list)
 
-    def ternary(self) -> Ternary:
-        """Quantise the weight."""
-        weights = self.master.floats()
+    def rows(self, first: int, count: int) -> Ternary:
+        """Quantise some rows."""
+        return quantize_absmean(self.master.float_rows(first, count), self.inverse())
+
+    def inverse(self) -> np.float32:
+        """Return what weights are multiplied by; the tensor is read for it once."""
+        if not self._inverse:
+            total = math.fsum(map(self._absolute_sum, self.master.float_chunks()))
+            self._inverse.append(absmean_inverse(np.float32(total / math.prod(self.shape))))
+        return self._inverse[0]
+
+    def scale(self) -> np.float32:
+        """The mean, rounded to the type of the weight, as in transformers."""
+        return _rounded(np.float32(1.0) / self.inverse(), self.master.kind)
+
+    def _absolute_sum(self, weights: Floats) -> float:
         if not np.isfinite(weights).all():
             raise ModelFileError(
                 f"{self.master.path}: is damaged (tensor {self.name} is not finite); {_AGAIN}"
             )
-        ternary, scale = quantize_absmean(weights)
-        self._scale[:] = [_rounded(scale, self.master.kind)]
-        return ternary
-
-    def scale(self) -> np.float32:
-        """The mean, rounded to the type of the weight, as in transformers."""
-        if not self._scale:
-            self.ternary()
-        return self._scale[0]
+        return float(np.abs(weights).sum(dtype=np.float64))
 
 
 def _rounded(value: np.float32, kind: GGMLQuantizationType) -> np.float32:
@@ -134,18 +143,24 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
     """
     try:
         checkpoint = Checkpoint.open(path)
+        checkpoint.check_attention()
+        shape = checkpoint.shape
         stored = read_safetensors(path)
-        tensors = _tensors(checkpoint, stored, dense)
-        drop_tied_head(path, tensors)
-        check_tensors(path, checkpoint.shape, tensors)
+        tensors = dict(_tensors(checkpoint, stored, dense))
+        factors = checkpoint.rope.factors()
+        if factors is not None:
+            tensors[ROPE_FACTORS] = ArrayTensor(factors.shape, factors)
+        _settle_head(checkpoint, tensors)
+        drop_tied_head(path, shape, tensors)
+        check_tensors(path, shape, tensors)
         return Source(
             path=path,
-            architecture=ARCHITECTURE,
-            activation=str(checkpoint.config.get("hidden_act", "relu2")),
-            shape=checkpoint.shape,
+            architecture=str(checkpoint.config.get("model_type", shape.architecture)),
+            target_architecture=shape.architecture,
+            activation=str(checkpoint.config.get("hidden_act", _ACTIVATION_OF[shape.architecture])),
             tensors=tensors,
             n_bytes=sum(tensor.n_bytes for tensor in stored.values()),
-            keeps_types=False,
+            keeps_types=not dense,
             add_metadata=checkpoint.add_metadata,
         )
     except EntropyKVError:
@@ -159,28 +174,60 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
 
 def _tensors(
     checkpoint: Checkpoint, stored: dict[str, StoredTensor], dense: bool
-) -> dict[str, Tensor]:
-    projections = checkpoint.shape.projections()
-    tensors: dict[str, Tensor] = {}
+) -> Iterator[tuple[str, Tensor]]:
+    shape = checkpoint.shape
+    projections = shape.projections()
+    names = get_tensor_name_map(_NAMES_OF[shape.architecture], shape.n_layer)
+    taken = set()
     for hf_name, tensor in stored.items():
-        if hf_name.endswith((".weight_scale", ".rotary_emb.inv_freq")):
+        if hf_name.endswith(_SKIPPED):
             continue
-        name = _llama_name(hf_name)
-        if name in tensors:
+        if hf_name.endswith("_proj.norm.weight"):
+            raise UnsupportedModelError(
+                f"{tensor.path}: has a norm in every projection ({hf_name}), which no graph of "
+                "llama.cpp has; use a checkpoint without, such as the published BitNet b1.58"
+            )
+        name = _gguf_name(names, hf_name)
+        if name in taken:
             raise ModelFileError(f"{tensor.path}: has two tensors {name}; {_AGAIN}")
-        if name.removesuffix(".weight") in projections:
+        taken.add(name)
+        if name.removesuffix(".weight") in projections or (name == HEAD and tensor.dtype == "U8"):
             scale = stored.get(hf_name.removesuffix("weight") + "weight_scale")
-            tensors[name] = _projection(checkpoint, hf_name, tensor, scale, dense)
+            weight = _projection(checkpoint, hf_name, tensor, scale, dense)
         else:
-            tensors[name] = _file_tensor(hf_name, tensor)
-    return tensors
+            weight = _file_tensor(hf_name, tensor)
+        yield name, _in_order(name, weight, shape)
 
 
-def _llama_name(hf_name: str) -> str:
-    match = _LAYER.fullmatch(hf_name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"blk.{int(match[1])}.{_LAYER_NAMES[match[2]]}.weight"
-    return _GLOBAL_NAMES.get(hf_name, hf_name)
+def _settle_head(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Drop the head that transformers would not use; ModelFileError where one is missing."""
+    if checkpoint.target_architecture == "bitnet":
+        return
+    if checkpoint.config.get("tie_word_embeddings", False):
+        tensors.pop(HEAD, None)
+    elif HEAD not in tensors:
+        raise ModelFileError(
+            f"{checkpoint.path}: lacks tensor lm_head.weight, although tie_word_embeddings is "
+            f"false in config.json; {_AGAIN}"
+        )
+
+
+def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
+    """Name that llama.cpp has for a tensor, or the same name where it has none."""
+    alias = hf_name
+    for theirs, known in _ALIASES.items():
+        alias = alias.replace(f".{theirs}.", f".{known}.")
+    if alias == "lm_head.weight":  # gguf has no name for it where a graph has no place for it
+        return HEAD
+    return names.get_name(alias, try_suffixes=(".weight", ".bias")) or hf_name
+
+
+def _in_order(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
+    """Return queries and keys in the order of the graph that is written, others as they are."""
+    is_rotated = name.split(".")[2:3] in (["attn_q"], ["attn_k"])
+    if shape.architecture == "llama" and is_rotated and tensor.shape[0] % shape.head_dim == 0:
+        return permuted(tensor, shape.head_dim)
+    return tensor  # of a wrong size: check_tensors names it
 
 
 def _file_tensor(name: str, tensor: StoredTensor) -> FileTensor:
@@ -210,6 +257,8 @@ def _projection(
         shape = (4 * rows, columns)
         return PackedTensor(name, shape, tensor, _file_tensor(name, scale), divides)
     weights = _file_tensor(name, tensor)
+    if quantization and scale is None and checkpoint.keeps_dense(name.removesuffix(".weight")):
+        return weights
     online = quantization.get("quantization_mode", "offline") == "online"
     if scale is not None or (quantization and not online):
         raise UnsupportedModelError(

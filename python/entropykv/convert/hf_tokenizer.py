@@ -12,10 +12,13 @@ from entropykv.convert.sentencepiece import Piece, read_pieces
 from entropykv.errors import ModelFileError, UnsupportedModelError
 
 # How tokenizer.json splits a text first, and what llama.cpp calls that.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_NAME_OF_SPLIT = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
+_TII_TOKEN = ">>ABSTRACT<<"  # noqa: S105 - of every vocabulary of the Falcon series
+_FALCON_1_SPLIT = "[0-9][0-9][0-9]"
 
 
 def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
@@ -37,8 +40,9 @@ def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
                 return
             if not sentencepiece.is_file():
                 raise UnsupportedModelError(
-                    f"{bpe}: is not the byte-level BPE of Llama 3 or GPT-2, which alone are "
-                    "converted; remove it to convert the weights alone and feed token ids"
+                    f"{bpe}: is not the byte-level BPE of Llama 3, Falcon 3, Qwen 2 or GPT-2, "
+                    "which alone are converted; remove it to convert the weights alone and feed "
+                    "token ids"
                 )
         path = sentencepiece
         if sentencepiece.is_file():
@@ -72,9 +76,12 @@ def _add_sentencepiece(
         raise ValueError(f"it has {len(pieces)} tokens for a vocabulary of {n_vocab}")
     unused = (Piece(f"[PAD{index}]", 0.0, TokenType.UNUSED) for index in range(n_vocab))
     pieces = pieces + list(unused)[len(pieces) :]
-    config = directory / "tokenizer_config.json"
-    if config.is_file():
-        added = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder") or {}
+    path = directory / "tokenizer_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(config.get("add_prefix_space"), bool):
+            writer.add_add_space_prefix(config["add_prefix_space"])
+        added = config.get("added_tokens_decoder") or {}
         for key, token in added.items():
             index = int(key)
             if not 0 <= index < n_vocab:
@@ -107,14 +114,23 @@ def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], lis
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str | None:
-    """Name that llama.cpp has for the first split of a text; None for one that it is not."""
+    """Name that llama.cpp has for the first split of a text; None for one that it is not.
+
+    Splits of the Falcon series that are none of the others: llama.cpp's converter calls that of
+    Falcon 3 falcon3, and ik_llama.cpp was seen to run Falcon-E with the same.
+    """
     splits = tokenizer.get("pre_tokenizer") or {}
     steps = splits.get("pretokenizers", [splits])
+    kinds = [step.get("type") for step in steps]
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
-    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    if tokenizer["model"].get("type") == "BPE" and len(byte_level) == 1:
-        if patterns == [_LLAMA3_SPLIT]:
-            return "llama-bpe"
-        if not patterns and byte_level[0].get("use_regex", True):
-            return "gpt-2"
+    model = tokenizer["model"]
+    if model.get("type") != "BPE" or kinds.count("ByteLevel") != 1:
+        return None
+    if kinds == ["Split", "ByteLevel"] and patterns[0] in _NAME_OF_SPLIT:
+        return _NAME_OF_SPLIT[patterns[0]]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    added = {token["content"] for token in tokenizer.get("added_tokens") or []}
+    if _TII_TOKEN in added or _TII_TOKEN in model["vocab"]:
+        return "falcon" if patterns == [_FALCON_1_SPLIT] else "falcon3"
     return None

@@ -14,6 +14,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from llama_cpp._ggml import libggml
 
+from entropykv.convert.decoder import HEAD
 from entropykv.convert.source import (
     EMBEDDING,
     FLOAT_TYPES,
@@ -43,12 +44,16 @@ _quantize_chunk.argtypes = [
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written; `chunks` reads, converts and yields its bytes, in order."""
+    """A tensor to be written; `chunks` reads, converts and yields its bytes, in order.
+
+    `copied`: the bytes are those of the source.
+    """
 
     name: str
     kind: Kind
     shape: tuple[int, ...]
     chunks: Callable[[], Iterator[Bytes]]
+    copied: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -60,14 +65,18 @@ class OutputTensor:
 def plan_outputs(
     source: Source, weight_type: str, embedding_type: str | None
 ) -> list[OutputTensor]:
-    """Choose the type of every tensor. SettingsError for a type that rows do not fit into."""
+    """Choose the type of every tensor. SettingsError for a type that rows do not fit into.
+
+    Embedding and head get the same type; projections the wanted one, or the next that fits.
+    """
     outputs: list[OutputTensor] = []
     plain = partial(_plain, source.path)
     for name, tensor in source.tensors.items():
-        if name == EMBEDDING:
+        if name in (EMBEDDING, HEAD):
             outputs.append(_embedding(source.path, name, tensor, embedding_type))
         elif len(tensor.shape) == 1:
-            outputs.append(plain(name, tensor, Kind.F32))
+            divisor = _bias_divisor(source, name, weight_type)
+            outputs.append(plain(name, tensor, Kind.F32, divisor))
         elif isinstance(tensor, TernaryTensor):
             outputs += _ternary(source.path, name, tensor, weight_type)
         elif isinstance(tensor, FileTensor) and source.keeps_types:
@@ -81,10 +90,8 @@ def _embedding(path: Path, name: str, tensor: Tensor, wanted: str | None) -> Out
     stored = tensor.kind if isinstance(tensor, FileTensor) else None
     row = tensor.shape[-1]
     if wanted is None:
-        if stored is not None and stored not in FLOAT_TYPES:
-            wanted = "keep"
-        else:
-            wanted = next(t for t in EMBEDDING_TYPES if row % GGML_QUANT_SIZES[_kind(t)][0] == 0)
+        keeps = stored is not None and stored not in FLOAT_TYPES
+        wanted = "keep" if keeps else embedding_kind(row).name.lower()
     if wanted == "keep":
         if not isinstance(tensor, FileTensor):
             raise SettingsError("I2_S embeddings cannot be kept; choose another --embedding-type")
@@ -98,28 +105,49 @@ def _embedding(path: Path, name: str, tensor: Tensor, wanted: str | None) -> Out
     return _plain(path, name, tensor, _kind(wanted))
 
 
+def embedding_kind(row: int) -> Kind:
+    """Type of an embedding or head, where none is asked for: the first that fits its rows."""
+    kinds = (_kind(name) for name in EMBEDDING_TYPES if name != "keep")
+    return next(kind for kind in kinds if row % GGML_QUANT_SIZES[kind][0] == 0)
+
+
 def _kind(name: str) -> Kind:
     return Kind[name.upper()]
 
 
 def _copy(name: str, tensor: FileTensor) -> OutputTensor:
-    return OutputTensor(name, tensor.kind, tensor.shape, tensor.raw_chunks)
+    return OutputTensor(name, tensor.kind, tensor.shape, tensor.raw_chunks, copied=True)
 
 
-def _plain(path: Path, name: str, tensor: Tensor, kind: Kind) -> OutputTensor:
-    if isinstance(tensor, FileTensor) and tensor.kind == kind:
+def _plain(
+    path: Path, name: str, tensor: Tensor, kind: Kind, divisor: TernaryTensor | None = None
+) -> OutputTensor:
+    if isinstance(tensor, FileTensor) and tensor.kind == kind and divisor is None:
         return _copy(name, tensor)
 
     def chunks() -> Iterator[Bytes]:
+        scale = np.float32(1.0) if divisor is None else divisor.scale()
         for values in tensor.float_chunks():
-            yield quantized(f"{path}: tensor {name}", values, kind)
+            yield quantized(f"{path}: tensor {name}", values / scale, kind)
 
     return OutputTensor(name, kind, tensor.shape, chunks)
 
 
+def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor | None:
+    """Return the weight whose scale a bias is divided by, or None.
+
+    In the feed-forward layer llama.cpp adds the bias first and then multiplies by the scale.
+    """
+    projection = name.removesuffix(".bias")
+    weight = source.tensors.get(f"{projection}.weight")
+    if name == projection or ".ffn_" not in name or not isinstance(weight, TernaryTensor):
+        return None
+    return None if ternary_kind(weight.shape[-1], weight_type) == Kind.F32 else weight
+
+
 def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> list[OutputTensor]:
     """The weight with a block scale of 1, and its own exact scale in a tensor beside it."""
-    kind = _ternary_kind(tensor.shape[-1], weight_type)
+    kind = ternary_kind(tensor.shape[-1], weight_type)
     if kind == Kind.F32:
         return [_plain(path, name, tensor, kind)]
 
@@ -133,7 +161,7 @@ def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> 
     }
 
     def weight(pack: Callable[[Ternary], Bytes]) -> Iterator[Bytes]:
-        yield pack(tensor.ternary())
+        yield from map(pack, tensor.ternary_chunks())
 
     return [
         OutputTensor(name, kind, tensor.shape, partial(weight, packers[kind])),
@@ -141,7 +169,7 @@ def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> 
     ]
 
 
-def _ternary_kind(row: int, weight_type: str) -> Kind:
+def ternary_kind(row: int, weight_type: str = WEIGHT_TYPES[0]) -> Kind:
     """The wanted type, or the next one that a row of this length fits into."""
     candidates = WEIGHT_TYPES[WEIGHT_TYPES.index(weight_type) :]
     return next(k for k in map(_kind, candidates) if row % GGML_QUANT_SIZES[k][0] == 0)

@@ -29,43 +29,56 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
-    def raw(self) -> Bytes:
-        """All bytes."""
-        return read_bytes(self.path, self.offset, self.n_bytes)
+    def rows(self, first: int, count: int) -> Bytes:
+        """Bytes of some rows of a matrix; shape (count, bytes of a row)."""
+        row_bytes = self.n_bytes // self.shape[0]
+        data = read_bytes(self.path, self.offset + first * row_bytes, count * row_bytes)
+        return data.reshape(count, row_bytes)
 
 
 def read_safetensors(directory: Path) -> dict[str, StoredTensor]:
-    """Tensors of every shard, by name. ModelFileError for a missing or damaged shard."""
+    """Tensors of every shard, by name.
+
+    ModelFileError for a shard that is missing, damaged or of another model.
+    """
     tensors: dict[str, StoredTensor] = {}
-    for path in _shards(directory):
-        for name, tensor in _read(path).items():
-            if name in tensors:
-                raise ModelFileError(f"{path}: repeats tensor {name} of another file; {_AGAIN}")
-            tensors[name] = tensor
+    for path, expected in _shards(directory).items():
+        found = _read(path)
+        if expected is not None and found.keys() != expected:
+            odd = min(found.keys() ^ expected)
+            what = "has no" if odd in expected else "has a"
+            raise ModelFileError(
+                f"{path}: is a shard of another model ({what} tensor {odd}, unlike {_INDEX} says); "
+                f"{_AGAIN}"
+            )
+        tensors |= found
     return tensors
 
 
-def _shards(directory: Path) -> list[Path]:
+def _shards(directory: Path) -> dict[Path, set[str] | None]:
+    """Files, and the tensors that each must have; None without an index."""
     index = directory / _INDEX
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
+        shards: dict[Path, set[str] | None] = {}
+        for name in sorted(set(weight_map.values())):
+            shards[directory / Path(name).name] = {k for k, v in weight_map.items() if v == name}
         for shard in shards:
             if not shard.is_file():
                 raise ModelFileError(
                     f"{shard}: no such file, but {_INDEX} names it; download the missing part"
                 )
         return shards
-    shards = sorted(directory.glob("*.safetensors"))
-    if not shards:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
         raise ModelFileError(
             f"{directory}: has no *.safetensors; download them (pytorch_model.bin cannot be read)"
         )
-    if len(shards) > 1:
+    if len(files) > 1:
         raise ModelFileError(
-            f"{directory}: has {len(shards)} *.safetensors but no {_INDEX}; download that too"
+            f"{directory}: has {len(files)} *.safetensors but no {_INDEX}; download that too"
         )
-    return shards
+    return {files[0]: None}
 
 
 def _read(path: Path) -> dict[str, StoredTensor]:

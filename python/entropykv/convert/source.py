@@ -1,6 +1,6 @@
-"""What the readers of convert have in common: a BitNet model as tensors that are read one by one.
+"""What the readers of convert have in common: a model as tensors that are read some rows at a time.
 
-Tensors have the names of llama.cpp's bitnet graph; shapes are (rows, columns) or (columns,).
+Tensors have the names of llama.cpp's graphs; shapes are (rows, columns) or (columns,).
 """
 
 from __future__ import annotations
@@ -18,60 +18,15 @@ from gguf.quants import dequantize
 from entropykv.convert.ternary import Bytes, Floats, Ternary
 from entropykv.errors import ModelFileError, UnsupportedModelError
 
-ARCHITECTURE = "bitnet"
 EMBEDDING = "token_embd.weight"
-HEAD = "output.weight"
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
+"""Most elements that are read at once, but for single rows and for queries and keys to reorder."""
 
 FLOAT_TYPES = (
     GGMLQuantizationType.F32,
     GGMLQuantizationType.F16,
     GGMLQuantizationType.BF16,
 )
-
-
-@dataclass(frozen=True)
-class BitNetShape:
-    """Sizes of a model, in elements; `n_embd_kv` is KV heads times head size."""
-
-    n_layer: int
-    n_embd: int
-    n_embd_kv: int
-    n_ff: int
-    n_vocab: int
-
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """Names (without `.weight`) and shapes of the ternary tensors."""
-        n_embd, n_ff = self.n_embd, self.n_ff
-        block = {
-            "attn_q": (n_embd, n_embd),
-            "attn_k": (self.n_embd_kv, n_embd),
-            "attn_v": (self.n_embd_kv, n_embd),
-            "attn_output": (n_embd, n_embd),
-            "ffn_gate": (n_ff, n_embd),
-            "ffn_up": (n_ff, n_embd),
-            "ffn_down": (n_embd, n_ff),
-        }
-        return {
-            f"blk.{layer}.{name}": shape
-            for layer in range(self.n_layer)
-            for name, shape in block.items()
-        }
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the bitnet graph needs, with its shape."""
-        block = {
-            "attn_norm": self.n_embd,
-            "attn_sub_norm": self.n_embd,
-            "ffn_norm": self.n_embd,
-            "ffn_sub_norm": self.n_ff,
-        }
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.n_vocab, self.n_embd)}
-        shapes["output_norm.weight"] = (self.n_embd,)
-        for layer in range(self.n_layer):
-            for name, size in block.items():
-                shapes[f"blk.{layer}.{name}.weight"] = (size,)
-        return shapes | {f"{name}.weight": shape for name, shape in self.projections().items()}
 
 
 class Tensor(ABC):
@@ -111,12 +66,19 @@ class FileTensor(Tensor):
         """All bytes, some rows at a time."""
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
-        row_bytes = self.n_bytes // rows
-        step = max(1, _CHUNK_ELEMENTS // columns)
+        step = max(1, CHUNK_ELEMENTS // columns)
         for first in range(0, rows, step):
-            count = min(step, rows - first)
-            data = read_bytes(self.path, self.offset + first * row_bytes, count * row_bytes)
-            yield data.reshape(count, row_bytes)
+            yield self.raw_rows(first, min(step, rows - first))
+
+    def raw_rows(self, first: int, count: int) -> Bytes:
+        """Bytes of some rows; shape (count, bytes of a row)."""
+        row_bytes = self.n_bytes // math.prod(self.shape[:-1])
+        data = read_bytes(self.path, self.offset + first * row_bytes, count * row_bytes)
+        return data.reshape(count, row_bytes)
+
+    def float_rows(self, first: int, count: int) -> Floats:
+        """Some rows as floats."""
+        return self._as_floats(self.raw_rows(first, count))
 
     def float_chunks(self) -> Iterator[Floats]:
         """All values, some rows at a time."""
@@ -137,33 +99,65 @@ class FileTensor(Tensor):
             ) from None
 
 
+@dataclass(frozen=True)
+class ArrayTensor(Tensor):
+    """A small tensor that was computed."""
+
+    shape: tuple[int, ...]
+    values: Floats
+
+    def floats(self) -> Floats:
+        """The values."""
+        return self.values
+
+
 class TernaryTensor(Tensor):
     """A tensor of -1, 0 and 1 with one scale."""
 
+    shape: tuple[int, int]
+
+    @property
+    def row_step(self) -> int:
+        """Rows that can be read on their own: any multiple of this, and the rest at the end."""
+        return 1
+
     @abstractmethod
-    def ternary(self) -> Ternary:
-        """The whole tensor without its scale; shape (rows, columns)."""
+    def rows(self, first: int, count: int) -> Ternary:
+        """Read `count` rows without their scale, from `first` on, a multiple of row_step."""
 
     @abstractmethod
     def scale(self) -> np.float32:
         """What the ternary values are multiplied with: finite and above 0."""
 
+    def ternary_chunks(self) -> Iterator[Ternary]:
+        """All rows without their scale, some at a time: a large tensor never is in memory."""
+        rows, columns = self.shape
+        step = max(1, CHUNK_ELEMENTS // (columns * self.row_step)) * self.row_step
+        for first in range(0, rows, step):
+            yield self.rows(first, min(step, rows - first))
+
     def floats(self) -> Floats:
         """Ternary values times scale."""
-        return self.ternary().astype(np.float32) * self.scale()
+        return np.concatenate(list(self.float_chunks()))
+
+    def float_chunks(self) -> Iterator[Floats]:
+        """Ternary values times scale, some rows at a time."""
+        for ternary in self.ternary_chunks():
+            yield ternary.astype(np.float32) * self.scale()
 
 
 @dataclass(frozen=True)
 class Source:
     """A model that can be converted; `add_metadata` writes its keys and tokenizer.
 
+    `architecture` is what the source calls itself, `target_architecture` what is written.
     `keeps_types`: projections that are not ternary tensors are copied.
     """
 
     path: Path
     architecture: str
+    target_architecture: str
     activation: str
-    shape: BitNetShape
     tensors: dict[str, Tensor]
     n_bytes: int
     keeps_types: bool
@@ -200,51 +194,3 @@ def checked_scale(path: Path, name: str, scale: float | np.float32) -> np.float3
             f"{path}: is damaged (the scale of {name} is {scale}); download or convert it again"
         )
     return np.float32(scale)
-
-
-def drop_tied_head(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Remove a head that equals the embedding; UnsupportedModelError for one of its own."""
-    head = tensors.pop(HEAD, None)
-    if head is None:
-        return
-    embedding = tensors.get(EMBEDDING)
-    if (
-        not isinstance(head, FileTensor)
-        or not isinstance(embedding, FileTensor)
-        or not _equal(head, embedding)
-    ):
-        raise UnsupportedModelError(
-            f"{path}: has an untied head (its output.weight is not its token_embd.weight), which "
-            "llama.cpp's bitnet graph cannot run; use a checkpoint with tied embeddings"
-        )
-
-
-def _equal(one: FileTensor, other: FileTensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if one.kind == other.kind:
-        pairs = zip(one.raw_chunks(), other.raw_chunks(), strict=True)
-        return all(np.array_equal(a, b) for a, b in pairs)
-    chunks = zip(one.float_chunks(), other.float_chunks(), strict=True)
-    return all(np.array_equal(a, b) for a, b in chunks)
-
-
-def check_tensors(path: Path, shape: BitNetShape, tensors: dict[str, Tensor]) -> None:
-    """Refuse a tensor that is missing, too many, or of a size the bitnet graph cannot have."""
-    expected = shape.tensors()
-    optional = {f"{name}.scale": (1,) for name in shape.projections()}
-    for name, tensor in tensors.items():
-        wanted = expected.get(name, optional.get(name))
-        if wanted is None:
-            raise UnsupportedModelError(
-                f"{path}: has a tensor {name}, for which llama.cpp's bitnet graph has no place; "
-                "use a model of the BitNet b1.58 architecture"
-            )
-        if tensor.shape != wanted:
-            raise ModelFileError(
-                f"{path}: tensor {name} has shape {list(tensor.shape)} where its other sizes ask "
-                f"for {list(wanted)}; download or convert it again"
-            )
-    for name in expected:
-        if name not in tensors:
-            raise ModelFileError(f"{path}: lacks tensor {name}; download or convert it again")

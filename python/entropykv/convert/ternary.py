@@ -6,6 +6,7 @@ Everything here is numpy on whole tensors. `ternary` is an int8 array of -1, 0, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ def i2s_multiple(layout: str) -> int:
     return 4 * _I2S_BLOCK_BYTES.get(layout, 1)
 
 
+def i2s_row_step(columns: int, layout: str) -> int:
+    """Smallest number of rows of this many columns that fill whole blocks of this layout."""
+    if layout == "rows4":
+        return 4
+    block = i2s_multiple(layout)
+    return block // math.gcd(block, columns)
+
+
 def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ternary:
     """Codes of an I2_S tensor (Microsoft's BitNet fork, type 36), without its tail.
 
@@ -52,23 +61,25 @@ def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ter
     columns = shape[1]
     # Shape (blocks, 4, n): the four pairs of bits, highest first, are n elements apart.
     width = columns if layout == "rows4" else _I2S_BLOCK_BYTES[layout]
-    return _unpack_pairs(_WITHOUT_THREES[codes].reshape(-1, width), (6, 4, 2, 0)).reshape(shape)
+    return _unpack_pairs(_WITHOUT_THREES[codes].reshape(-1, width)).reshape(shape)
 
 
-def unpack_hf(packed: Bytes) -> Ternary:
-    """Unpack a uint8 weight of transformers' BitNet, shape (rows / 4, columns).
+def unpack_hf(packed: Bytes, quarter: int) -> Ternary:
+    """Unpack a quarter (0 to 3) of the rows of a uint8 weight of transformers' BitNet.
 
-    Row r of the weight is in bits 2 * (r // packed rows). Source: unpack_weights in transformers'
-    integrations/bitnet.py. A code of 3 comes out as 2, as there: see is_ternary.
+    Row r of a weight of 4 * n rows is in bits 2 * (r // n) of packed row r % n. Source:
+    unpack_weights in transformers' integrations/bitnet.py. A code of 3 comes out as 2, as there:
+    see is_ternary.
     """
-    columns = packed.shape[1]
-    return _unpack_pairs(packed.reshape(1, -1), (0, 2, 4, 6)).reshape(-1, columns)
+    ternary: Ternary = ((packed >> np.uint8(2 * quarter)) & np.uint8(3)).view(np.int8)
+    ternary -= 1
+    return ternary
 
 
-def _unpack_pairs(blocks: Bytes, shifts: tuple[int, ...]) -> Ternary:
-    """Pairs of bits of `blocks`, shape (n, width), less one; shape (n, 4, width)."""
+def _unpack_pairs(blocks: Bytes) -> Ternary:
+    """Pairs of bits of `blocks`, shape (n, width), highest first, less one; (n, 4, width)."""
     codes = np.empty((blocks.shape[0], 4, blocks.shape[1]), dtype=np.uint8)
-    for index, shift in enumerate(shifts):
+    for index, shift in enumerate((6, 4, 2, 0)):
         np.right_shift(blocks, shift, out=codes[:, index])
     codes &= 3
     ternary = codes.view(np.int8)
@@ -81,15 +92,18 @@ def is_ternary(values: npt.NDArray[Any]) -> bool:
     return bool(((values == 0) | (values == 1) | (values == -1)).all())
 
 
-def quantize_absmean(weights: Floats) -> tuple[Ternary, np.float32]:
-    """Quantise a master weight: ternary * scale, the scale being its mean absolute value.
+def absmean_inverse(mean: np.float32) -> np.float32:
+    """What WeightQuant of transformers multiplies a weight by before it rounds it."""
+    return np.float32(np.float32(1.0) / max(mean, np.float32(1e-5)))
 
-    The rounding is that of WeightQuant in transformers' integrations/bitnet.py, in F32.
+
+def quantize_absmean(weights: Floats, inverse: np.float32) -> Ternary:
+    """Round master weights to -1, 0 and 1 as WeightQuant in transformers' integrations/bitnet.py.
+
+    In F32. Their scale is 1 / `inverse`, see absmean_inverse.
     """
-    mean = np.float32(np.abs(weights).mean(dtype=np.float64))
-    inverse = np.float32(1.0) / np.maximum(mean, np.float32(1e-5))
-    ternary = np.clip(np.rint(weights * inverse), -1, 1).astype(np.int8)
-    return ternary, np.float32(1.0) / inverse
+    ternary: Ternary = np.clip(np.rint(weights * inverse), -1, 1).astype(np.int8)
+    return ternary
 
 
 def pack_tq2_0(ternary: Ternary) -> Bytes:

@@ -19,6 +19,8 @@ from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelErr
 
 I2_S_TYPE = 36
 """Tensor type of Microsoft's BitNet fork; removed from, and unknown to, stock llama.cpp."""
+_TABLE_TYPES = {38: "TL1", 39: "TL2"}
+"""Two more of that fork. llama.cpp gave the second number to MXFP4, which has no scales beside."""
 
 _SUPPORTED_VERSIONS = (2, 3)
 _PREFIX = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
@@ -156,6 +158,7 @@ class HeaderReader(GGUFReader):
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         """Add up the bytes of every tensor type, and check that no tensor ends past the file."""
+        self._refuse_tables(fields)
         end = 0
         for field in fields:
             _, _, _, dims, raw_type, offset = field.parts
@@ -168,6 +171,18 @@ class HeaderReader(GGUFReader):
                 f"{self.path}: is truncated, {end - len(self.data)} of at least {end} bytes "
                 f"are missing; {AGAIN}"
             )
+
+    def _refuse_tables(self, fields: list[ReaderField]) -> None:
+        """Refuse weights in tables for the kernels of one machine, whose order no file tells."""
+        names = {field.name for field in fields}
+        for field in fields:
+            kind = _TABLE_TYPES.get(int(field.parts[4][0]))
+            if kind is not None and f"{field.name}_scale" in names:
+                raise UnsupportedModelError(
+                    f"{self.path}: is a {kind} file of Microsoft's BitNet fork, whose order of "
+                    "weights depends on the kernels it was made for; convert the I2_S file or the "
+                    "Hugging Face directory of the same model"
+                )
 
     def _tensor_bytes(self, name: str, raw_type: int, dims: list[int]) -> tuple[str, int]:
         """Type name and size in bytes of one tensor of `dims` elements."""

@@ -1,0 +1,72 @@
+"""Queries and keys for llama.cpp's llama graph, whose RoPE turns neighbours in a head.
+
+Hugging Face checkpoints turn the first half of a head against the second, so that the rows of a
+head are put in another order: 0, d/2, 1, d/2 + 1, ... The converter of llama.cpp calls it permute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.convert.source import FileTensor, Tensor, TernaryTensor
+from entropykv.convert.ternary import Bytes, Ternary
+from entropykv.errors import EntropyKVError
+
+
+def permuted_rows(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
+    """Interleave the halves of every head; `rows` has whole heads in its first axis."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+@dataclass(frozen=True)
+class PermutedTernary(TernaryTensor):
+    """A ternary tensor with the rows of its heads in the order of the llama graph."""
+
+    shape: tuple[int, int]
+    inner: TernaryTensor
+    head_dim: int
+
+    @property
+    def row_step(self) -> int:
+        """Whole heads, and what the stored tensor asks for."""
+        return math.lcm(self.head_dim, self.inner.row_step)
+
+    def rows(self, first: int, count: int) -> Ternary:
+        """Some rows, from a multiple of row_step on."""
+        return permuted_rows(self.inner.rows(first, count), self.head_dim)
+
+    def scale(self) -> np.float32:
+        """The scale, which stays."""
+        return self.inner.scale()
+
+
+@dataclass(frozen=True)
+class PermutedFile(FileTensor):
+    """A stored weight or bias with the rows of its heads in the order of the llama graph."""
+
+    head_dim: int
+
+    def raw(self) -> Bytes:
+        """All bytes."""
+        rows = super().raw().reshape(self.shape[0], -1)
+        return permuted_rows(rows, self.head_dim).reshape(-1)
+
+    def raw_chunks(self) -> Iterator[Bytes]:
+        """All bytes at once: queries and keys are small beside an embedding."""
+        yield self.raw().reshape(math.prod(self.shape[:-1]), -1)
+
+
+def permuted(tensor: Tensor, head_dim: int) -> Tensor:
+    """Return queries or keys, weight or bias, in the order of the llama graph."""
+    if isinstance(tensor, TernaryTensor):
+        return PermutedTernary(tensor.shape, tensor, head_dim)
+    if not isinstance(tensor, FileTensor):
+        raise EntropyKVError(f"a {type(tensor).__name__} cannot be put in another order")
+    return PermutedFile(tensor.path, tensor.offset, tensor.kind, tensor.shape, head_dim)

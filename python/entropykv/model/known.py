@@ -1,0 +1,141 @@
+"""The public 1.58-bit language models: shapes, sizes after conversion, and what a budget means."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES
+
+from entropykv.convert.decoder import HEAD, DecoderShape
+from entropykv.convert.outputs import embedding_kind, ternary_kind
+from entropykv.convert.source import EMBEDDING
+from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.names import policy_named
+from entropykv.policy.plan import attention_layers, kv_type_for, plan_headwise
+from entropykv.settings.options import Budget
+
+PATH = Path(__file__).parent / "known_models.json"
+"""Shapes of the models' published configs; `unchecked` names values that nobody confirmed here."""
+_N_SINKS = 4
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model on Hugging Face, and its siblings of the same shape (`variants`).
+
+    `storage`: packed (uint8 with scales) or masters (quantised by the conversion). `i2s`: the
+    repository with a file in I2_S, if there is one. `tied`: the embedding is the head.
+    """
+
+    name: str
+    architecture: str
+    activation: str
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    n_ff: int
+    n_vocab: int
+    n_ctx: int
+    rope_base: float
+    tokenizer: str
+    storage: str
+    tied: bool
+    unchecked: tuple[str, ...]
+    variants: tuple[str, ...] = ()
+    i2s: str | None = None
+
+    @property
+    def shape(self) -> DecoderShape:
+        """Sizes of its tensors."""
+        return DecoderShape(
+            architecture=self.architecture,
+            n_layer=self.n_layer,
+            n_embd=self.n_embd,
+            n_head=self.n_head,
+            n_head_kv=self.n_head_kv,
+            head_dim=self.n_embd // self.n_head,
+            n_ff=self.n_ff,
+            n_vocab=self.n_vocab,
+        )
+
+    @property
+    def weight_types(self) -> dict[str, int]:
+        """Bytes of every type in the converted file, as `convert` chooses them."""
+        projections = {f"{name}.weight" for name in self.shape.projections()}
+        tensors = self.shape.required()
+        if not self.tied:
+            tensors |= {HEAD: tensors[EMBEDDING]}
+        sizes = {"F32": 4 * len(projections)}  # the scales
+        for name, shape in tensors.items():
+            kind = "F32"
+            if name in projections:
+                kind = ternary_kind(shape[-1]).name
+            elif name in (EMBEDDING, HEAD):
+                kind = embedding_kind(shape[-1]).name
+            sizes[kind] = sizes.get(kind, 0) + _bytes_of(kind, math.prod(shape))
+        return sizes
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """What the header of the converted file will declare."""
+        types = sorted(self.weight_types.items(), key=lambda item: -item[1])
+        n_bytes = sum(self.weight_types.values())
+        return ModelGeometry(
+            path=Path(self.name),
+            architecture=self.architecture,
+            name=self.name,
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            heads_per_layer=(self.n_head,) * self.n_layer,
+            kv_heads_per_layer=(self.n_head_kv,) * self.n_layer,
+            head_dim_k=self.shape.head_dim,
+            head_dim_v=self.shape.head_dim,
+            n_ctx_train=self.n_ctx,
+            n_vocab=self.n_vocab,
+            weights_bytes=n_bytes,
+            file_bytes=n_bytes,
+            weight_types=tuple(types),
+            activation=self.activation,
+            learned_positions=False,
+            latent=False,
+        )
+
+    def budget_bytes(self, kv_budget: Budget | str | float) -> int:
+        """Bytes of the K and V pool under a budget, at the model's own context."""
+        budget, geometry = Budget.parse(kv_budget), self.geometry
+        layers = attention_layers(geometry)
+        kv_type = kv_type_for("auto", budget, geometry, self.n_ctx)
+        policy = policy_named("auto", None, "headwise")
+        plan = plan_headwise(budget, layers, self.n_ctx, kv_type, policy, None, _N_SINKS, None)
+        return plan.pool_bytes
+
+    def to_dict(self, kv_budget: str) -> dict[str, Any]:
+        """For --json: all that the table of models says, and what follows from it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {
+            "head_dim": self.shape.head_dim,
+            "converted_bytes": self.geometry.weights_bytes,
+            "weight_types": self.weight_types,
+            "kv_bytes_per_1000_tokens_f16": 2000 * self.geometry.cached_values,
+            "kv_budget": kv_budget,
+            "kv_bytes_f16": 2 * self.n_ctx * self.geometry.cached_values,
+            "kv_bytes_budget": self.budget_bytes(kv_budget),
+        }
+
+
+def known_models() -> list[KnownModel]:
+    """All of the table, smallest family first."""
+    rows = json.loads(PATH.read_text(encoding="utf-8"))["models"]
+    lists = ("unchecked", "variants")
+    return [KnownModel(**row | {k: tuple(row.get(k, ())) for k in lists}) for row in rows]
+
+
+def _bytes_of(kind: str, elements: int) -> int:
+    sizes = {k.name: size for k, size in GGML_QUANT_SIZES.items()}
+    block, block_bytes = sizes[kind]
+    return elements // block * block_bytes
