@@ -21,8 +21,8 @@ from pathlib import Path
 from entropykv import Session, models
 from entropykv.cli.chat import BUDGET, CONTEXT
 from entropykv.cli.conversation import Conversation
-from entropykv.generate import Sampling
 from entropykv.model_file import read_geometry
+from entropykv.sampling import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.facts import Fact, Writer

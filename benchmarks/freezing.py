@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session
-from entropykv.generate import Sampling, generate
+from entropykv.generate import generate
 from entropykv.plots import draw_trajectory
+from entropykv.sampling import Sampling
 from entropykv.stock import StockSession
 from inputs import find_model
 

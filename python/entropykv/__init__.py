@@ -28,6 +28,7 @@ from entropykv.freezing import Freezing  # noqa: E402
 from entropykv.llama import EntropyLlama, attach, detach  # noqa: E402
 from entropykv.llama_arguments import EvictionEvent  # noqa: E402
 from entropykv.profile import EntropyProfile  # noqa: E402
+from entropykv.recovery import Recovery, Rung  # noqa: E402
 from entropykv.session import Session  # noqa: E402
 from entropykv.stats import SessionStats  # noqa: E402
 
@@ -46,6 +47,8 @@ __all__ = [
     "Freezing",
     "ModelFileError",
     "ProfileError",
+    "Recovery",
+    "Rung",
     "Session",
     "SessionFileError",
     "SessionStats",

@@ -54,11 +54,18 @@ def damage_named(path: Path) -> Iterator[None]:
         raise ModelFileError(f"{path}: is truncated or damaged ({reason}); {AGAIN}") from error
 
 
+def _directory(path: Path) -> ModelFileError:
+    way_out = "give the path of a GGUF file"
+    if (path / "config.json").exists():
+        way_out = f"make a GGUF file of it with `entropykv convert {path} OUT.gguf`"
+    return ModelFileError(f"{path}: is a directory; {way_out}")
+
+
 def check_prefix(path: Path) -> int:
     """Check magic, version and counts in the first 24 bytes; return the size of the file."""
     try:
         if path.is_dir():
-            raise ModelFileError(f"{path}: is a directory; give the path of a GGUF file")
+            raise _directory(path)
         if path.exists() and not path.is_file():
             raise ModelFileError(f"{path}: is not a regular file; give the path of a GGUF file")
         with open(path, "rb") as file:

@@ -14,9 +14,9 @@ from entropykv.cli import main
 from entropykv.cli.options import integer
 from entropykv.config import MOST_BYTES, MOST_MICRO_BATCH, MOST_THREADS, MOST_TOKENS, Settings
 from entropykv.errors import SettingsError
-from entropykv.generate import Sampling
 from entropykv.plan import make_plan
 from entropykv.recovery import Recovery
+from entropykv.sampling import Sampling
 
 LIMITS: tuple[tuple[str, int, int], ...] = (
     ("n_ctx", 0, MOST_TOKENS),

@@ -17,8 +17,9 @@ from hypothesis.extra import numpy as hnp
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
-from entropykv.generate import Sampling, generate
+from entropykv.generate import generate
 from entropykv.recovery import Climb, Ladder, Recovery, Rung, _Distribution, _Running
+from entropykv.sampling import Sampling
 
 N_VOCAB = 64
 WARM_UP = 8
