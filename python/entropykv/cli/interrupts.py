@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-
 EXIT_TERMINATED = 128 + signal.SIGTERM
 """As a shell says it."""
 
