@@ -150,6 +150,18 @@ class HeaderReader(GGUFReader):
         self._check_end(offset)
         return offset - start
 
+    def texts(self, key: str) -> list[bytes]:
+        """Return the texts of an array, which is there."""
+        field = self.fields[key]
+        offset = field.offset + sum(int(part.nbytes) for part in field.parts)
+        found = []
+        with self.data.data as view:
+            for _ in range(int(field.parts[4][0])):
+                end = offset + _LENGTH.size + _LENGTH.unpack_from(view, offset)[0]
+                found.append(bytes(view[offset + _LENGTH.size : end]))
+                offset = end
+        return found
+
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         field = super()._get_tensor_info_field(orig_offs)
         n_dims = int(field.parts[2][0])

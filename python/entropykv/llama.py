@@ -27,7 +27,7 @@ from entropykv.llama_arguments import (
 )
 from entropykv.llama_context import BorrowedModel, BudgetContext, set_adapter
 from entropykv.llama_reading import ReadingLlama
-from entropykv.model_file import ModelGeometry, read_geometry
+from entropykv.model_file import ModelGeometry, read_geometry, read_loadable
 from entropykv.policy import AUTO
 from entropykv.profile import EntropyProfile
 from entropykv.recovery import Climb, Recovery
@@ -95,7 +95,7 @@ class EntropyLlama(ReadingLlama):
             on_climb,
         ).with_types(llama)
         arguments = llama_arguments(llama, budget)
-        geometry = read_geometry(model_path)
+        geometry = read_loadable(model_path)
         stub = {"n_ctx": 1, "type_k": None, "type_v": None}
         try:
             super().__init__(os.fspath(model_path), **{**arguments, **stub})

@@ -16,7 +16,7 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from entropykv.errors import ContextError, ModelFileError
 from entropykv.fingerprint import identity_of
-from entropykv.model_file import ModelGeometry, read_geometry
+from entropykv.model_file import ModelGeometry, read_loadable
 from entropykv.model_options import (
     NUMA_STRATEGIES,
     LoraAdapters,
@@ -41,7 +41,7 @@ class Model:
     ) -> None:
         """Read the header, then load the weights (memory-mapped unless `options` say otherwise)."""
         llama_logger.set_verbose(verbose)
-        self.geometry: ModelGeometry = read_geometry(path)
+        self.geometry: ModelGeometry = read_loadable(path)
         self._options = options or ModelOptions()
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = offloaded_layers(n_gpu_layers)

@@ -146,6 +146,15 @@ def open_engine(options: argparse.Namespace) -> Session:
         freeze=freeze,
         recovery=recovery,
     )
+    trained = model.geometry.n_ctx_train
+    budgets = [entries for layer in session.budgets() for entries in layer]
+    mean = sum(budgets) // max(len(budgets), 1)
+    if session.n_ctx > trained and 4 * mean > 3 * trained:
+        say(
+            f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that the "
+            "model was trained for: beyond them, distances are no longer told apart; give "
+            f"--kv-budget {3 * trained // 4} or less"
+        )
     if session.fallback:
         say(f"going on with the flat store: {session.fallback}")
     if note := session.other_file():
