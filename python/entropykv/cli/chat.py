@@ -19,6 +19,7 @@ from entropykv.cli.sampling_options import add_sampling_options, ending_never, s
 from entropykv.cli.saved import add_load_option, say
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.session_file import check_target
 from entropykv.text_file import read_text
 
 CONTEXT = 1_000_000
@@ -262,6 +263,7 @@ class _Terminal:
 
     def _save(self, name: str) -> None:
         path = _session_path(name)
+        check_target(path)
         if Path(path).exists() and not self._agrees(f"{path} is there already; replace it? [y/N] "):
             say(f"{path} stays as it is; give another name")
             return
