@@ -23,7 +23,7 @@ from entropykv.cli.chat import BUDGET, CONTEXT
 from entropykv.cli.conversation import Conversation
 from entropykv.model import shipped
 from entropykv.model.geometry import read_geometry
-from entropykv.session.generate import Sampling
+from entropykv.session.sampling import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.facts import Fact, Writer

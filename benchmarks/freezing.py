@@ -23,7 +23,8 @@ import numpy.typing as npt
 from entropykv import Session
 from entropykv.cli.plots import draw_trajectory
 from entropykv.llamacpp.stock import StockSession
-from entropykv.session.generate import Sampling, generate
+from entropykv.session.generate import generate
+from entropykv.session.sampling import Sampling
 from inputs import find_model
 
 PROMPTS = (

@@ -26,10 +26,12 @@ from entropykv.errors import (  # noqa: E402
 from entropykv.llama.arguments import EvictionEvent  # noqa: E402
 from entropykv.llama.entropy_llama import EntropyLlama, attach, detach  # noqa: E402
 from entropykv.profile.profile import EntropyProfile  # noqa: E402
+from entropykv.session.recovery import Recovery  # noqa: E402
 from entropykv.session.session import Session  # noqa: E402
 from entropykv.session.stats import SessionStats  # noqa: E402
 from entropykv.settings.freezing import Freezing  # noqa: E402
 from entropykv.settings.options import Budget  # noqa: E402
+from entropykv.store.protocol import Rung  # noqa: E402
 
 __version__ = _version.VERSION
 
@@ -46,6 +48,8 @@ __all__ = [
     "Freezing",
     "ModelFileError",
     "ProfileError",
+    "Recovery",
+    "Rung",
     "Session",
     "SessionFileError",
     "SessionStats",

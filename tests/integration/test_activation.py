@@ -101,7 +101,8 @@ def test_a_graph_without_such_gates_is_refused(store: str, tmp_path: Path) -> No
     assert_refused(entropykv("run", "-m", path, "-p", "the", "--store", store), "squared ReLU")
 
 
-def test_offloaded_layers_are_refused(relu2_model: Path) -> None:
+def test_offloaded_layers_are_refused(relu2_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
     for store in ("headwise", "flat", "auto"):
         with pytest.raises(UnsupportedModelError, match="no --n-gpu-layers"):
             Session(relu2_model, n_ctx=64, store=store, n_gpu_layers=1)

@@ -151,6 +151,12 @@ def test_auto_goes_on_with_flat_and_says_why(
         Session(tiny_llama, n_ctx=64, policy="uniform")
 
 
-def test_offloaded_layers_are_for_the_flat_store(tiny_llama: Path) -> None:
+def test_offloaded_layers_are_for_the_flat_store(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no device, nothing is offloaded, whatever was asked for."""
+    with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:
+        assert session.store == "headwise"
+    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
     with pytest.raises(UnsupportedModelError, match="--store flat"):
         Session(tiny_llama, n_ctx=64, store="headwise", n_gpu_layers=1)

@@ -14,7 +14,7 @@ from entropykv import EntropyProfile, ProfileError, Session, cli
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.texts import Text
 from entropykv.convert import convert
-from entropykv.model.known import KnownModel, known_models
+from entropykv.convert.known import KnownModel, known_models
 from entropykv.profile.belongs import check_model
 from tests.integration.test_convert import exact_logits
 from tests.integration.test_headwise import relative_error

@@ -32,8 +32,8 @@ from entropykv import (
     UnsupportedModelError,
     attach,
     detach,
-    models,
 )
+from entropykv.model import shipped
 from tests.integration.test_headwise import tokens_for
 from tests.support.tiny_models import write_llama
 
@@ -230,7 +230,7 @@ def test_a_chat_of_the_headwise_store_is_stocks_up_to_rounding(smollm2: Path) ->
 
 def test_the_bitnet_with_squared_relu(store: str) -> None:
     """Stock llama.cpp would compute SiLU; a Session's greedy text is the yardstick."""
-    demo = models.DEMOS["bitnet"]
+    demo = shipped.DEMOS["bitnet"]
     document = demo.document.read_text(encoding="utf-8")
     with Session(demo.path, n_ctx=512, kv_type="f16", store=store, n_threads=1) as session:
         prompt = session.tokenize(document)[:200]

@@ -180,7 +180,19 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
     fresh.close()
 
 
-def test_what_departs_after_the_last_eviction_is_read_from_there(llm: EntropyLlama) -> None:
+def test_what_departs_after_the_last_eviction_is_read_from_there(
+    tiny_llama: Path, store: str
+) -> None:
+    """Where answers need not repeat: else all would be read again."""
+    llm = EntropyLlama(
+        str(tiny_llama),
+        n_ctx=512,
+        kv_budget=64,
+        n_ubatch=32,
+        store=store,
+        repeatable=False,
+        **QUIET,
+    )
     llm.eval(tokens_for(150))
     limit = 0
     while len(all_entries(llm._session)[0]) > 60 or limit != llm.n_tokens:
@@ -192,13 +204,16 @@ def test_what_departs_after_the_last_eviction_is_read_from_there(llm: EntropyLla
     reads = Reads(llm)
     llm([*cached[: limit + 1], 11, 12], **GREEDY)
     assert reads.count() == 2
+    llm.close()
 
 
 def test_without_evictions_any_prefix_is_used(tiny_llama: Path, store: str) -> None:
     """The same text and the same entries as of a model that never read anything else."""
 
     def make() -> EntropyLlama:
-        return EntropyLlama(str(tiny_llama), n_ctx=512, kv_type="f16", store=store, **QUIET)
+        return EntropyLlama(
+            str(tiny_llama), n_ctx=512, kv_type="f16", store=store, repeatable=False, **QUIET
+        )
 
     used, fresh = make(), make()
     prompt = tokens_for(100)

@@ -17,8 +17,9 @@ from hypothesis.extra import numpy as hnp
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
-from entropykv.session.generate import Sampling, generate
+from entropykv.session.generate import generate
 from entropykv.session.recovery import Climb, Ladder, Recovery, _Distribution, _Running
+from entropykv.session.sampling import Sampling
 from entropykv.store.protocol import Rung
 
 N_VOCAB = 64

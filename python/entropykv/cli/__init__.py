@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +16,7 @@ from entropykv.cli.convert import add_convert
 from entropykv.cli.evaluate import add_evaluate
 from entropykv.cli.interrupts import orderly_termination
 from entropykv.cli.models import add_models
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
 from entropykv.cli.run import EXIT_INTERRUPTED, add_run
@@ -36,13 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone
-        sys.stderr.close()
-        return 1
+        return _without_output("the reader of the output is gone")
+    except OSError as error:  # such as a full disk
+        return _without_output(f"{error.strerror or error}: the output cannot be written")
     return code
 
 
+def _without_output(why: str) -> int:
+    """Say in one sentence why the output ended; Python does not try to write the rest of it."""
+    with contextlib.suppress(OSError):
+        print(f"entropykv: {why}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    return 1
+
+
 def _parser(*, serving: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="entropykv",
         description="Run GGUF models in stock llama.cpp inside a hard KV-cache budget.",
     )

@@ -6,12 +6,14 @@ import codecs
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
-from entropykv.session.generate import Sampling, generate
+from entropykv.cli.stop_texts import until_stop
+from entropykv.session.generate import generate
+from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
 
 
@@ -26,11 +28,29 @@ class Answer:
 
 
 def write_answer(
-    session: Session, tokens: list[int], max_tokens: int, sampling: Sampling, answer: Answer
+    session: Session,
+    tokens: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    answer: Answer,
+    *,
+    stops: Sequence[str] = (),
+    is_chat: bool = False,
 ) -> None:
-    """Read a prompt and write the answer to stdout as it comes; Ctrl-C ends it."""
-    end_of_prompt = session.position + len(tokens)
-    bar = tqdm(total=len(tokens), desc="reading the prompt", unit=" tokens", leave=False, delay=0.5)
+    """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
+
+    In a chat, blanks before its first word are left out: some tokenizers write one there.
+    """
+    start = session.position
+    end_of_prompt = start + len(tokens)
+    bar = tqdm(
+        total=len(tokens),
+        desc="reading the prompt",
+        unit=" tokens",
+        leave=False,
+        delay=0.5,
+        disable=not sys.stderr.isatty(),
+    )
     with noted_interrupts() as interrupts, bar:
 
         def on_prompt(done: int) -> None:
@@ -42,17 +62,28 @@ def write_answer(
         stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
             with contextlib.closing(stream):  # or tokens are read that nobody has seen
-                for piece in _text_pieces(session, stream, answer.tokens):
-                    sys.stdout.write(piece)
+                begun = not is_chat
+                for piece in until_stop(_text_pieces(session, stream, answer.tokens), stops):
+                    shown = piece if begun else piece.lstrip(" ")
+                    begun = begun or shown != ""
+                    sys.stdout.write(shown)
                     sys.stdout.flush()
                     interrupts.check()
         except InterruptionError:
             answer.interrupted = True
+            n_read = session.position - start
+            if n_read < len(tokens):
+                bar.close()
+                _say(f"Ctrl-C: {n_read} of {len(tokens)} tokens of the prompt were read")
         finally:
             n_read = session.position - end_of_prompt
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    print(f"entropykv: {text}", file=sys.stderr)
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:

@@ -10,19 +10,17 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from entropykv.cli.answer import Answer
 from entropykv.cli.conversation import Conversation
-from entropykv.cli.engine import (
-    add_engine_options,
-    add_sampling_options,
-    open_engine,
-    sampling_of,
-)
+from entropykv.cli.engine import add_engine_options, open_engine
 from entropykv.cli.interrupts import noted_interrupts
-from entropykv.cli.options import add_budget_options, demo_of
+from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
+from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_load_option, say
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
+from entropykv.session.file import check_target
 
 CONTEXT = 1_000_000
 """Tokens of a conversation: the entries that are kept are the memory, not these."""
@@ -41,6 +39,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Register the command."""
     parser = commands.add_parser(
         "chat",
+        usage="%(prog)s -m MODEL [options]",
         help="talk with a model in fixed memory",
         description="A conversation in fixed memory, however long. /help shows the commands. The "
         "answers alone go to stdout; turns may be piped in, one a line.",
@@ -48,13 +47,16 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
     group = parser.add_argument_group("conversation")
     group.add_argument(
-        "--system", metavar="TEXT", help="what stands before the first turn: by the chat template"
+        "-sys",
+        "--system",
+        "--system-prompt",
+        metavar="TEXT",
+        help="what stands before the first turn: by the chat template",
     )
     group.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="turns as lines of plain text, without the model's chat template",
+        "-cnv", "--conversation", action="store_true", help="changes nothing: it is one"
     )
+    add_no_chat(group)
     add_load_option(group, "go on with a conversation that /save or `run --save-session` saved")
     add_sampling_options(parser, n_predict=ANSWER_TOKENS)
     add_engine_options(parser)
@@ -70,8 +72,9 @@ def _chat(options: argparse.Namespace) -> int:
     with open_engine(options) as session:
         conversation = Conversation(
             session,
-            sampling,
+            ending_never(sampling, session) if options.ignore_eos else sampling,
             max_tokens=options.n_predict,
+            stops=options.reverse_prompt,
             system=options.system,
             use_template=not options.no_chat,
         )
@@ -91,6 +94,10 @@ class _Terminal:
             "/stats": ("", "speed, memory and entries", self._stats),
             "/history": ("", "show the turns", self._history),
             "/budget": ("B", "another KV budget: 512, 0.2 or 64MiB", self._budget),
+            "/regen": ("", "answer the last turn again", self._regen),
+            "/undo": ("", "take back the last turn and its answer", self._undo),
+            "/edit": ("TEXT", "say something else instead of the last turn", self._edit),
+            "/system": ("TEXT", "forget all turns, and begin with this", self._system),
             "/save": ("NAME", "save the conversation to a file", self._save),
             "/load": ("NAME", "go on with a saved one", self._load),
             "/reset": ("", "forget all turns", self._reset),
@@ -163,7 +170,9 @@ class _Terminal:
     def _take(self, text: str, *, is_command: bool) -> None:
         """Do what the user wants; what goes wrong is one sentence."""
         try:
-            if is_command:
+            if is_command and text.split(maxsplit=1)[0] in ("/regen", "/edit"):
+                self._command(text)  # they write answers, which Ctrl-C ends
+            elif is_command:
                 with noted_interrupts():
                     self._command(text)
             elif text.strip():
@@ -187,8 +196,11 @@ class _Terminal:
         command(argument)
 
     def _ask(self, text: str) -> None:
+        self._tell(self._conversation.ask(text))
+
+    def _tell(self, answer: Answer) -> None:
+        """Say what an answer alone does not show."""
         conversation = self._conversation
-        answer = conversation.ask(text)
         if answer.unread is None:
             say("interrupted while the turn was read: it does not count")
         elif not answer.interrupted and conversation.was_cut(answer):
@@ -234,8 +246,35 @@ class _Terminal:
         size = session.stats().kv_bytes_budget / 2**20
         self._show(f"The KV budget is {budget} now: {size:.1f} MiB.")
 
+    def _regen(self, _: str) -> None:
+        self._tell(self._conversation.ask_again())
+
+    def _undo(self, _: str) -> None:
+        turn = self._conversation.undo()
+        self._show(f"Taken back: {textwrap.shorten(turn.text, 60)}")
+
+    def _edit(self, text: str) -> None:
+        self._conversation.undo()
+        self._ask(text)
+
+    def _system(self, text: str) -> None:
+        self._conversation.begin_with(text)
+        self._show("All turns are forgotten; the next one begins with this text.")
+
     def _save(self, name: str) -> None:
-        self._conversation.save(_session_path(name))
+        path = _session_path(name)
+        check_target(path)
+        if Path(path).exists() and not self._agrees(f"{path} is there already; replace it? [y/N] "):
+            say(f"{path} stays as it is; give another name")
+            return
+        self._conversation.save(path)
+
+    def _agrees(self, question: str) -> bool:
+        """Ask the user; where turns are piped in, the next line answers."""
+        try:
+            return self._line(question).strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
 
     def _load(self, name: str) -> None:
         self._conversation.load(_session_path(name))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
-from entropykv.errors import EntropyKVError
+from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.session.file import check_target, open_session
-from entropykv.session.generate import Sampling, go_back
+from entropykv.session.generate import go_back
+from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
 
 
@@ -20,6 +22,8 @@ class Turn:
 
     text: str
     answer: str
+    start: int
+    """Where the session stood before it."""
 
 
 class Conversation:
@@ -35,6 +39,7 @@ class Conversation:
         sampling: Sampling,
         *,
         max_tokens: int,
+        stops: Sequence[str] = (),
         system: str | None = None,
         use_template: bool = True,
     ) -> None:
@@ -45,6 +50,7 @@ class Conversation:
         """What a loaded session had read, with special tokens left out."""
         self._sampling = sampling
         self._max_tokens = max_tokens
+        self._stops = stops
         self._system = system
         self._is_chat = use_template and session.chat_prompt("-", system) is not None
 
@@ -57,7 +63,13 @@ class Conversation:
         answer = Answer()
         try:
             write_answer(
-                self.session, self._tokens_of(text), self._max_tokens, self._sampling, answer
+                self.session,
+                self._tokens_of(text),
+                self._max_tokens,
+                self._sampling,
+                answer,
+                stops=self._stops,
+                is_chat=self._is_chat,
             )
         except EntropyKVError:
             with contextlib.suppress(EntropyKVError):  # nothing more to tell than what was raised
@@ -80,8 +92,39 @@ class Conversation:
                 if self.session.position > start:
                     go_back(self.session, start)
                 return
-            self.turns.append(Turn(text, self.session.detokenize(answer.tokens)))
+            self.turns.append(Turn(text, self.session.detokenize(answer.tokens), start))
             read_rest(self.session, answer.unread)
+
+    def undo(self) -> Turn:
+        """Take back the last turn, and return it. SettingsError where there is none.
+
+        Where something was evicted since, the text before it is read again.
+        """
+        if not self.turns:
+            raise SettingsError("there is no turn to take back; say something first")
+        turn = self.turns[-1]
+        with noted_interrupts():
+            if self.session.can_return_to(turn.start):
+                self.session.truncate(turn.start)
+            else:
+                self._read_again(self.session.tokens[: turn.start])
+        self.turns.pop()
+        return turn
+
+    def ask_again(self) -> Answer:
+        """Take back the last turn, and ask it again. Raises as undo() and ask()."""
+        return self.ask(self.undo().text)
+
+    def _read_again(self, tokens: list[int]) -> None:
+        self.session.truncate(0)
+        read_rest(self.session, tokens)
+
+    def begin_with(self, system: str) -> None:
+        """Forget all turns, and put this text before the next one. Raises ModelFileError."""
+        if self._is_chat:
+            self.session.chat_prompt("-", system)  # templates may refuse one
+        self._system = system
+        self.reset()
 
     def was_cut(self, answer: Answer) -> bool:
         """Whether an answer ended because it was long enough."""

@@ -1,49 +1,25 @@
-"""Options of the commands that generate text, and the session and sampling made of them."""
+"""Options of how a model is run, by llama-cli's names, and the session made of them."""
 
 from __future__ import annotations
 
 import argparse
+
+import llama_cpp
 
 from entropykv.cli.freeze_options import (
     add_freeze_options,
     add_recovery_options,
     recovery_of,
 )
+from entropykv.cli.model_options import add_model_tuning, model_options_of
 from entropykv.cli.options import add_store_options, integer
 from entropykv.cli.saved import say
 from entropykv.errors import SettingsError
+from entropykv.llamacpp.model import Model
 from entropykv.session.asked import freezing_of
-from entropykv.session.generate import Sampling
 from entropykv.session.session import Session
 from entropykv.settings.cores import too_many_threads
-
-
-def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
-    """How tokens are chosen, and how many at most: see sampling_of."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "-n",
-        "--n-predict",
-        type=integer(-1),
-        default=n_predict,
-        metavar="N",
-        help="tokens of an answer at most (-1: until the model or the context ends; default: "
-        "%(default)s)",
-    )
-    group.add_argument("--temp", type=float, default=0.8, help="0: greedy (default: %(default)s)")
-    group.add_argument("--top-k", type=integer(0), default=40, help="0: off (default: %(default)s)")
-    group.add_argument("--top-p", type=float, default=0.95, help="1: off (default: %(default)s)")
-    group.add_argument("--min-p", type=float, default=0.05, help="0: off (default: %(default)s)")
-    group.add_argument(
-        "--repeat-penalty", type=float, default=1.0, help="1: off (default: %(default)s)"
-    )
-    group.add_argument(
-        "-s",
-        "--seed",
-        type=integer(-1, 2**32 - 1),
-        default=-1,
-        help="-1, the default: another every time",
-    )
+from entropykv.settings.options import KV_TYPES, MOST_THREADS
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -57,50 +33,128 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--batch-size",
         type=integer(1),
         default=2048,
-        help="accepted for llama-cli's sake: a micro-batch is never larger (default: %(default)s)",
+        metavar="N",
+        help="a micro-batch is never larger (default: %(default)s)",
     )
     group.add_argument(
-        "-ngl", "--n-gpu-layers", type=integer(0), default=0, help="layers on the GPU (flat store)"
+        "-tb",
+        "--threads-batch",
+        type=integer(0, MOST_THREADS),
+        default=0,
+        metavar="N",
+        help="threads that read the prompt (default: as -t)",
     )
+    for flag, name in (("-ctk", "K"), ("-ctv", "V")):
+        group.add_argument(
+            flag,
+            f"--cache-type-{name.lower()}",
+            metavar="TYPE",
+            help=f"--kv-type by llama-cli's name for {name}",
+        )
+    group.add_argument(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        dest="n_gpu_layers",
+        type=_gpu_layers,
+        default=0,
+        metavar="N",
+        help="layers on the GPU, or all; the flat store serves them (default: %(default)s)",
+    )
+    group.add_argument(
+        "-fa",
+        "--flash-attn",
+        nargs="?",
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="on and auto change nothing: attention is entropykv's own, or flash attention",
+    )
+    group.add_argument(
+        "-nkvo",
+        "--no-kv-offload",
+        action="store_true",
+        help="changes nothing: the headwise store's KV cache is in main memory",
+    )
+    add_model_tuning(parser)
     group.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's own log")
     return group
 
 
-def sampling_of(options: argparse.Namespace) -> Sampling:
-    """Raise SettingsError for values outside of their range."""
-    if options.n_predict == 0:
-        raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
-    return Sampling(
-        temperature=options.temp,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repeat_penalty=options.repeat_penalty,
-        seed=None if options.seed < 0 else options.seed,
-    )
+def _gpu_layers(text: str) -> int:
+    """Read a number of layers; all and auto, as llama-cli has them, are -1."""
+    return -1 if text in ("all", "auto") else integer(-1, 2**31 - 1)(text)
+
+
+def _kv_type_of(options: argparse.Namespace) -> str:
+    """--kv-type, or what llama-cli's -ctk and -ctv say. SettingsError where they disagree."""
+    kinds = {
+        options.cache_type_k or options.cache_type_v,
+        options.cache_type_v or options.cache_type_k,
+    }
+    if kinds == {None}:
+        return str(options.kv_type)
+    kind = kinds.pop()
+    if kinds or kind not in KV_TYPES:
+        raise SettingsError(
+            "-ctk and -ctv: K and V are of one type, f16 or q8_0; give --kv-type f16 or q8_0"
+        )
+    if options.kv_type not in ("auto", kind):
+        raise SettingsError(f"-ctk {kind} and --kv-type {options.kv_type} disagree; give one")
+    return str(kind)
+
+
+def _check_flash(options: argparse.Namespace) -> None:
+    if options.flash_attn == "off":
+        raise SettingsError(
+            "-fa off: attention is entropykv's own, in one pass as flash attention is; leave it out"
+        )
+
+
+def _say_what_changes_nothing(options: argparse.Namespace) -> None:
+    if options.n_gpu_layers and not llama_cpp.llama_supports_gpu_offload():
+        say("this llama-cpp-python is built without a GPU: -ngl changes nothing")
 
 
 def open_engine(options: argparse.Namespace) -> Session:
     """Load the model; says what the user should know of it."""
+    _check_flash(options)
+    kv_type = _kv_type_of(options)
+    _say_what_changes_nothing(options)
     if warning := too_many_threads(options.threads, "-t"):
         say(warning)
-    session = Session(
+    freeze, recovery = freezing_of(options), recovery_of(options)
+    model = Model(
         options.model,
+        n_gpu_layers=options.n_gpu_layers,
+        verbose=options.verbose,
+        options=model_options_of(options),
+    )
+    session = Session(
+        model,
         n_ctx=options.ctx_size,
         kv_budget=options.kv_budget,
         policy=options.policy,
-        kv_type=options.kv_type,
+        kv_type=kv_type,
         store=options.store,
         entropy_config=options.entropy_config,
         n_ubatch=min(options.ubatch_size, options.batch_size),
         n_threads=options.threads,
+        n_threads_batch=options.threads_batch,
         n_gpu_layers=options.n_gpu_layers,
         n_sinks=options.sinks,
         recent_window=options.recent_window,
-        freeze=freezing_of(options),
-        recovery=recovery_of(options),
-        verbose=options.verbose,
+        freeze=freeze,
+        recovery=recovery,
     )
+    trained = model.geometry.n_ctx_train
+    budgets = [entries for layer in session.budgets() for entries in layer]
+    mean = sum(budgets) // max(len(budgets), 1)
+    if session.n_ctx > trained and 4 * mean > 3 * trained:
+        say(
+            f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that the "
+            "model was trained for: beyond them, distances are no longer told apart; give "
+            f"--kv-budget {3 * trained // 4} or less"
+        )
     if session.fallback:
         say(f"going on with the flat store: {session.fallback}")
     if note := session.other_file():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entropykv.model.known import KnownModel
+from entropykv.convert.known import KnownModel
 
 
 def format_known(models: list[KnownModel], kv_budget: str) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 from entropykv.cli.architectures import format_architectures
 from entropykv.cli.known_models import format_known
+from entropykv.convert.known import known_models
 from entropykv.model.architectures import checked_architectures
 from entropykv.model.geometry import read_geometry
-from entropykv.model.known import known_models
 from entropykv.model.shipped import LocalModel, local_models
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from entropykv.errors import SettingsError
-from entropykv.model.shipped import DEMOS, Demo
+from entropykv.model.shipped import DEMOS, Demo, local_models
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_help
 from entropykv.settings.options import (
     KV_CHOICES,
@@ -62,12 +62,25 @@ def fraction(text: str) -> float:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """-m, or --demo in its place: see demo_of."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("-m", "--model", metavar="FILE", help="GGUF model")
+    model.add_argument(
+        "-m",
+        "--model",
+        type=_model_path,
+        metavar="FILE",
+        help="GGUF model, or the name of one that `entropykv models` lists",
+    )
     model.add_argument(
         "--demo",
         choices=DEMOS,
         help="a model that comes with entropykv, and its profile (see `entropykv models`)",
     )
+
+
+def _model_path(text: str) -> str:
+    """An argparse type: a path, or the name of a model that is on this machine."""
+    if os.path.exists(text):
+        return text
+    return next((str(model.path) for model in local_models() if model.name == text), text)
 
 
 def add_budget_options(
@@ -153,6 +166,18 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
         type=integer(1, MOST_MICRO_BATCH),
         default=_DEFAULTS.n_ubatch,
         help="tokens of the prompt read at a time (default: %(default)s)",
+    )
+
+
+def add_no_chat(group: argparse._ActionsContainer) -> None:
+    """--no-chat, and llama-cli's name for it."""
+    group.add_argument(
+        "--no-chat",
+        "-no-cnv",
+        "--no-conversation",
+        dest="no_chat",
+        action="store_true",
+        help="plain text, without the model's chat template",
     )
 
 

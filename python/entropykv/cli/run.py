@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from entropykv.cli.answer import Answer, write_answer
-from entropykv.cli.engine import (
-    add_engine_options,
-    add_sampling_options,
-    open_engine,
-    sampling_of,
-)
-from entropykv.cli.options import add_budget_options, check_writable, demo_of
+from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory
+from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import (
     add_session_options,
     check_chat,
@@ -38,6 +37,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the command."""
     parser = commands.add_parser(
         "run",
+        usage="%(prog)s -m MODEL [options]",
         help="generate text with a model inside a KV budget",
         description="Read a prompt and generate text inside a KV budget. The text goes to stdout, "
         "progress and the final table to stderr.",
@@ -63,10 +63,42 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
         "-f", "--file", metavar="FILE", help="read the prompt from a file (-: stdin)"
     )
     group.add_argument(
-        "--no-chat",
-        action="store_true",
-        help="complete the prompt as it is, without the model's chat template",
+        "-sys",
+        "--system",
+        "--system-prompt",
+        metavar="TEXT",
+        help="what stands before the prompt, by the model's chat template",
     )
+    group.add_argument(
+        "-e", "--escape", action="store_true", help=r"read \n, \t, \" and \\ in -p and -sys"
+    )
+    add_no_chat(group)
+    group.add_argument(
+        "-st",
+        "--single-turn",
+        action="store_true",
+        help="changes nothing: `run` has one turn, `entropykv chat` many",
+    )
+    group.add_argument(
+        "-cnv", "--conversation", action=_Elsewhere, help="refused: use `entropykv chat`"
+    )
+    group.add_argument(
+        "--no-display-prompt", action="store_true", help="changes nothing: it is never shown"
+    )
+
+
+class _Elsewhere(argparse.Action):
+    """A flag whose meaning is another command's."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, *_: object) -> NoReturn:
+        """Raise SettingsError."""
+        raise SettingsError(
+            "-cnv: `run` gives one answer by the model's chat template; use `entropykv chat` for a "
+            "conversation"
+        )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,7 +117,15 @@ def run(options: argparse.Namespace) -> int:
             say(f"asking {asked!r} about {options.file}")
         tokens, chat = _prompt_tokens(session, text, options, loaded)
         answer = Answer()
-        write_answer(session, tokens, options.n_predict, sampling, answer)
+        write_answer(
+            session,
+            tokens,
+            options.n_predict,
+            ending_never(sampling, session) if options.ignore_eos else sampling,
+            answer,
+            stops=options.reverse_prompt,
+            is_chat=bool(chat),
+        )
         _report(session, options.stats_json)
         if options.plot is not None and session.trajectory:
             draw_trajectory(session.trajectory, options.plot)
@@ -121,22 +161,33 @@ def _report(session: Session, path: str | None) -> None:
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
-    """With --demo, -f and -p are the demo's unless they are given; returns the demo's question.
+    """With --demo alone, -f and -p are the demo's; returns the demo's question.
 
-    A loaded session has read a document.
+    With -f alone, the file is the prompt. A loaded session has read a document.
     """
     demo = demo_of(options)
     if demo is None or options.load_session is not None:
         return None
-    if options.file is None:
-        options.file = str(demo.document)
+    if options.file is not None:
+        return None
+    options.file = str(demo.document)
     if options.prompt is not None:
         return None
     options.prompt = demo.question
     return demo.question
 
 
+def _unescaped(text: str) -> str:
+    """Read backslash sequences as llama-cli does; others stay."""
+    known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
+    return re.sub(r"\\(.)", lambda found: known.get(found[1], found[0]), text)
+
+
 def _prompt_text(options: argparse.Namespace) -> str:
+    if options.escape:
+        for name in ("prompt", "system"):
+            if getattr(options, name) is not None:
+                setattr(options, name, _unescaped(getattr(options, name)))
     parts = []
     if options.file == "-":
         parts.append(sys.stdin.read())
@@ -146,7 +197,9 @@ def _prompt_text(options: argparse.Namespace) -> str:
         parts.append(options.prompt)
     text = "\n".join(parts)
     if not text.strip() and options.load_session is None:
-        raise ContextError("the prompt is empty; give one with -p or -f")
+        piped = not sys.stdin.isatty() and options.file is None
+        way_out = "-p or -f" if not piped else "-p or -f; -f - reads what is piped in"
+        raise ContextError(f"the prompt is empty; give one with {way_out}")
     return text
 
 
@@ -160,7 +213,11 @@ def _prompt_tokens(
         return [], loaded.chat
     turn = None
     if not options.no_chat:
-        turn = session.chat_turn(text) if loaded else session.chat_prompt(text)
+        if loaded and options.system is not None:
+            raise SettingsError("-sys stands before the first turn, which the saved session has")
+        turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
+    if turn is None and options.system is not None:
+        raise SettingsError("-sys needs a chat template, and there is none here; give it in -p")
     if loaded:
         check_chat(loaded, turn is not None, options.load_session)
     add_bos = None if turn is None and not loaded else False

@@ -15,6 +15,7 @@ from entropykv.errors import SettingsError
 from entropykv.llamacpp.context import GGML_TYPES
 from entropykv.policy.names import AUTO
 from entropykv.profile.profile import EntropyProfile
+from entropykv.session.recovery import Climb, Recovery
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.freezing import Freezing, check_freezing
 from entropykv.settings.options import Budget, Settings, at_least
@@ -52,6 +53,17 @@ class BudgetArguments:
     recent_window: int | None = None
     freeze: Freezing | str | None = None
     on_evict: Callable[[EvictionEvent], object] | None = None
+    repeatable: bool = True
+    recovery: Recovery | None = None
+    on_climb: Callable[[Climb], object] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise SettingsError for a ladder that would take back what Llama has given out."""
+        if self.recovery is not None and self.recovery.held_back:
+            raise SettingsError(
+                "recovery that generates tokens again is not possible with EntropyLlama, which "
+                "gives out every token at once; use Recovery(highest=Rung.FULL), or a Session"
+            )
 
     def with_types(self, arguments: Mapping[str, Any]) -> BudgetArguments:
         """With the kv_type of Llama's type_k and type_v, where they agree and kv_type is `auto`."""
@@ -60,8 +72,9 @@ class BudgetArguments:
         return replace(self, kv_type=names[0]) if self.kv_type == "auto" and names else self
 
     def of_session(self) -> dict[str, Any]:
-        """Those that are a Session's."""
-        return {name: value for name, value in vars(self).items() if name != "on_evict"}
+        """Return the arguments that Session takes, too."""
+        ours = ("on_evict", "repeatable")
+        return {name: value for name, value in vars(self).items() if name not in ours}
 
 
 def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
@@ -24,9 +25,10 @@ from entropykv.llama.arguments import (
 )
 from entropykv.llama.context import BorrowedModel, BudgetContext, set_adapter
 from entropykv.llama.reading import ReadingLlama
-from entropykv.model.geometry import ModelGeometry, read_geometry
+from entropykv.model.geometry import ModelGeometry, read_geometry, read_loadable
 from entropykv.policy.names import AUTO
 from entropykv.profile.profile import EntropyProfile
+from entropykv.session.recovery import Climb, Recovery
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 from entropykv.settings.freezing import Freezing
@@ -38,16 +40,21 @@ class EntropyLlama(ReadingLlama):
 
     Takes every argument of llama_cpp.Llama; n_ctx is how long a sequence may get (0: what the model
     was trained for), the memory is the budget's. `kv_budget`, `policy`, `entropy_config`,
-    `kv_type`, `store`, `n_sinks`, `recent_window` and `freeze` are those of entropykv.Session.
+    `kv_type`, `store`, `n_sinks`, `recent_window`, `freeze`, `recovery` (without rewalks) and
+    `on_climb` are those of entropykv.Session.
     `on_evict` is called with an EvictionEvent after a decode call that evicted something; what it
     raises comes out of that call, and the model goes on from where it is. flash_attn counts only
     for the flat store with kv_type f16: elsewhere attention is ours, or must be flash attention.
 
     A prompt that begins with the text of what was read is not read again, whatever the tokens that
-    it is spelled with. One that departs from it is read again from the start where entries were
-    evicted since; else from where it departs.
+    it is spelled with. One that departs from it is read again from the beginning of the micro-batch
+    where it departs, so that the same request gives the same answer; and from the start where
+    entries may be evicted before its end (max_tokens counts), or were since. The last prompt itself
+    is not read again. `repeatable` False: nothing is read again that need not be, and answers to
+    the same request may differ.
 
-    As llama_cpp.Llama, not thread-safe: one call at a time.
+    It holds one sequence, so calls take turns: EntropyKVError where another thread is within one,
+    and where an answer goes on after another call.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
@@ -66,6 +73,9 @@ class EntropyLlama(ReadingLlama):
         recent_window: int | None = None,
         freeze: Freezing | str | None = None,
         on_evict: Callable[[EvictionEvent], object] | None = None,
+        repeatable: bool = True,
+        recovery: Recovery | None = None,
+        on_climb: Callable[[Climb], object] | None = None,
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the budget's replaces."""
@@ -80,9 +90,12 @@ class EntropyLlama(ReadingLlama):
             recent_window,
             freeze,
             on_evict,
+            repeatable,
+            recovery,
+            on_climb,
         ).with_types(llama)
         arguments = llama_arguments(llama, budget)
-        geometry = read_geometry(model_path)
+        geometry = read_loadable(model_path)
         stub = {"n_ctx": 1, "type_k": None, "type_v": None}
         try:
             super().__init__(os.fspath(model_path), **{**arguments, **stub})
@@ -118,9 +131,7 @@ class EntropyLlama(ReadingLlama):
             n_ubatch=parameters.n_ubatch,
             n_threads=self.n_threads,
             n_threads_batch=self.n_threads_batch,
-            n_gpu_layers=(
-                self.model_params.n_gpu_layers if llama_cpp.llama_supports_gpu_offload() else 0
-            ),
+            n_gpu_layers=self.model_params.n_gpu_layers,
             **budget.of_session(),
         )
         try:
@@ -134,7 +145,8 @@ class EntropyLlama(ReadingLlama):
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget
-        self._sampled = None
+        self._lock = threading.RLock()
+        self._sampled = self._generation = self._watch = None
         self._ctx = BudgetContext(self, session)
         _start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
 
@@ -209,6 +221,9 @@ def attach(
     recent_window: int | None = None,
     freeze: Freezing | str | None = None,
     on_evict: Callable[[EvictionEvent], object] | None = None,
+    repeatable: bool = True,
+    recovery: Recovery | None = None,
+    on_climb: Callable[[Climb], object] | None = None,
 ) -> EntropyLlama:
     """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
 
@@ -217,7 +232,18 @@ def attach(
     error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
     """
     budget = BudgetArguments(
-        kv_budget, policy, entropy_config, kv_type, store, n_sinks, recent_window, freeze, on_evict
+        kv_budget,
+        policy,
+        entropy_config,
+        kv_type,
+        store,
+        n_sinks,
+        recent_window,
+        freeze,
+        on_evict,
+        repeatable,
+        recovery,
+        on_climb,
     )
     _check_stock(llm)
     check_kind(
@@ -249,7 +275,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
     _check_idle(llm)
     context, batch = _stock_context(llm)
     llm._close_session()
-    del llm._budget, llm._sampled
+    del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch
     stock = cast(llama_cpp.Llama, llm)
     stock.__class__ = llama_cpp.Llama
     stock._ctx = stock._stack.enter_context(contextlib.closing(context))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import llama_cpp
 import numpy as np
 
-from entropykv.errors import ContextError, SettingsError
+from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
 from entropykv.llama.context import BudgetContext
-from entropykv.llama.prefix import continuing, control_symbol, spelling
+from entropykv.llama.prefix import common_prefix, continuing, control_symbol, spelling
 from entropykv.session.file import SavedContents
+from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
@@ -28,6 +32,26 @@ class ReadingLlama(llama_cpp.Llama):
     _ctx: BudgetContext
     _budget: BudgetArguments
     _sampled: int | None = None
+    _max_tokens: int | None = None
+    """Of the completion that is being made; None: not known."""
+    _generation: object = None
+    """Identifies the call of generate() that reads now: an earlier one must not go on."""
+    _watch: Watch | None = None
+    """The recovery ladder of that call."""
+    _lock: threading.RLock
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise EntropyKVError where another thread is within a call of this model."""
+        if not self._lock.acquire(blocking=False):
+            raise EntropyKVError(
+                "another thread is using this EntropyLlama, which holds one sequence; let calls "
+                "take turns with a lock, or give each thread a model of its own"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     def _session(self) -> Session:
@@ -43,7 +67,10 @@ class ReadingLlama(llama_cpp.Llama):
 
         Raises ContextError for more than n_ctx tokens.
         """
-        ids = [int(token) for token in tokens]
+        with self._alone():
+            self._eval([int(token) for token in tokens])
+
+    def _eval(self, ids: list[int]) -> None:
         written = self._sampled is not None and ids[:1] == [self._sampled]
         self._sampled = None
         session = self._session
@@ -57,6 +84,8 @@ class ReadingLlama(llama_cpp.Llama):
         evicted, start = session.evicted, time.perf_counter()
         self._read(ids)
         count = session.count_generated if written else session.count_prompt
+        if written and self._watch is not None and session.logits is not None:
+            self._watch.wants_rewalk(session.logits, session.position)
         count(0 if written else len(ids), time.perf_counter() - start)
         on_evict = self._budget.on_evict
         if on_evict is not None and session.evicted != evicted:
@@ -80,9 +109,10 @@ class ReadingLlama(llama_cpp.Llama):
 
     def reset(self) -> None:
         """Forget every token; kv_stats() goes on counting."""
-        self.n_tokens = 0
-        self._requires_eval = True
-        self._session.truncate(0)
+        with self._alone():
+            self.n_tokens = 0
+            self._requires_eval = True
+            self._session.truncate(0)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample."""
@@ -100,11 +130,71 @@ class ReadingLlama(llama_cpp.Llama):
         again. Not with logits_all: the rows of `scores` are those of `tokens`.
         """
         bound = _GENERATE.bind(self, tokens, *arguments, **options)
-        prompt = list(tokens)
+        with self._alone():
+            generation = self._generation = object()
+            prompt = self._prepared(list(tokens), resets=bound.arguments.get("reset", True))
+        stream: Generator[int, Any, None] = super().generate(prompt, *arguments, **options)
+        sent = None
+        with closing(stream):
+            while True:
+                with self._alone():
+                    self._check_goes_on(generation)
+                    try:
+                        token = stream.send(sent)
+                    except StopIteration:
+                        return
+                sent = yield token
+
+    def _check_goes_on(self, generation: object) -> None:
+        if self._generation is not generation:
+            raise EntropyKVError(
+                "another call has used this EntropyLlama, which holds one sequence, before this "
+                "answer was complete; end one answer before the next, or use two models"
+            )
+
+    def _prepared(self, prompt: list[int], *, resets: bool) -> list[int]:
+        """Return the tokens to read for a prompt, once what they depart from is forgotten."""
         self._sampled = None  # of an earlier completion: if it comes now, it is of the prompt
-        if bound.arguments.get("reset", True) and not self._logits_all:
+        recovery = self._session.recovery
+        self._watch = Watch(self._session, recovery, self._n_vocab) if recovery else None
+        if resets and not self._logits_all:
             prompt = self._continuing(prompt) or prompt
-        yield from super().generate(prompt, *arguments, **options)
+        if resets and self._budget.repeatable:
+            self._go_back_for(prompt)
+        return prompt
+
+    def _go_back_for(self, prompt: list[int]) -> None:
+        """Forget what would make this prompt's logits others than when it was read from 0.
+
+        A prompt that continues what was read keeps all of it.
+        """
+        shared = common_prefix(self._input_ids.tolist(), prompt)
+        if shared == self.n_tokens:
+            return
+        end = self._n_ctx if self._max_tokens is None else len(prompt) + self._max_tokens
+        if shared == len(prompt) and self._return_to_prompt(shared, end):
+            return
+        self.n_tokens = self._session.repeatable_from(min(shared, len(prompt) - 1), end)
+        self._requires_eval = True
+
+    def _return_to_prompt(self, position: int, end: int) -> bool:
+        """Go back to the last prompt, if it ended at `position`, without reading any of it again.
+
+        Samplers of llama.cpp read the logits of the context: they are written there. False where
+        that is not possible.
+        """
+        session = self._session
+        if self._logits_all or session.logits is None:
+            return False
+        pointer = llama_cpp.llama_get_logits_ith(session.context, -1)
+        if not pointer or not session.return_to_prompt(position, end):
+            return False
+        logits = session.logits
+        ctypes.memmove(pointer, logits.ctypes.data, logits.nbytes)
+        self.scores[:1] = logits
+        self.n_tokens = position
+        self._requires_eval = False
+        return True
 
     def _continuing(self, prompt: list[int]) -> list[int] | None:
         """The prompt's text as tokens that begin with those read; None if they begin it anyway."""
@@ -160,6 +250,8 @@ class ReadingLlama(llama_cpp.Llama):
         So that usage, positions of logprobs and the limit of n_ctx are those of what is read.
         """
         given = prompt
+        given_limit = arguments[0] if arguments else options.get("max_tokens")
+        self._max_tokens = given_limit if given_limit and given_limit > 0 else None
         if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
             prompt = self._continuing(self._tokens_of(prompt)) or prompt
         echoed = isinstance(given, str) and prompt is not given and options.get("echo")
@@ -175,6 +267,8 @@ class ReadingLlama(llama_cpp.Llama):
                 raise
             text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
             raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
+        finally:
+            self._max_tokens = None
 
     def _tokens_of(self, prompt: str | list[int]) -> list[int]:
         """The tokens that Llama._create_completion makes of a prompt; [] if it appends to them."""

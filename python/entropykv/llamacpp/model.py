@@ -15,20 +15,41 @@ from llama_cpp import _logger as llama_logger
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from entropykv.errors import ContextError, ModelFileError
-from entropykv.model.geometry import ModelGeometry, read_geometry
+from entropykv.llamacpp.model_options import (
+    NUMA_STRATEGIES,
+    LoraAdapters,
+    ModelOptions,
+    apply_named_template,
+)
+from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.identity import identity_of
 
 
 class Model:
     """Weights and vocabulary. Raises ModelFileError where the file cannot be loaded."""
 
-    def __init__(self, path: str | os.PathLike[str], *, n_gpu_layers: int, verbose: bool) -> None:
-        """Read the header, then load the weights (memory-mapped)."""
+    _options = ModelOptions()
+    _adapters: LoraAdapters | None = None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int,
+        verbose: bool,
+        options: ModelOptions | None = None,
+    ) -> None:
+        """Read the header, then load the weights (memory-mapped unless `options` say otherwise)."""
         llama_logger.set_verbose(verbose)
-        self.geometry: ModelGeometry = read_geometry(path)
+        self.geometry: ModelGeometry = read_loadable(path)
+        self._options = options or ModelOptions()
         parameters = llama_cpp.llama_model_default_params()
-        parameters.n_gpu_layers = n_gpu_layers
+        parameters.n_gpu_layers = offloaded_layers(n_gpu_layers)
+        parameters.use_mmap = self._options.use_mmap
+        parameters.use_mlock = self._options.use_mlock
         llama_cpp.llama_backend_init()
+        if self._options.numa is not None:
+            llama_cpp.llama_numa_init(NUMA_STRATEGIES[self._options.numa])
         with captured_log() as log:
             self.handle = llama_cpp.llama_model_load_from_file(
                 os.fsencode(self.geometry.path), parameters
@@ -40,6 +61,12 @@ class Model:
             )
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
+        if self._options.adapters:
+            try:
+                self._adapters = LoraAdapters(self.handle, self._options.adapters)
+            except ModelFileError:
+                self.close()
+                raise
 
     def metadata(self, key: str) -> str | None:
         """What the file says under a key of its architecture, as text; None if nothing."""
@@ -145,12 +172,17 @@ class Model:
         return turn
 
     def _chat(self, messages: list[dict[str, str]]) -> str | None:
-        template = llama_cpp.llama_model_chat_template(self.handle, None)
+        template = self._options.chat_template
+        if template is None:
+            own = llama_cpp.llama_model_chat_template(self.handle, None)
+            template = None if own is None else own.decode("utf-8")
+        elif "{" not in template:
+            return apply_named_template(template, messages)
         if template is None:
             return None
         try:
             formatter = Jinja2ChatFormatter(
-                template.decode("utf-8"),
+                template,
                 eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
                 bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
             )
@@ -169,6 +201,8 @@ class Model:
         """Parameters of a context of this model, before a store sets its own."""
         parameters = llama_cpp.llama_context_default_params()
         parameters.no_perf = True
+        for name, value in self._options.rope.items():
+            setattr(parameters, name, value)
         return parameters
 
     def new_context(self, parameters: Any) -> Any:
@@ -180,7 +214,14 @@ class Model:
                 f"{self.geometry.path}: llama.cpp cannot make a context ({last_error(log)}); "
                 "try a smaller context or micro-batch"
             )
+        if self._adapters:
+            self._adapters.apply(context)
         return context
+
+
+def offloaded_layers(n_gpu_layers: int) -> int:
+    """Return how many layers are really asked to be on a device: none where llama.cpp has none."""
+    return n_gpu_layers if llama_cpp.llama_supports_gpu_offload() else 0
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from entropykv.model.header import (
     required,
     text_value,
 )
+from entropykv.model.loadable import check_loadable
 
 ACTIVATION_KEY = "entropykv.activation"
 """Metadata of our own: what the feed-forward gates compute, where the architecture leaves it open.
@@ -78,6 +79,17 @@ def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
     file_bytes = check_prefix(path)
     with damage_named(path):
         return geometry_of(HeaderReader(path), path, file_bytes)
+
+
+def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
+    """As read_geometry(), of a file that llama.cpp can load; it would end the process otherwise."""
+    path = Path(path)
+    file_bytes = check_prefix(path)
+    with damage_named(path):
+        reader = HeaderReader(path)
+        geometry = geometry_of(reader, path, file_bytes)
+        check_loadable(reader, geometry.architecture)
+        return geometry
 
 
 def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:

@@ -56,11 +56,18 @@ def damage_named(path: Path) -> Iterator[None]:
         raise ModelFileError(f"{path}: is truncated or damaged ({reason}); {AGAIN}") from error
 
 
+def _directory(path: Path) -> ModelFileError:
+    way_out = "give the path of a GGUF file"
+    if (path / "config.json").exists():
+        way_out = f"make a GGUF file of it with `entropykv convert {path} OUT.gguf`"
+    return ModelFileError(f"{path}: is a directory; {way_out}")
+
+
 def check_prefix(path: Path) -> int:
     """Check magic, version and counts in the first 24 bytes; return the size of the file."""
     try:
         if path.is_dir():
-            raise ModelFileError(f"{path}: is a directory; give the path of a GGUF file")
+            raise _directory(path)
         if path.exists() and not path.is_file():
             raise ModelFileError(f"{path}: is not a regular file; give the path of a GGUF file")
         with open(path, "rb") as file:
@@ -148,6 +155,18 @@ class HeaderReader(GGUFReader):
                 self._check_end(offset)
                 return offset - start
         raise ValueError(f"its header asks for byte {offset + size} of {end}")
+
+    def texts(self, key: str) -> list[bytes]:
+        """Return the texts of an array, which is there."""
+        field = self.fields[key]
+        offset = field.offset + sum(int(part.nbytes) for part in field.parts)
+        found = []
+        with self.data.data as view:
+            for _ in range(int(field.parts[4][0])):
+                end = offset + _LENGTH.size + _LENGTH.unpack_from(view, offset)[0]
+                found.append(bytes(view[offset + _LENGTH.size : end]))
+                offset = end
+        return found
 
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         field = super()._get_tensor_info_field(orig_offs)

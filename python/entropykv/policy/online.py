@@ -206,6 +206,8 @@ class LayerEntropies:
         self._layers = layers
         self._n_ctx = n_ctx
         self._in_range = rule is BudgetRule.LAYER_RANGE
+        self._seen: Floats
+        self._followed: Floats
         store.track_entropy(True)
         self.forget()
 
@@ -247,8 +249,8 @@ class LayerEntropies:
 
     def forget(self) -> None:
         """No rows were seen."""
-        self._seen: Floats = np.zeros(1 + len(self._layers))
-        self._followed: Floats = self._seen.copy()
+        self._seen = np.zeros(1 + len(self._layers))
+        self._followed = self._seen.copy()
         self._budgets_change = False
 
     def state(self) -> Floats:

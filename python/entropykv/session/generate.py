@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import secrets
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import llama_cpp
@@ -17,10 +16,8 @@ import numpy.typing as npt
 
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.session.recovery import Recoverable, Watch
-from entropykv.settings.options import at_least, is_number
-
-PENALTY_WINDOW = 64
-"""Tokens that the repeat penalty looks back at, as in llama-cli."""
+from entropykv.session.sampling import SamplerChain, Sampling
+from entropykv.settings.options import at_least
 
 
 class Decoder(Protocol):
@@ -35,6 +32,10 @@ class Decoder(Protocol):
     @property
     def n_vocab(self) -> int:
         """Size of the vocabulary."""
+
+    @property
+    def vocabulary(self) -> Any:
+        """The llama_vocab, for samplers that read the texts of tokens."""
 
     @property
     def tokens(self) -> list[int]:
@@ -58,67 +59,6 @@ class Decoder(Protocol):
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Take down what was written."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; llama-cli's names and defaults, but greedy unless asked.
-
-    temperature 0 or less: the most probable token. top_k 0, top_p 1 and min_p 0 are off.
-    repeat_penalty 1 is off. seed None: another one every time.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raise SettingsError for values outside of their range."""
-        for name, low, high in (("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
-            if not low <= getattr(self, name) <= high:
-                raise SettingsError(
-                    f"{name} cannot be {getattr(self, name)}; use a value from {low:g} to {high:g}"
-                )
-        if not is_number(self.temperature):
-            raise SettingsError(
-                f"temperature cannot be {self.temperature!r}; use a number, 0 for the most "
-                "probable token"
-            )
-        at_least("top_k", self.top_k, 0)
-        if not is_number(self.repeat_penalty) or self.repeat_penalty <= 0.0:
-            raise SettingsError("repeat_penalty must be a number above 0; 1 switches it off")
-
-    def chain(self, n_vocab: int) -> Any:
-        """A llama_sampler chain in llama-cli's order; the caller frees it."""
-        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-
-        def add(sampler: Any) -> None:
-            llama_cpp.llama_sampler_chain_add(chain, sampler)
-
-        if self.penalizes:
-            add(
-                llama_cpp.llama_sampler_init_penalties(
-                    n_vocab, PENALTY_WINDOW, self.repeat_penalty, 0.0, 0.0
-                )
-            )
-        if self.temperature <= 0.0:
-            add(llama_cpp.llama_sampler_init_greedy())
-            return chain
-        add(llama_cpp.llama_sampler_init_top_k(self.top_k))
-        add(llama_cpp.llama_sampler_init_top_p(self.top_p, 1))
-        add(llama_cpp.llama_sampler_init_min_p(self.min_p, 1))
-        add(llama_cpp.llama_sampler_init_temp(self.temperature))
-        seed = secrets.randbits(32) if self.seed is None else self.seed & 0xFFFFFFFF
-        add(llama_cpp.llama_sampler_init_dist(seed))
-        return chain
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether the first sampler of the chain remembers tokens."""
-        return self.repeat_penalty != 1.0
 
 
 def generate(
@@ -148,7 +88,7 @@ def generate(
                 on_prompt(session.position - before)
         session.count_prompt(len(tokens), time.perf_counter() - start)
 
-    chooser = _Chooser(sampling, session.n_vocab)
+    chooser = _Chooser(sampling, session)
     try:
         chooser.remember(session)
         yield from _Generation(session, chooser, max_tokens).run()
@@ -192,7 +132,7 @@ class _Generation:
             start = time.perf_counter()
             token = self._chooser.choose(session.logits)
             session.count_generated(0, time.perf_counter() - start)
-            if session.is_end(token):
+            if token is None or session.is_end(token):
                 break
             self._held.append(token)
             yield from self._release(self._hold)
@@ -270,35 +210,38 @@ class _Chooser:
 
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
-    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
-        self._penalizes = sampling.penalizes
+    def __init__(self, sampling: Sampling, session: Decoder) -> None:
+        recovers = isinstance(session, Recoverable) and session.recovery is not None
+        if sampling.grammar is not None and recovers:
+            raise SettingsError(
+                "a grammar cannot take back tokens that recovery writes again; use one of the two"
+            )
+        n_vocab = session.n_vocab
+        vocabulary = session.vocabulary if sampling.needs_vocabulary else None
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._data = np.empty(n_vocab, self._KIND)
         self._pointer = self._data.ctypes.data_as(llama_cpp.llama_token_data_p)
-        self._chain = sampling.chain(n_vocab)
+        self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary)
 
     def close(self) -> None:
         """Free the chain."""
-        llama_cpp.llama_sampler_free(self._chain)
+        self._chain.close()
 
     def remember(self, session: Decoder) -> None:
-        """Penalize the last tokens that the session has read, and no others.
+        """Penalize the last tokens that the session has read, and no others."""
+        if self._chain.remembers:  # or a long session would be copied for nothing
+            self._chain.remember(session.tokens[-self._chain.looks_back :])
 
-        The rest of the chain is not reset: a seed would give the same random numbers again.
-        """
-        if not self._penalizes:
-            return  # or a long session would be copied for nothing
-        llama_cpp.llama_sampler_reset(llama_cpp.llama_sampler_chain_get(self._chain, 0))
-        for token in session.tokens[-PENALTY_WINDOW:]:
-            llama_cpp.llama_sampler_accept(self._chain, token)
-
-    def choose(self, logits: npt.NDArray[np.float32] | None) -> int:
-        """Sample a token, and tell the chain."""
+    def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
+        """Sample a token, and tell the chain; None where a grammar allows no token at all."""
         self._data["id"] = self._ids  # samplers sort them
         self._data["logit"] = logits
         self._data["p"] = 0.0
         array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
-        token = int(array.data[array.selected].id)
-        llama_cpp.llama_sampler_accept(self._chain, token)
+        llama_cpp.llama_sampler_apply(self._chain.handle, ctypes.byref(array))
+        chosen = array.data[array.selected]
+        if chosen.logit == -math.inf:
+            return None
+        token = int(chosen.id)
+        llama_cpp.llama_sampler_accept(self._chain.handle, token)
         return token

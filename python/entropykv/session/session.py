@@ -23,7 +23,7 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.names import AUTO, Policy, policy_named
@@ -38,9 +38,11 @@ from entropykv.session.file import (
     open_session,
     reader_of,
 )
-from entropykv.session.generate import Sampling, generate
+from entropykv.session.generate import generate
 from entropykv.session.profile import given_profile, profile_for
+from entropykv.session.read_parts import ReadParts
 from entropykv.session.recovery import Climb, Recovery
+from entropykv.session.sampling import Sampling
 from entropykv.session.state import ReadSoFar, load_state, saved_settings, write_state
 from entropykv.session.stats import SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
@@ -103,7 +105,7 @@ class Session:
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
-            n_gpu_layers=n_gpu_layers,
+            n_gpu_layers=offloaded_layers(n_gpu_layers),
             n_sinks=n_sinks,
             recent_window=recent_window,
         )
@@ -148,6 +150,7 @@ class Session:
         self._broken = False
         self._position = 0
         self._tokens = array("i")
+        self._parts = ReadParts(self._n_ubatch)
         self._logits: npt.NDArray[np.float32] | None = None
         self._reusable_from = 0
         self._clear_counters()
@@ -228,6 +231,11 @@ class Session:
     def n_vocab(self) -> int:
         """Size of the vocabulary."""
         return self._model.n_vocab
+
+    @property
+    def vocabulary(self) -> Any:
+        """The llama_vocab, for samplers of llama.cpp."""
+        return self._model.vocabulary
 
     def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
         """Tokens of a text. `add_bos` None: as the model wants; `special` reads control tokens."""
@@ -334,9 +342,10 @@ class Session:
         except FreezeError:
             self._broken = False  # nothing was read
             raise
+        self._logits = None if logits is None else logits[-1].copy()
+        self._parts.note(self._position, len(tokens), self._logits)
         self._position += len(tokens)
         self._tokens.extend(tokens)
-        self._logits = None if logits is None else logits[-1].copy()
         self._note_evictions(evicted)
         if self.trajectory:
             counters = self._store.counters()
@@ -347,7 +356,7 @@ class Session:
         return logits
 
     def generate(
-        self, tokens: Sequence[int], max_tokens: int = -1, **sampling: float | None
+        self, tokens: Sequence[int], max_tokens: int = -1, **sampling: Any
     ) -> Generator[int, None, None]:
         """Read `tokens`, then yield generated ones as they come.
 
@@ -357,10 +366,10 @@ class Session:
         (contextlib.closing), before you look at the session.
 
         Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
-        the context is full. `sampling`: the fields of entropykv.generate.Sampling; temperature 0 is
+        the context is full. `sampling`: the fields of entropykv.sampling.Sampling; temperature 0 is
         greedy, and with it the result does not depend on `seed`.
         """
-        return generate(self, tokens, max_tokens, Sampling(**sampling))  # type: ignore[arg-type]
+        return generate(self, tokens, max_tokens, Sampling(**sampling))
 
     # --- the store --------------------------------------------------------------------------------
 
@@ -455,6 +464,32 @@ class Session:
             return False
         return position == self._position or self._store.can_return_to(position)
 
+    def repeatable_from(self, position: int, end: int) -> int:
+        """Return where to truncate to, so that the text after it is read as it would be from 0.
+
+        The result is at most `position`, where the text departs from what was read; `end` is how
+        long it may get. It is 0 where something may be evicted before `end`: what is kept then
+        depends on all queries that were ever asked.
+        """
+        if min(end, self.n_ctx) > self._store.sure_entries:
+            return 0
+        begin = self._parts.begin_before(position)
+        return begin if self.can_return_to(begin) else 0
+
+    def return_to_prompt(self, position: int, end: int) -> bool:
+        """Go back to the end of the last prompt, whose logits are those of the session again.
+
+        Returns False, and nothing changes, where the last prompt did not end at `position`, or
+        something may be evicted before `end`: see repeatable_from().
+        """
+        logits = self._parts.logits_at(position)
+        sure = min(end, self.n_ctx) <= self._store.sure_entries
+        if logits is None or not sure or not self.can_return_to(position):
+            return False
+        self.truncate(position)
+        self._logits = logits
+        return True
+
     def truncate(self, position: int) -> None:
         """Go back to `position` tokens; 0 is possible after a decode that failed, too.
 
@@ -472,6 +507,7 @@ class Session:
             self._store.truncate(position)
             del self._tokens[position - self._position :]
             self._position, self._logits = position, None
+            self._parts.truncate(position)
             if self.trajectory:
                 self.trajectory.truncate(position)
             if position == 0:
@@ -541,6 +577,7 @@ class Session:
             raise
         self._clear_counters()
         self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
+        self._parts = ReadParts(self._n_ubatch)  # no file tells how its text was cut
         self._reusable_from = self._position if self.evicted else 0  # nobody knows when it last did
         self._broken = False
         return reader.contents

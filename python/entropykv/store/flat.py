@@ -171,6 +171,11 @@ class FlatStore(Store):
         llama_cpp.llama_free(self.context)
         self.context, self._cells = larger, cells
 
+    @property
+    def sure_entries(self) -> int:
+        """The budget, which is the same for all KV heads."""
+        return self._store.budget
+
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
 

@@ -210,6 +210,14 @@ class HeadwiseStore(Store):
         with self.cold.growing():
             self._follow(plan)
 
+    @property
+    def sure_entries(self) -> int:
+        """Sinks and recent window, or all; none where a schedule may freeze any of them."""
+        if self.cold.settings is not None:
+            return 0
+        plan = self._followed
+        return self._n_ctx if plan.mean_entries >= self._n_ctx else plan.floor_entries
+
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
 

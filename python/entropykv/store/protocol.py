@@ -112,6 +112,10 @@ class Store(Protocol):
     def resize(self, budget: Budget) -> None:
         """Apply a new budget: grows at once, shrinks by evicting."""
 
+    @property
+    def sure_entries(self) -> int:
+        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position; ContextError, and nothing has changed, where that
         would leave other entries than are needed to go on.

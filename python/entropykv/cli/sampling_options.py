@@ -1,0 +1,220 @@
+"""Options of llama.cpp's samplers, by llama-cli's names, and the Sampling made of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from typing import Any
+
+from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+from entropykv.cli.options import integer
+from entropykv.errors import SettingsError
+from entropykv.files import read_text
+from entropykv.session.sampling import SAMPLERS, Sampling
+from entropykv.session.session import Session
+
+_DEFAULTS = Sampling(temperature=0.8)
+_LETTERS = {
+    "penalties": "e",
+    "dry": "d",
+    "top_n_sigma": "s",
+    "top_k": "k",
+    "typ_p": "y",
+    "top_p": "p",
+    "min_p": "m",
+    "xtc": "x",
+    "temperature": "t",
+}
+"""Of --sampler-seq, as llama-cli has them."""
+
+_FLOATS = (
+    ("--temp", "--temperature", "temperature", "0: greedy"),
+    ("--top-p", None, "top_p", "1: off"),
+    ("--min-p", None, "min_p", "0: off"),
+    ("--typical", "--typical-p", "typical_p", "locally typical sampling, 1: off"),
+    ("--top-nsigma", "--top-n-sigma", "top_n_sigma", "-1: off"),
+    ("--xtc-probability", None, "xtc_probability", "0: off"),
+    ("--xtc-threshold", None, "xtc_threshold", "above 0.5: off"),
+    ("--dynatemp-range", None, "dynatemp_range", "dynamic temperature, 0: off"),
+    ("--dynatemp-exp", None, "dynatemp_exponent", "its exponent"),
+    ("--repeat-penalty", None, "repeat_penalty", "1: off"),
+    ("--presence-penalty", None, "presence_penalty", "0: off"),
+    ("--frequency-penalty", None, "frequency_penalty", "0: off"),
+    ("--dry-multiplier", None, "dry_multiplier", "0: off"),
+    ("--dry-base", None, "dry_base", "its base"),
+    ("--mirostat-lr", None, "mirostat_eta", "its learning rate"),
+    ("--mirostat-ent", None, "mirostat_tau", "its target entropy"),
+)
+_INTEGERS = (
+    ("--top-k", "top_k", 0, "0: off"),
+    ("--repeat-last-n", "repeat_last_n", -1, "tokens that penalties look back at, -1: all"),
+    ("--dry-allowed-length", "dry_allowed_length", 0, "repetitions of this length are free"),
+    ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "tokens that it looks back at, -1: all"),
+)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
+    """How tokens are chosen, and how many at most: see sampling_of."""
+    group = parser.add_argument_group("answer")
+    group.add_argument(
+        "-n",
+        "--n-predict",
+        "--predict",
+        type=integer(-1),
+        default=n_predict,
+        metavar="N",
+        help="tokens of an answer at most (-1: until the model or the context ends; default: "
+        "%(default)s)",
+    )
+    group.add_argument(
+        "-r",
+        "--reverse-prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end an answer before this text; may be given several times",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on where the model would end its answer"
+    )
+    _add_samplers(parser.add_argument_group("sampling"))
+    _add_grammars(parser.add_argument_group("what an answer may be"))
+
+
+def _add_samplers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-s",
+        "--seed",
+        type=integer(-1, 2**32 - 1),
+        default=-1,
+        metavar="N",
+        help="-1, the default: another every time",
+    )
+    for flag, alias, field, text in _FLOATS:
+        group.add_argument(
+            *filter(None, (flag, alias)),
+            dest=field,
+            type=float,
+            default=getattr(_DEFAULTS, field),
+            metavar="X",
+            help=f"{text} (default: %(default)s)",
+        )
+    for flag, field, least, text in _INTEGERS:
+        group.add_argument(
+            flag,
+            dest=field,
+            type=integer(least),
+            default=getattr(_DEFAULTS, field),
+            metavar="N",
+            help=f"{text} (default: %(default)s)",
+        )
+    group.add_argument(
+        "--mirostat", type=int, choices=(0, 1, 2), default=0, help="0: off (default: %(default)s)"
+    )
+    group.add_argument(
+        "--dry-sequence-breaker", action="append", metavar="TEXT", help="none: no breakers"
+    )
+    group.add_argument(
+        "--samplers",
+        metavar="LIST",
+        help="which ones, in this order, with ; between them (default: "
+        + "; ".join(SAMPLERS)
+        + ")",
+    )
+    group.add_argument(
+        "--sampler-seq", "--sampling-seq", metavar="LETTERS", help="the same in letters: edskypmxt"
+    )
+
+
+def _add_grammars(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-l",
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="TOKEN(+/-)BIAS",
+        help="make a token more or less likely, such as 15043-1; may be given several times",
+    )
+    forms = group.add_mutually_exclusive_group()
+    forms.add_argument("--grammar", metavar="GBNF", help="a grammar with a rule named root")
+    forms.add_argument("--grammar-file", metavar="FILE", help="read it from a file")
+    forms.add_argument(
+        "-j", "--json-schema", metavar="SCHEMA", help="JSON of this schema ({}: any)"
+    )
+    forms.add_argument("-jf", "--json-schema-file", metavar="FILE", help="read it from a file")
+
+
+def sampling_of(options: argparse.Namespace) -> Sampling:
+    """Raise SettingsError for values outside of their range."""
+    if options.n_predict == 0:
+        raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
+    fields: dict[str, Any] = {
+        field: getattr(options, field)
+        for field in (*(row[2] for row in _FLOATS), *(row[1] for row in _INTEGERS))
+    }
+    if options.dry_sequence_breaker is not None:
+        breakers = options.dry_sequence_breaker
+        fields["dry_sequence_breakers"] = () if breakers == ["none"] else tuple(breakers)
+    return Sampling(
+        **fields,
+        mirostat=options.mirostat,
+        seed=None if options.seed < 0 else options.seed,
+        samplers=_samplers_of(options),
+        logit_bias=tuple(map(_bias, options.logit_bias)),
+        grammar=_grammar_of(options),
+    )
+
+
+def ending_never(sampling: Sampling, session: Session) -> Sampling:
+    """Return the sampling without the tokens that end an answer (--ignore-eos)."""
+    ends = [(token, -math.inf) for token in range(session.n_vocab) if session.is_end(token)]
+    return dataclasses.replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
+
+
+def _samplers_of(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.samplers is not None and options.sampler_seq is not None:
+        raise SettingsError("--samplers and --sampler-seq say the same; give one of them")
+    if options.samplers is not None:
+        return tuple(name.strip() for name in options.samplers.split(";") if name.strip())
+    if options.sampler_seq is None:
+        return SAMPLERS
+    names = {letter: name for name, letter in _LETTERS.items()}
+    unknown = [letter for letter in options.sampler_seq if letter not in names]
+    if unknown:
+        raise SettingsError(
+            f"--sampler-seq has no letter {unknown[0]!r}; use those of {''.join(names)}"
+        )
+    return tuple(names[letter] for letter in options.sampler_seq)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    for sign in "+-":
+        token, found, bias = text.partition(sign)
+        if found:
+            try:
+                return int(token), float(sign + bias)
+            except ValueError:
+                break
+    raise SettingsError(f"--logit-bias {text} is no token with a bias; give one such as 15043-1")
+
+
+def _grammar_of(options: argparse.Namespace) -> str | None:
+    if options.grammar_file is not None:
+        return read_text(options.grammar_file, SettingsError)
+    schema = options.json_schema
+    if options.json_schema_file is not None:
+        schema = read_text(options.json_schema_file, SettingsError)
+    if schema is None:
+        grammar: str | None = options.grammar
+        return grammar
+    try:
+        json.loads(schema)
+        return str(json_schema_to_gbnf(schema))
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as e:
+        raise SettingsError(
+            f"the JSON schema cannot be made a grammar ({e}); give one such as "
+            '\'{"type": "object"}\''
+        ) from None

@@ -1,0 +1,68 @@
+"""Where to read on from, so that reading a text again gives what reading it first gave, to the bit.
+
+Sums in floating point depend on how a text is cut: a kernel for one token adds in another order
+than one for many, and so do matrix products of different sizes. A text that is read again from the
+beginning of one of its micro-batches is cut as it was before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Positions of one micro-batch: `begin` is the first, `end` follows the last."""
+
+    begin: int
+    end: int
+
+
+class ReadParts:
+    """The micro-batches of more than one token that a session holds, and its last prompt's logits.
+
+    Tokens that were read one by one, as generated ones are, need no place here: a text can be cut
+    between any two of them.
+    """
+
+    def __init__(self, n_ubatch: int) -> None:
+        """Nothing is read yet; a micro-batch has up to `n_ubatch` tokens."""
+        self._n_ubatch = n_ubatch
+        self._parts: list[_Part] = []
+        self._end_of_prompt = 0
+        self._logits: npt.NDArray[np.float32] | None = None
+
+    def note(self, position: int, n_tokens: int, logits: npt.NDArray[np.float32] | None) -> None:
+        """Take down a micro-batch read at `position`, and the logits of its last token, if any."""
+        if n_tokens > 1:
+            self._parts.append(_Part(position, position + n_tokens))
+            self._end_of_prompt, self._logits = position + n_tokens, logits
+
+    def truncate(self, position: int) -> None:
+        """Forget what was read at and beyond a position."""
+        while self._parts and self._parts[-1].begin >= position:
+            self._parts.pop()
+        if self._parts and self._parts[-1].end > position:
+            self._parts[-1] = _Part(self._parts[-1].begin, position)
+        if self._end_of_prompt > position:
+            self._logits = None
+
+    def begin_before(self, position: int) -> int:
+        """Return the last position up to `position` where a reading of the same text was cut.
+
+        A micro-batch that is not full ends where its text ended: a longer text is not cut there.
+        """
+        for part in reversed(self._parts):
+            if part.begin < position <= part.end:
+                full = position == part.end and part.end - part.begin == self._n_ubatch
+                return position if full else part.begin
+            if part.end < position:
+                break
+        return position
+
+    def logits_at(self, position: int) -> npt.NDArray[np.float32] | None:
+        """Logits after a prompt that ended at `position`; None where they are not known."""
+        return self._logits if position == self._end_of_prompt else None

@@ -1,0 +1,285 @@
+"""How the next token is chosen: a chain of llama.cpp's own samplers, in llama-cli's order."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+
+from entropykv.errors import SettingsError
+from entropykv.settings.options import MOST_TOKENS, at_least, is_number
+
+SAMPLERS = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+"""Names and default order of the samplers, as llama-cli has them."""
+
+_MIROSTAT_CANDIDATES = 100
+_IN_UNIT = ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
+_NUMBERS = (
+    "temperature",
+    "top_n_sigma",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "mirostat_tau",
+    "mirostat_eta",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; llama-cli's names and defaults, but greedy unless asked.
+
+    temperature 0 or less: the most probable token, after penalties and grammar. Off are: top_k 0,
+    top_p 1, min_p 0, typical_p 1, top_n_sigma -1, xtc_probability 0, dynatemp_range 0, mirostat 0,
+    repeat_penalty 1, the other penalties 0, dry_multiplier 0. `repeat_last_n`: how many tokens
+    penalties look back at (0: none, -1: the whole context). `samplers`: which ones, in which order.
+    `grammar`: GBNF with a rule `root`. `logit_bias`: pairs of a token and what is added to its
+    logit. seed None: another one every time. Raises SettingsError for impossible values.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
+    samplers: tuple[str, ...] = field(default=SAMPLERS)
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for name in _IN_UNIT:
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise SettingsError(
+                    f"{name} cannot be {getattr(self, name)}; use a value from 0 to 1"
+                )
+        for name in _NUMBERS:
+            if not is_number(getattr(self, name)):
+                raise SettingsError(
+                    f"{name} cannot be {getattr(self, name)!r}; use a number"
+                    + (", 0 for the most probable token" if name == "temperature" else "")
+                )
+        at_least("top_k", self.top_k, 0)
+        at_least("mirostat", self.mirostat, 0, 2)
+        at_least("repeat_last_n", self.repeat_last_n, -1)
+        at_least("dry_allowed_length", self.dry_allowed_length, 0)
+        at_least("dry_penalty_last_n", self.dry_penalty_last_n, -1)
+        if not is_number(self.repeat_penalty) or self.repeat_penalty <= 0.0:
+            raise SettingsError("repeat_penalty must be a number above 0; 1 switches it off")
+        for name in self.samplers:
+            if name not in SAMPLERS:
+                raise SettingsError(
+                    f"there is no sampler {name!r}; use some of {', '.join(SAMPLERS)}"
+                )
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        """Whether the chain reads the texts of tokens."""
+        return self.grammar is not None or self.dry_multiplier != 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that were read count."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repeat_penalty != 1.0 or penalties != (0.0, 0.0)
+
+
+class SamplerChain:
+    """A llama_sampler chain; close() frees it."""
+
+    def __init__(self, sampling: Sampling, n_vocab: int, n_ctx: int, vocabulary: Any) -> None:
+        """Make the samplers. SettingsError for a grammar that llama.cpp cannot read."""
+        self._sampling = sampling
+        self._n_vocab, self._n_ctx, self._vocabulary = n_vocab, n_ctx, vocabulary
+        self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
+        parameters = llama_cpp.llama_sampler_chain_default_params()
+        self.handle: Any = llama_cpp.llama_sampler_chain_init(parameters)
+        self._remembering: list[Any] = []
+        try:
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Free the samplers."""
+        llama_cpp.llama_sampler_free(self.handle)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the chain depends on what was read before."""
+        return bool(self._remembering)
+
+    @property
+    def looks_back(self) -> int:
+        """How many tokens it remembers at most."""
+        windows = (self._sampling.repeat_last_n, self._sampling.dry_penalty_last_n)
+        return max(self._window(window) for window in windows)
+
+    def remember(self, tokens: list[int]) -> None:
+        """Penalize these tokens, and no others.
+
+        The rest of the chain is not reset: a seed would give the same random numbers again.
+        """
+        for sampler in self._remembering:
+            llama_cpp.llama_sampler_reset(sampler)
+            for token in tokens:
+                llama_cpp.llama_sampler_accept(sampler, token)
+
+    def _fill(self) -> None:
+        sampling = self._sampling
+        if sampling.logit_bias:
+            self._add(self._logit_bias())
+        if sampling.grammar is not None:
+            self._add(self._grammar(sampling.grammar))
+        greedy = sampling.temperature <= 0.0
+        makers = self._makers()
+        if sampling.mirostat and not greedy:
+            makers = {name: makers[name] for name in ("penalties", "dry")}
+        for name in sampling.samplers:
+            if name in makers:
+                makers[name]()
+        if greedy:
+            self._add(llama_cpp.llama_sampler_init_greedy())
+        elif sampling.mirostat:
+            self._add(llama_cpp.llama_sampler_init_temp(sampling.temperature))
+            self._add(self._mirostat())
+        else:
+            self._add(llama_cpp.llama_sampler_init_dist(self._seed))
+
+    def _makers(self) -> dict[str, Callable[[], None]]:
+        """Return what adds each sampler; a greedy chain has only those that change the order."""
+        sampling = self._sampling
+        history: dict[str, Callable[[], None]] = {"penalties": self._penalties, "dry": self._dry}
+        if sampling.temperature <= 0.0:
+            return history
+        simple = {
+            "top_k": lambda: llama_cpp.llama_sampler_init_top_k(sampling.top_k),
+            "top_p": lambda: llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1),
+            "min_p": lambda: llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1),
+            "temperature": self._temperature,
+        }
+        if sampling.typical_p != 1.0:
+            simple["typ_p"] = lambda: llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1)
+        if sampling.top_n_sigma >= 0.0:
+            simple["top_n_sigma"] = lambda: llama_cpp.llama_sampler_init_top_n_sigma(
+                sampling.top_n_sigma
+            )
+        if sampling.xtc_probability > 0.0:
+            simple["xtc"] = lambda: llama_cpp.llama_sampler_init_xtc(
+                sampling.xtc_probability, sampling.xtc_threshold, 1, self._seed
+            )
+        adding = {name: (lambda make=make: self._add(make())) for name, make in simple.items()}
+        return {**history, **adding}
+
+    def _add(self, sampler: Any) -> None:
+        llama_cpp.llama_sampler_chain_add(self.handle, sampler)
+
+    def _window(self, n_tokens: int) -> int:
+        return min(self._n_ctx, MOST_TOKENS) if n_tokens < 0 else n_tokens
+
+    def _penalties(self) -> None:
+        sampling = self._sampling
+        if not sampling.penalizes or sampling.repeat_last_n == 0:
+            return
+        self._remembering.append(
+            llama_cpp.llama_sampler_init_penalties(
+                self._n_vocab,
+                self._window(sampling.repeat_last_n),
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        )
+        self._add(self._remembering[-1])
+
+    def _dry(self) -> None:
+        sampling = self._sampling
+        if sampling.dry_multiplier == 0.0 or sampling.dry_penalty_last_n == 0:
+            return
+        breakers = [text.encode("utf-8") for text in sampling.dry_sequence_breakers]
+        self._remembering.append(
+            llama_cpp.llama_sampler_init_dry(
+                self._vocabulary,
+                sampling.dry_multiplier,
+                sampling.dry_base,
+                sampling.dry_allowed_length,
+                self._window(sampling.dry_penalty_last_n),
+                (ctypes.c_char_p * len(breakers))(*breakers),
+                len(breakers),
+            )
+        )
+        self._add(self._remembering[-1])
+
+    def _temperature(self) -> Any:
+        sampling = self._sampling
+        if sampling.dynatemp_range > 0.0:
+            return llama_cpp.llama_sampler_init_temp_ext(
+                sampling.temperature, sampling.dynatemp_range, sampling.dynatemp_exponent
+            )
+        return llama_cpp.llama_sampler_init_temp(sampling.temperature)
+
+    def _mirostat(self) -> Any:
+        sampling = self._sampling
+        tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
+        if sampling.mirostat == 1:
+            return llama_cpp.llama_sampler_init_mirostat(
+                self._n_vocab, self._seed, tau, eta, _MIROSTAT_CANDIDATES
+            )
+        return llama_cpp.llama_sampler_init_mirostat_v2(self._seed, tau, eta)
+
+    def _logit_bias(self) -> Any:
+        pairs = self._sampling.logit_bias
+        for token, _ in pairs:
+            if not 0 <= token < self._n_vocab:
+                raise SettingsError(
+                    f"logit_bias names token {token}; the model has tokens 0 to {self._n_vocab - 1}"
+                )
+        biases = [llama_cpp.llama_logit_bias(token, bias) for token, bias in pairs]
+        array = (llama_cpp.llama_logit_bias * len(pairs))(*biases)
+        return llama_cpp.llama_sampler_init_logit_bias(self._n_vocab, len(pairs), array)
+
+    def _grammar(self, grammar: str) -> Any:
+        sampler = llama_cpp.llama_sampler_init_grammar(
+            self._vocabulary, grammar.encode("utf-8"), b"root"
+        )
+        if not sampler:
+            raise SettingsError(
+                "llama.cpp cannot read the grammar; give GBNF text whose first rule is named root"
+            )
+        return sampler

@@ -1,0 +1,44 @@
+"""Files whose metadata is damaged are refused, or work: none ends the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from entropykv import EntropyLlama, ModelFileError, Session
+from tests.fuzz.metadata import Header, failures
+
+
+def test_damaged_metadata_never_ends_the_process() -> None:
+    assert list(failures(seed=1, n_files=40, removed=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("tokenizer.ggml.tokens", None, "has no tokenizer"),
+        ("tokenizer.ggml.model", None, "has no tokenizer"),
+        ("tokenizer.ggml.scores", b"\x09\0\0\0\x06\0\0\0" + bytes(8), "0 values for"),
+        ("tokenizer.ggml.token_type", b"\x04\0\0\0" + bytes(4), "no array of int32"),
+        ("llama.attention.layer_norm_rms_epsilon", b"\x06\0\0\0\0\0\x80\xbf", "is -1"),
+    ],
+)
+def test_what_llama_cpp_asserts_is_refused_before(
+    tiny_llama: Path, tmp_path: Path, key: str, value: bytes | None, why: str
+) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(Header.read(tiny_llama).with_key(key, value))
+    for open_model in (Session, EntropyLlama):
+        with pytest.raises(ModelFileError, match=why):
+            open_model(path)
+
+
+def test_the_fuzzer_puts_files_together_again(tiny_llama: Path, tmp_path: Path) -> None:
+    header = Header.read(tiny_llama)
+    name = next(iter(header.keys))
+    raw = header.keys[name]
+    path = tmp_path / "same.gguf"
+    path.write_bytes(header.with_key(name, raw[8 + len(name) :]))
+    with Session(path, n_ctx=64) as same, Session(tiny_llama, n_ctx=64) as other:
+        assert (same.decode([5, 6, 7]) == other.decode([5, 6, 7])).all()
