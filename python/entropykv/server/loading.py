@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,10 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from entropykv.errors import SettingsError
 from entropykv.freeze_options import freezing_of
 from entropykv.llama import EntropyLlama
+from entropykv.recovery import Recovery, Rung, Watch
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
+from entropykv.server.template_traits import TemplateTraits, traits_of
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 # llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
@@ -37,14 +40,33 @@ class ServedLlama(EntropyLlama):
 
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
+    served_name: str = ""
+    """What clients call the model; never a path."""
+    recovery: Recovery | None = None
+    """The ladder that restores what is frozen where an answer grows uncertain."""
+    prompt_size: int = 0
+    """Tokens of the prompt of the latest generation."""
+    generated: int = 0
+    """Tokens that the latest generation has written so far, without the one that ends a text."""
+
+    _watch: Watch | None = None
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What the model's chat template shows of tools."""
+        return traits_of(self)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens; see EntropyLlama.eval."""
         n_ubatch = self.context_params.n_ubatch
+        written = self._sampled is not None and list(tokens) == [self._sampled]
         for first in range(0, max(len(tokens), 1), n_ubatch):
             if self.checkpoint is not None:
                 self.checkpoint()
             super().eval(tokens[first : first + n_ubatch])
+        if written and self._watch is not None:
+            row = self.n_tokens - 1 if self._logits_all else 0
+            self._watch.wants_rewalk(self.scores[row], self.n_tokens)
 
     def generate(
         self,
@@ -57,9 +79,15 @@ class ServedLlama(EntropyLlama):
         """Yield tokens; see EntropyLlama.generate. RequestError for what llama.cpp would die of."""
         if grammar is not None:
             self._check_grammar(grammar, logits_processor or ())
-        yield from super().generate(
+        self.prompt_size, self.generated = len(tokens), 0
+        watched = self.recovery
+        self._watch = Watch(self._session, watched, self.n_vocab()) if watched else None
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        for token in super().generate(
             tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
-        )
+        ):
+            self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
+            yield token
 
     def _check_grammar(self, grammar: LlamaGrammar, processors: Iterable[Any]) -> None:
         """Here because a response_format and a tool are grammars, too.
@@ -94,6 +122,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     llama_cpp.server's own loader (LlamaProxy) names llama_cpp.Llama, whose full cache would be
     allocated before attach() could replace it; its settings have the names of Llama's arguments.
     """
+    recovery = _recovery_of(options)
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
     arguments.update(
@@ -121,11 +150,30 @@ def load_llama(options: ModelOptions) -> ServedLlama:
             ServedLlama,
             ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
         )
+    llama.served_name = options.served_name
+    llama.recovery = recovery
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
+
+
+def _recovery_of(options: ModelOptions) -> Recovery | None:
+    """Return the ladder that was asked for. SettingsError where it would change nothing."""
+    names = {"recovery_deviations": "deviations", "recovery_window": "window"}
+    given = {name: getattr(options, option) for option, name in names.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.recovery is None:
+        if given:
+            raise SettingsError("nothing is watched; give --recovery soft, window or full")
+        return None
+    if freezing_of(options) is None:
+        raise SettingsError(
+            "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
+            "freeze, or leave --recovery out"
+        )
+    return Recovery(highest=Rung[options.recovery.upper()], rewalk=0, **given)
 
 
 def _overrides(texts: list[str] | None) -> dict[str, bool | int | float | str] | None:
