@@ -117,7 +117,12 @@ def test_structured_answers(client: openai.OpenAI) -> None:
 def test_a_tool_that_must_be_called_is(
     client: openai.OpenAI, choice: Any, names: set[str], stream: bool
 ) -> None:
-    options = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "stream": stream}
+    options = {
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": choice,
+        "stream": stream,
+        "max_tokens": 200,
+    }
     answer = chat(client, **options)
     if stream:
         chunks = list(answer)

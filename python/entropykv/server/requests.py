@@ -68,7 +68,8 @@ class CompletionRequest(Request, CreateCompletionRequest):
         def generate(prompt: str | list[int], seed: int | None) -> Any:
             given = {**arguments, "prompt": prompt, "seed": seed}
             if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo texts only
-                text = llama.detokenize(prompt, special=True).decode("utf-8", errors="replace")
+                shown = prompt[1:] if prompt[0] == llama.token_bos() else prompt
+                text = llama.detokenize(shown, special=True).decode("utf-8", errors="replace")
                 return _echoed(text, llama.create_completion(**{**given, "echo": False}))
             return llama.create_completion(**given)
 
