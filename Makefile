@@ -59,11 +59,9 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	build/cpp/cold_test
 	build/cpp/large_test
 
-test-reference: install  ## against torch and transformers, of replicas under Ray, of OpenAI's clients
+test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
 	$(BIN)/python -m pytest -m "reference or replicas"
-	$(BIN)/pip install -q "entropykv[clients]"
-	$(BIN)/python -m pytest -m clients
 
 # Against other releases of llama-cpp-python, each in an environment of its own, built from source.
 VERSIONS ?= 0.3.34 0.3.35
