@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.options import integer
 from entropykv.cli.saved import say
+from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
 from entropykv.errors import SettingsError
 from entropykv.policy.names import POLICY_SYNTAX
 from entropykv.settings.cores import too_many_threads
@@ -31,9 +32,9 @@ def add_serve(
     parser = commands.add_parser(
         "serve",
         help=_SUMMARY,
-        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}: llama_cpp.server's options, and the "
-        "budget's. Every option may also come from an environment variable such as "
-        "ENTROPYKV_API_KEY.",
+        description=f"{_SUMMARY[0].upper()}{_SUMMARY[1:]}: llama_cpp.server's options, also as "
+        "llama-server spells them, and the budget's. Every option may also come from an "
+        "environment variable such as ENTROPYKV_API_KEY.",
     )
     parser.set_defaults(command=run)
     if chosen:
@@ -54,6 +55,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--recent-window", type=integer(1), metavar="N", help="as in `entropykv run`"
     )
     add_freeze_options(parser)
+    _add_recovery_options(parser.add_argument_group("recovery (where entries are frozen)"))
     ours = {action.dest for action in parser._actions}  # noqa: SLF001
     group = parser.add_argument_group("server")
     _add_fields(group, ServerOptions, {"max_body"})
@@ -62,7 +64,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("model")
     _add_fields(group, ModelOptions, ours)
-    group.add_argument("-m", dest="model", metavar="FILE", help="the same as --model")
+    add_llama_server_options(group)
     group = parser.add_argument_group("replicas under Ray Serve (needs the extra ray)")
     group.add_argument(
         "--replicas", type=integer(1), metavar="N", help="so many; SIGHUP restarts them in turn"
@@ -73,12 +75,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sessions", metavar="DIR", help="saved conversations, shared by all")
 
 
+def _add_recovery_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--recovery",
+        choices=("soft", "window", "full"),
+        help="as in `entropykv run`, without its last rung: what was sent is not taken back",
+    )
+    group.add_argument(
+        "--recovery-deviations", type=float, metavar="D", help="as in `entropykv run`"
+    )
+    group.add_argument(
+        "--recovery-window", type=integer(1), metavar="N", help="as in `entropykv run`"
+    )
+
+
 def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str]) -> None:
-    """The options of llama_cpp.server, by its own function, with our defaults."""
+    """Add the options of llama_cpp.server by its own function, with our defaults and names."""
     from llama_cpp.server.cli import add_args_from_model  # noqa: PLC0415
 
     fields = {name: field for name, field in options.model_fields.items() if name not in without}
-    add_args_from_model(cast(Any, group), cast(Any, SimpleNamespace(model_fields=fields)))
+    model = SimpleNamespace(model_fields=fields)
+    add_args_from_model(cast(Any, Spellings(group)), cast(Any, model))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,8 +103,14 @@ def run(options: argparse.Namespace) -> int:
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
     from entropykv.server.running import serve  # noqa: PLC0415
 
+    if options.parallel not in (None, 1):
+        raise SettingsError(
+            f"-np {options.parallel} is not possible: a budget holds one conversation, and "
+            "requests take turns; leave -np out, or use --replicas"
+        )
     model, server = _read(ModelOptions, options), _read(ServerOptions, options)
-    for name in ("n_threads", "n_threads_batch"):
+    same = model.n_threads == model.n_threads_batch
+    for name in ("n_threads",) if same else ("n_threads", "n_threads_batch"):
         if warning := too_many_threads(getattr(model, name), f"--{name}"):
             say(warning)
     if options.replicas is not None:

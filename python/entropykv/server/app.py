@@ -10,20 +10,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
+from entropykv.server.docs_page import docs_page
 from entropykv.server.engine import Engine
-from entropykv.server.errors import RequestError, add_error_handlers
+from entropykv.server.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.gate import Gate
+from entropykv.server.llama_server_routes import llama_server_routes, text_of
 from entropykv.server.loading import load_llama
 from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
+from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
-from entropykv.server.requests import ChatRequest, CompletionRequest
-from entropykv.server.streaming import stream, whole
+from entropykv.server.request_log import RequestLog
+
+_DESCRIPTION = (
+    "A model inside a KV budget, for clients of OpenAI, llama-server and llama_cpp.server."
+)
 
 
 def create_app(model: ModelOptions, server: ServerOptions) -> FastAPI:
@@ -43,45 +50,41 @@ def create_app(model: ModelOptions, server: ServerOptions) -> FastAPI:
             await run_in_threadpool(engine.close)
 
     app = FastAPI(
-        title="entropykv", version=_version.VERSION, root_path=server.root_path, lifespan=lifespan
+        title="entropykv",
+        description=_DESCRIPTION,
+        version=_version.VERSION,
+        root_path=server.root_path,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages load scripts from the internet
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     app.state.engine = engine
-    app.add_middleware(Gate, api_key=server.api_key, max_body=server.max_body)
+    _add_middleware(app, server)
     add_error_handlers(app)
-    app.include_router(_openai_routes(engine, model, ping=not server.disable_ping_events))
+    app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
+    app.include_router(llama_server_routes(engine))
     app.include_router(_extra_routes(engine))
     app.include_router(_figures(engine))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
     return app
 
 
-def _openai_routes(engine: Engine, model: ModelOptions, *, ping: bool) -> APIRouter:
-    router = APIRouter(tags=["OpenAI V1"])
-
-    async def answer(request: Request, body: CompletionRequest | ChatRequest) -> Response:
-        if body.stream:
-            return await stream(request, engine, body.call, ping=ping)
-        return await whole(request, engine, body.call)
-
-    @router.post("/v1/completions", response_model=None)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await answer(request, body)
-
-    @router.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        return await answer(request, body)
-
-    @router.post("/v1/embeddings", response_model=None)
-    async def embeddings() -> Response:
-        raise RequestError(
-            400, "embeddings are not possible inside a KV budget; use llama_cpp.server for them"
+def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
+    """Let requests pass, in this order: the log, CORS (a preflight has no key), the gate."""
+    app.add_middleware(Gate, api_key=server.api_key, max_body=server.max_body)
+    if server.cors_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in server.cors_origins.split(",")],
+            allow_methods=["*"],
+            allow_headers=["*"],
         )
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        entry = {"id": model.model_alias or model.model, "object": "model"}
-        return {"object": "list", "data": [{**entry, "owned_by": "me", "permissions": []}]}
-
-    return router
+    app.add_middleware(RequestLog)
 
 
 def _extra_routes(engine: Engine) -> APIRouter:
@@ -101,10 +104,7 @@ def _extra_routes(engine: Engine) -> APIRouter:
 
     @router.post("/detokenize")
     def detokenize(body: DetokenizeInputRequest) -> dict[str, str]:
-        n_vocab = engine.llama.n_vocab()
-        if not all(0 <= token < n_vocab for token in body.tokens):
-            raise RequestError(400, f"tokens: they are 0 to {n_vocab - 1}", param="tokens")
-        return {"text": engine.llama.detokenize(body.tokens).decode("utf-8", errors="replace")}
+        return {"text": text_of(engine, body.tokens)}
 
     return router
 

@@ -29,15 +29,16 @@ class _StoppedError(Exception):
 
 @dataclass
 class _Job:
-    call: Callable[[EntropyLlama], Any]
+    call: Callable[[ServedLlama], Any]
     emit: Callable[[Any], None] | None
+    note: Callable[[int, int], None] | None
     stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
         if self.stop.is_set():
             raise _StoppedError
 
-    def run(self, llama: EntropyLlama) -> Any:
+    def run(self, llama: ServedLlama) -> Any:
         """Call; the chunks of a stream are emitted as they come."""
         result = self.call(llama)
         if self.emit is None:
@@ -67,11 +68,15 @@ class Engine:
         """Figures of the moment, no older than a quarter of a second during a generation."""
 
     async def generate(
-        self, call: Callable[[EntropyLlama], Any], emit: Callable[[Any], None] | None = None
+        self,
+        call: Callable[[ServedLlama], Any],
+        emit: Callable[[Any], None] | None = None,
+        note: Callable[[int, int], None] | None = None,
     ) -> Any:
         """Run a request's call when it is its turn; cancelling stops it within a micro-batch.
 
         With `emit` the call returns an iterator, whose items go to `emit`, in the model's thread.
+        `note` is told in the end how many tokens were read and written for it.
         Raises RequestError for whatever goes wrong; the next request then starts afresh.
         """
         if self._closing:
@@ -79,7 +84,7 @@ class Engine:
         running = self._running
         if self._interrupt and running is not None and running.emit is not None:
             running.stop.set()
-        job = _Job(call, emit)
+        job = _Job(call, emit, note)
         self.waiting += 1
         try:
             return await asyncio.wrap_future(self._thread.submit(self._run, job))
@@ -117,6 +122,7 @@ class Engine:
         self._running = job
         self.llama.checkpoint = partial(self._checkpoint, job)
         outcome: Outcome = "finished"
+        before = self.llama.kv_stats()
         try:
             self._checkpoint(job)
             return job.run(self.llama)
@@ -134,7 +140,12 @@ class Engine:
             self._running = None
             self.llama.checkpoint = None
             self.outcomes[outcome] += 1
-            self.stats = self.llama.kv_stats()
+            self.stats = now = self.llama.kv_stats()
+            if job.note is not None:
+                job.note(
+                    now.prompt_tokens - before.prompt_tokens,
+                    now.generated_tokens - before.generated_tokens,
+                )
 
     def _checkpoint(self, job: _Job) -> None:
         job.check()

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from entropykv.errors import ContextError
@@ -46,6 +47,21 @@ def as_request_error(error: BaseException) -> RequestError:
         return RequestError(400, str(error))
     logger.error("a generation failed", exc_info=error)
     return RequestError(500, f"the generation failed: {error}; the server goes on")
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetails
 
 
 def add_error_handlers(app: FastAPI) -> None:

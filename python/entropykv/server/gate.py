@@ -8,12 +8,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.errors import RequestError
 
+_PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json"})
+"""Paths that need no key: whether the server is there, and how it is used."""
+
 
 class Gate:
     """ASGI middleware: 401 without the right key, 413 for a body above `max_body` bytes."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
-        """No key, no 401."""
+        """Wrap an app; without a key, let everyone in."""
         self._app = app
         self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
         self._max_body = max_body
@@ -25,7 +28,8 @@ class Gate:
             return
         headers = dict(scope["headers"])
         try:
-            self._check_key(headers.get(b"authorization", b""))
+            if scope["path"] not in _PUBLIC:
+                self._check_key(headers.get(b"authorization", b""))
             length = headers.get(b"content-length", b"")
             self._check_size(int(length) if length.isdigit() else 0)
         except RequestError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,10 @@ from entropykv.errors import SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
+from entropykv.server.template_traits import TemplateTraits, traits_of
 from entropykv.session.asked import freezing_of
+from entropykv.session.recovery import Recovery
+from entropykv.store.protocol import Rung
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 # llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
@@ -37,6 +41,17 @@ class ServedLlama(EntropyLlama):
 
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
+    served_name: str = ""
+    """What clients call the model; never a path."""
+    prompt_size: int = 0
+    """Tokens of the prompt of the latest generation."""
+    generated: int = 0
+    """Tokens that the latest generation has written so far, without the one that ends a text."""
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What the model's chat template shows of tools."""
+        return traits_of(self)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens; see EntropyLlama.eval."""
@@ -57,9 +72,13 @@ class ServedLlama(EntropyLlama):
         """Yield tokens; see EntropyLlama.generate. RequestError for what llama.cpp would die of."""
         if grammar is not None:
             self._check_grammar(grammar, logits_processor or ())
-        yield from super().generate(
+        self.prompt_size, self.generated = len(tokens), 0
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        for token in super().generate(
             tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
-        )
+        ):
+            self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
+            yield token
 
     def _check_grammar(self, grammar: LlamaGrammar, processors: Iterable[Any]) -> None:
         """Here because a response_format and a tool are grammars, too.
@@ -105,6 +124,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         n_sinks=options.sinks,
         recent_window=options.recent_window,
         freeze=freezing_of(options),
+        recovery=_recovery_of(options),
         kv_overrides=_overrides(options.kv_overrides),
         chat_handler=_chat_handler(options),
     )
@@ -121,11 +141,29 @@ def load_llama(options: ModelOptions) -> ServedLlama:
             ServedLlama,
             ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
         )
+    llama.served_name = options.served_name
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
+
+
+def _recovery_of(options: ModelOptions) -> Recovery | None:
+    """Return the ladder that was asked for. SettingsError where it would change nothing."""
+    names = {"recovery_deviations": "deviations", "recovery_window": "window"}
+    given = {name: getattr(options, option) for option, name in names.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.recovery is None:
+        if given:
+            raise SettingsError("nothing is watched; give --recovery soft, window or full")
+        return None
+    if freezing_of(options) is None:
+        raise SettingsError(
+            "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
+            "freeze, or leave --recovery out"
+        )
+    return Recovery(highest=Rung[options.recovery.upper()], rewalk=0, **given)
 
 
 def _overrides(texts: list[str] | None) -> dict[str, bool | int | float | str] | None:

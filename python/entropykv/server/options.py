@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from pathlib import Path
+from typing import Any, Literal, Optional
 
 from llama_cpp.server.settings import ModelSettings, ServerSettings
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
+from typing_extensions import Self
 
 from entropykv.policy.names import AUTO
 from entropykv.settings.cores import usable_cores
+from entropykv.settings.options import MOST_THREADS
 
 _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
 
@@ -23,10 +26,13 @@ class ModelOptions(ModelSettings):
     model_config = _PREFIX
 
     n_threads: int = Field(
-        default=usable_cores(), ge=1, description="Threads that generate; all usable cores."
+        default=0,
+        ge=0,
+        le=MOST_THREADS,
+        description="Threads that generate; 0: one for every core that this process may use.",
     )
     n_threads_batch: int = Field(
-        default=usable_cores(), ge=0, description="Threads that read prompts; all usable cores."
+        default=0, ge=0, le=MOST_THREADS, description="Threads that read prompts; 0: as many."
     )
     logits_all: bool = Field(
         default=False, description="Keep the logits of every token; logprobs need it."
@@ -47,6 +53,31 @@ class ModelOptions(ModelSettings):
     freeze_threshold: float | None = None
     freeze_rate: float | None = None
     freeze_history: int | None = None
+    recovery: Literal["soft", "window", "full"] | None = None
+    """Not rewalk: an answer that is sent as it is written cannot be taken back."""
+    recovery_deviations: float | None = None
+    recovery_window: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def set_dynamic_defaults(cls, given: Any) -> Any:
+        """Read -1 threads as 0; llama_cpp.server's own rule would count all of the machine."""
+        return {
+            name: 0 if name in ("n_threads", "n_threads_batch") and str(value) == "-1" else value
+            for name, value in given.items()
+        }
+
+    @model_validator(mode="after")
+    def _count_threads(self) -> Self:
+        """Put numbers in the place of 0, as `entropykv run` does."""
+        self.n_threads = self.n_threads or usable_cores()
+        self.n_threads_batch = self.n_threads_batch or self.n_threads
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model: its alias, or its file's name without a folder."""
+        return self.model_alias or Path(self.model).name
 
 
 class ServerOptions(ServerSettings):
@@ -65,3 +96,13 @@ class ServerOptions(ServerSettings):
         default=False, description="Whether a new request ends the stream that is being written."
     )
     max_body: int = Field(default=4 << 20, ge=1, description="Bytes that a request may have.")
+    cors_origins: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        description="Web pages that may use the server from a browser: origins such as "
+        "http://localhost:3000, separated by commas, or * for all.",
+    )
+    log_requests: bool = Field(
+        default=True,
+        description="One line on stderr for every request: time, client, path, status, seconds and "
+        "tokens; nothing of what was said.",
+    )

@@ -1,63 +1,130 @@
-"""What a request may ask for, and the arguments of llama-cpp-python that it becomes."""
+"""What requests have in common, and completions: the arguments of llama-cpp-python they become."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
+from entropykv.server.generations import Generations
+from entropykv.server.loading import ServedLlama
 
-_NOT_ARGUMENTS = frozenset(
-    {"n", "best_of", "user", "logit_bias", "logit_bias_type", "min_tokens", "grammar"}
-    | {"max_completion_tokens"}
+MOST_CHOICES = 128
+"""Choices of one prompt, as OpenAI has it."""
+_ARGUMENTS = frozenset(
+    {"model", "suffix", "max_tokens", "temperature", "top_p", "min_p", "echo", "stop", "stream"}
+    | {"logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "top_k"}
+    | {"repeat_penalty", "mirostat_mode", "mirostat_tau", "mirostat_eta"}
 )
+"""Fields of a request that are arguments of llama-cpp-python as they are."""
 
 
-class CompletionRequest(CreateCompletionRequest):
+class StreamOptions(BaseModel):
+    """Whether the last chunk of a stream says how many tokens there were."""
+
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    """What completions and chats have in common. A field that is null has its default."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class CompletionRequest(Request, CreateCompletionRequest):
     """llama_cpp.server's, without values that it would misunderstand or leave out."""
 
-    n: Literal[1] | None = 1
-    best_of: Literal[1] | None = 1
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(  # type: ignore[assignment]
+        description="A text or its tokens, or a list of those."
+    )
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    best_of: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=16, ge=1)
+    stream_options: StreamOptions = StreamOptions()
 
-    def call(self, llama: EntropyLlama) -> Any:
-        """Generate: a response, or an iterator of chunks."""
-        prompt = self.prompt
-        if isinstance(prompt, list):
-            if len(prompt) > 1:
-                raise RequestError(400, "prompt: one at a time is possible here", param="prompt")
-            prompt = prompt[0] if prompt else ""
-        arguments = {**_arguments(self, llama), "prompt": prompt}
-        _check_logprobs(llama, self.logprobs is not None)
-        return llama.create_completion(**arguments)
+    def call(self, llama: ServedLlama) -> Any:
+        """Generate: a response, or an iterator of chunks. RequestError."""
+        if self.best_of not in (None, 1, self.n):
+            raise RequestError(400, "best_of: choices are not compared here", param="best_of")
+        prompts = [_checked(prompt, llama) for prompt in self._prompts()]
+        arguments = sampling_arguments(self, llama)
+        check_logprobs(llama, self.logprobs is not None)
+
+        def generate(prompt: str | list[int], seed: int | None) -> Any:
+            given = {**arguments, "prompt": prompt, "seed": seed}
+            if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo texts only
+                shown = prompt[1:] if prompt[0] == llama.token_bos() else prompt
+                text = llama.detokenize(shown, special=True).decode("utf-8", errors="replace")
+                return _echoed(text, llama.create_completion(**{**given, "echo": False}))
+            return llama.create_completion(**given)
+
+        generations = Generations(generate, prompts, self.n, self.seed)
+        if self.stream:
+            return generations.stream(llama, usage=self.stream_options.include_usage)
+        return generations.whole()
+
+    def _prompts(self) -> Sequence[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError(400, "prompt: the list is empty", param="prompt")
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-class ChatRequest(CreateChatCompletionRequest):
-    """llama_cpp.server's, without values that it would misunderstand or leave out."""
-
-    n: Literal[1] | None = 1
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    """OpenAI's newer name of max_tokens."""
-
-    def call(self, llama: EntropyLlama) -> Any:
-        """Generate: a response, or an iterator of chunks."""
-        arguments = _arguments(self, llama)
-        _check_logprobs(llama, bool(self.logprobs))
-        if self.max_tokens is None:
-            arguments["max_tokens"] = self.max_completion_tokens
-        return llama.create_chat_completion(**arguments)
+def _checked(prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
+    """Return a prompt of at least one token, all of them in the vocabulary. RequestError."""
+    if isinstance(prompt, list):
+        check_tokens(prompt, llama, "prompt")
+    begins = llama._model.add_bos_token() and llama.token_bos() != -1
+    if not prompt and not (isinstance(prompt, str) and begins):
+        raise RequestError(400, "prompt: it is empty", param="prompt")
+    return prompt
 
 
-def _arguments(request: CompletionRequest | ChatRequest, llama: EntropyLlama) -> dict[str, Any]:
-    arguments = request.model_dump(exclude=set(_NOT_ARGUMENTS))
+def check_tokens(tokens: list[int], llama: EntropyLlama, param: str) -> None:
+    """Raise RequestError for tokens that are not in the vocabulary."""
+    n_vocab = llama.n_vocab()
+    if not all(0 <= token < n_vocab for token in tokens):
+        raise RequestError(400, f"{param}: tokens are 0 to {n_vocab - 1}", param=param)
+
+
+def _echoed(text: str, answer: Any) -> Any:
+    """Put the prompt's text before an answer, whole or in pieces."""
+    if not isinstance(answer, Iterator):
+        choice = answer["choices"][0]
+        return {**answer, "choices": [{**choice, "text": text + choice["text"]}]}
+    return _echoed_chunks(text, answer)
+
+
+def _echoed_chunks(text: str, chunks: Iterator[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        yield {**chunk, "choices": [{**choice, "text": text + choice["text"]}]}
+        text = ""
+
+
+def sampling_arguments(
+    request: CompletionRequest | CreateChatCompletionRequest, llama: ServedLlama
+) -> dict[str, Any]:
+    """Return what llama-cpp-python is given of a request, without its prompt and its seed."""
+    arguments = request.model_dump(include=set(_ARGUMENTS))
+    arguments["model"] = request.model or llama.served_name
     processors = []
     if request.logit_bias:
         processors.append(_bias(_token_biases(request, llama)))
@@ -71,7 +138,8 @@ def _arguments(request: CompletionRequest | ChatRequest, llama: EntropyLlama) ->
     return arguments
 
 
-def _check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
+def check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
+    """Raise RequestError where logprobs are wanted and the server does not keep logits."""
     if wanted and not llama._logits_all:
         raise RequestError(
             400, "logprobs: only a server started with --logits_all true has them", param="logprobs"
@@ -79,7 +147,7 @@ def _check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
 
 
 def _token_biases(
-    request: CompletionRequest | ChatRequest, llama: EntropyLlama
+    request: CompletionRequest | CreateChatCompletionRequest, llama: EntropyLlama
 ) -> dict[int, float]:
     """Token id -> what is added to its logit; RequestError for what is not in the vocabulary."""
     biases: dict[int, float] = {}

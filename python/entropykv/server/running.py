@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
 
 from entropykv.errors import SettingsError
 from entropykv.server.app import create_app
 from entropykv.server.options import ModelOptions, ServerOptions
+from entropykv.server.request_log import write_requests_to_stderr
+from entropykv.server.starting import Starting
 
 _SECONDS_TO_FINISH = 10
 """For a client that does not read the end of its answer."""
@@ -21,22 +23,31 @@ _SECONDS_TO_FINISH = 10
 def serve(model: ModelOptions, server: ServerOptions) -> None:
     """Serve until a signal. SettingsError for an address that is taken, and as create_app()."""
     with _listening_socket(server) as listener:
-        app = create_app(model, server)
+        app = Starting(lambda: create_app(model, server))
         config = uvicorn.Config(
             app,
             ssl_keyfile=server.ssl_keyfile,
             ssl_certfile=server.ssl_certfile,
             root_path=server.root_path,
             log_level="info" if model.verbose else "warning",
+            access_log=False,
             timeout_graceful_shutdown=_SECONDS_TO_FINISH,
         )
+        if server.log_requests:
+            write_requests_to_stderr()
         _Server(config, app, _url(listener, server)).run(sockets=[listener])
+    if app.error is not None:
+        raise app.error
+    if app.loaded is None:  # a thread is inside llama.cpp, which an orderly exit would pull away
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: FastAPI, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, app: Starting, url: str) -> None:
         super().__init__(config)
         self._app = app
+        self._app.when_done = self._loaded
         self._url = url
         # uvicorn raises the signal again after its shutdown, for the handlers that were there
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,13 +56,17 @@ class _Server(uvicorn.Server):
     def _leave(self, _: int, __: FrameType | None) -> None:
         self.should_exit = True
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+    def _loaded(self) -> None:
+        """Say that clients are served, or end where the model could not be loaded."""
+        if self._app.error is not None:
+            self.should_exit = True
+            return
         sys.stderr.write(f"entropykv: serving {self._url}/v1, Ctrl-C stops it\n")
         sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.engine.stop()  # or uvicorn would wait for the longest answer
+        if self._app.loaded is not None:  # or uvicorn would wait for the longest answer
+            self._app.loaded.state.engine.stop()
         await super().shutdown(sockets)
 
 

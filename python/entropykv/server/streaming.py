@@ -11,9 +11,10 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.loading import ServedLlama
+from entropykv.server.request_log import note_tokens
 
 _PATIENCE = 5.0
 """Seconds that a stream may take to say 200 or an error: long enough to see a bad request."""
@@ -22,14 +23,16 @@ _END = object()
 _CLIENT_GONE = 499
 
 
-async def whole(request: Request, engine: Engine, call: Callable[[EntropyLlama], Any]) -> Response:
+async def whole(request: Request, engine: Engine, call: Callable[[ServedLlama], Any]) -> Response:
     """The response of a call, which stops where the client goes."""
-    done, answer = await _unless_gone(request.receive, engine.generate(call))
+    done, answer = await _unless_gone(
+        request.receive, engine.generate(call, note=note_tokens(request.scope))
+    )
     return JSONResponse(answer) if done else Response(status_code=_CLIENT_GONE)
 
 
 async def stream(
-    request: Request, engine: Engine, call: Callable[[EntropyLlama], Any], *, ping: bool
+    request: Request, engine: Engine, call: Callable[[ServedLlama], Any], *, ping: bool
 ) -> Response:
     """The chunks of a call as events. RequestError where it fails before the first."""
     loop = asyncio.get_running_loop()
@@ -38,7 +41,7 @@ async def stream(
     def emit(chunk: Any) -> None:
         loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-    work = asyncio.ensure_future(engine.generate(call, emit))
+    work = asyncio.ensure_future(engine.generate(call, emit, note_tokens(request.scope)))
 
     def ended(task: asyncio.Task[Any]) -> None:
         chunks.put_nowait(_END)
@@ -85,8 +88,7 @@ class _Events(Response):
         await send({"type": "http.response.start", **start})
         item = self._first
         while item is not _END:
-            text = ": ping\n\n" if item is None else f"data: {json.dumps(item)}\n\n"
-            await self._send(send, text)
+            await self._send(send, ": ping\n\n" if item is None else _event(item))
             item = await self._next(self._ping_interval)
         await self._send(send, f"data: {self._last()}\n\n", more=False)
 
@@ -108,6 +110,12 @@ class _Events(Response):
             return chunk.result() if done else None
         finally:
             chunk.cancel()
+
+
+def _event(item: Any) -> str:
+    """Return an item as a server-sent event; those of the Responses API have a name."""
+    name = f"event: {item['type']}\n" if "type" in item else ""
+    return f"{name}data: {json.dumps(item)}\n\n"
 
 
 async def _unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:

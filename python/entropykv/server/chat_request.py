@@ -1,0 +1,195 @@
+"""A chat completion: messages, tools and response formats of OpenAI's clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from llama_cpp.llama_grammar import LlamaGrammar
+from llama_cpp.server.types import CreateChatCompletionRequest
+from pydantic import BaseModel, ConfigDict, Field
+
+from entropykv.server.errors import RequestError
+from entropykv.server.generations import Generations
+from entropykv.server.loading import ServedLlama
+from entropykv.server.messages import Message, template_messages
+from entropykv.server.requests import (
+    MOST_CHOICES,
+    Request,
+    StreamOptions,
+    check_logprobs,
+    sampling_arguments,
+)
+from entropykv.server.schema_grammar import any_object, grammar_of
+from entropykv.server.tool_calls import (
+    CallReader,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    as_deltas,
+)
+
+
+class JsonSchema(BaseModel):
+    """A schema that the answer must follow."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(BaseModel):
+    """Text of any form."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(BaseModel):
+    """A JSON object; `schema` is llama_cpp.server's."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class SchemaFormat(BaseModel):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatRequest(Request, CreateChatCompletionRequest):
+    """llama_cpp.server's, as OpenAI's clients know it today."""
+
+    messages: list[Message] = Field(min_length=1)  # type: ignore[assignment]
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """OpenAI's newer name of max_tokens."""
+    stream_options: StreamOptions = StreamOptions()
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(  # type: ignore[assignment]
+        default=None, discriminator="type"
+    )
+    tools: list[Tool] | None = None  # type: ignore[assignment]
+    tool_choice: ToolChoice | None = None  # type: ignore[assignment]
+    functions: list[Function] | None = None  # type: ignore[assignment]
+    """OpenAI's older name of tools."""
+    function_call: Literal["none", "auto"] | NamedFunction | None = None  # type: ignore[assignment]
+    modalities: list[Literal["text"]] | None = None
+
+    def call(self, llama: ServedLlama) -> Any:
+        """Generate: a response, or an iterator of chunks. RequestError."""
+        check_logprobs(llama, bool(self.logprobs))
+        use = self.tool_use()
+        arguments = sampling_arguments(self, llama)
+        arguments["max_tokens"] = self.max_tokens or self.max_completion_tokens
+        arguments["messages"] = self.shown_messages(llama, use)
+        reader = use
+        if llama.traits.own_tools:
+            reader = None
+            arguments.update(self._own_tools(use))
+        elif use is not None and llama.traits.shows_tools:
+            arguments["tools"] = use.definitions()
+        if grammar := self._grammar(reader):
+            arguments["grammar"] = grammar
+
+        def generate(_: object, seed: int | None) -> Any:
+            answer = llama.create_chat_completion(**arguments, seed=seed)
+            if reader is None:
+                return answer
+            if self.stream:
+                return _chunks_with_calls(answer, reader)
+            return _with_calls(answer, reader, legacy=self.functions is not None)
+
+        generations = Generations(generate, [None], self.n, self.seed)
+        if self.stream:
+            return generations.stream(llama, usage=self.stream_options.include_usage)
+        return generations.whole()
+
+    def tool_use(self) -> ToolUse | None:
+        """Return the tools that may be called, by their newer names. RequestError."""
+        if self.functions is None:
+            return ToolUse.of(self.tools, self.tool_choice)
+        tools = [Tool(function=function) for function in self.functions]
+        if isinstance(self.function_call, NamedFunction):
+            return ToolUse.of(tools, NamedTool(function=self.function_call))
+        return ToolUse.of(tools, self.function_call)
+
+    def shown_messages(self, llama: ServedLlama, use: ToolUse | None) -> list[dict[str, Any]]:
+        """Return the messages as the model's chat template is given them. RequestError."""
+        told = use is not None and not llama.traits.shows_tools
+        return template_messages(
+            self.messages, llama.traits, use.instructions() if use is not None and told else None
+        )
+
+    def _own_tools(self, use: ToolUse | None) -> dict[str, Any]:
+        """Return the arguments of a format that writes and reads calls by itself."""
+        if use is None:
+            return {}
+        if not use.required:
+            return {"tools": use.definitions(), "tool_choice": "auto"}
+        if len(use.callable_tools) > 1:
+            raise RequestError(
+                400,
+                "tool_choice: 'required' is not possible with the server's --chat_format; name "
+                "the tool, or start the server without --chat_format",
+                param="tool_choice",
+            )
+        choice = {"type": "function", "function": {"name": use.callable_tools[0].name}}
+        return {"tools": use.definitions(), "tool_choice": choice}
+
+    def _grammar(self, use: ToolUse | None) -> LlamaGrammar | None:
+        grammar = None if use is None else use.grammar()
+        asked = self.response_format
+        if grammar is not None or asked is None or isinstance(asked, TextFormat):
+            return grammar
+        if isinstance(asked, ObjectFormat):
+            if asked.schema_ is None:
+                return any_object()
+            return grammar_of(asked.schema_, "response_format.schema")
+        return grammar_of(
+            asked.json_schema.schema_,
+            "response_format.json_schema",
+            strict=bool(asked.json_schema.strict),
+        )
+
+
+def _with_calls(answer: dict[str, Any], use: ToolUse, *, legacy: bool) -> dict[str, Any]:
+    """Return an answer with the calls that are in its text."""
+    choice = answer["choices"][0]
+    text, calls = use.read(choice["message"]["content"] or "")
+    if not calls:
+        return answer
+    message = {**choice["message"], "content": text or None, "tool_calls": calls}
+    if legacy:
+        message["function_call"] = calls[0]["function"]
+    choice = {**choice, "message": message, "finish_reason": "tool_calls"}
+    return {**answer, "choices": [choice]}
+
+
+def _chunks_with_calls(chunks: Iterator[dict[str, Any]], use: ToolUse) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of an answer, with the calls that are in its text in the end."""
+    reader = CallReader(use)
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        delta, reason = choice["delta"], choice["finish_reason"]
+        text = reader.take(delta.get("content") or "")
+        if reason is None:
+            if text or "role" in delta:
+                shown = {**delta, **({"content": text} if text else {})}
+                yield {**chunk, "choices": [{**choice, "delta": shown}]}
+            continue
+        rest, calls = reader.finish()
+        deltas = [{"content": text + rest}] if text + rest else []
+        for each in (*deltas, *as_deltas(calls)):
+            yield {**chunk, "choices": [{**choice, "delta": each, "finish_reason": None}]}
+        reason = "tool_calls" if calls else reason
+        yield {**chunk, "choices": [{**choice, "delta": {}, "finish_reason": reason}]}

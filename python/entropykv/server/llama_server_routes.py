@@ -1,0 +1,107 @@
+"""Routes of llama-server that its clients and those who operate it know."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from entropykv import _version
+from entropykv.server.chat_request import ChatRequest
+from entropykv.server.engine import Engine
+from entropykv.server.requests import check_tokens
+from entropykv.server.template_traits import template_of
+
+TokenIds = Annotated[list[int], Field(description="Tokens, as numbers.")]
+
+
+class TokenizeRequest(BaseModel):
+    """A text, and how it is read."""
+
+    content: str
+    add_special: bool = Field(default=False, description="Begin with the BOS token.")
+    parse_special: bool = Field(default=True, description="Read control tokens, such as <s>.")
+    with_pieces: bool = Field(default=False, description="Also return the text of every token.")
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens of a text."""
+
+    tokens: TokenIds
+
+
+def llama_server_routes(engine: Engine) -> APIRouter:
+    """Return the routes; they only look at the model, and need not wait for their turn."""
+    router = APIRouter(tags=["llama-server"])
+
+    @router.get("/health")
+    @router.get("/v1/health", include_in_schema=False)
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/props")
+    async def props() -> dict[str, Any]:
+        return _props(engine)
+
+    @router.post("/tokenize")
+    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return {"tokens": _tokens(engine, body)}
+
+    @router.post("/detokenize")
+    def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        return {"content": text_of(engine, body.tokens)}
+
+    return router
+
+
+def text_of(engine: Engine, tokens: list[int]) -> str:
+    """Return the text of tokens. RequestError for those that are not in the vocabulary."""
+    check_tokens(tokens, engine.llama, "tokens")
+    return engine.llama.detokenize(tokens).decode("utf-8", errors="replace")
+
+
+def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
+    llama = engine.llama
+    ids = llama.tokenize(
+        body.content.encode("utf-8"), add_bos=body.add_special, special=body.parse_special
+    )
+    if not body.with_pieces:
+        return ids
+    return [
+        {"id": token, "piece": _piece(llama.detokenize([token], special=True))} for token in ids
+    ]
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Return a token's text; its bytes where they are a part of a character, as llama-server."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def _props(engine: Engine) -> dict[str, Any]:
+    llama = engine.llama
+    defaults = ChatRequest.model_construct(messages=[])
+    sampling = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty")
+    return {
+        "default_generation_settings": {
+            "n_ctx": llama.n_ctx(),
+            "params": {name: getattr(defaults, name) for name in sampling},
+        },
+        "total_slots": 1,
+        "model_alias": llama.served_name,
+        "model_path": llama.served_name,  # no path of the machine
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": template_of(llama) or "",
+        "bos_token": _symbol(engine, llama.token_bos()),
+        "eos_token": _symbol(engine, llama.token_eos()),
+        "build_info": f"entropykv {_version.VERSION}",
+        "is_sleeping": False,
+    }
+
+
+def _symbol(engine: Engine, token: int) -> str:
+    llama = engine.llama
+    return llama._model.token_get_text(token) if token >= 0 else ""

@@ -1,0 +1,155 @@
+"""The messages of a chat as clients send them, and as a chat template can show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from entropykv.server.errors import RequestError
+from entropykv.server.template_traits import TemplateTraits
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a content part that is text -> the field that has it."""
+
+
+class CalledFunction(BaseModel):
+    """A function that the model called before."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool that the model made before."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """One message; `content` is text, a list of text parts, or null beside tool calls."""
+
+    model_config = ConfigDict(extra="allow")  # templates may show what some clients add
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, min_length=1)
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+
+    def text(self, place: str) -> str | None:
+        """Return the text, parts joined by line ends as llama-server does.
+
+        `place` names the message in a RequestError: for parts that are no text, or no content.
+        """
+        if self.content is None:
+            if self.role == "assistant" and (self.tool_calls or self.function_call):
+                return None
+            raise RequestError(
+                400, f"{place}.content: a message of role {self.role} needs text", param=place
+            )
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(
+            _text_of(part, f"{place}.content.{i}") for i, part in enumerate(self.content)
+        )
+
+    def calls(self) -> list[ToolCall]:
+        """Return the calls, those of the older `function_call` too."""
+        if self.tool_calls:
+            return self.tool_calls
+        return [ToolCall(function=self.function_call)] if self.function_call else []
+
+
+def _text_of(part: dict[str, Any], place: str) -> str:
+    kind = part.get("type")
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise RequestError(
+            400,
+            f"{place}: parts of type {kind!r} are not possible inside a KV budget; send text "
+            "(type 'text') only",
+            param=place,
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise RequestError(400, f"{place}.{field}: it must be a string", param=f"{place}.{field}")
+    return text
+
+
+def template_messages(
+    messages: Sequence[Message], traits: TemplateTraits, instructions: str | None
+) -> list[dict[str, Any]]:
+    """Return what the chat template is given. RequestError for what cannot be shown.
+
+    `instructions` go before everything else, into the system message. The role developer is the
+    newer name of system. A template that does not know tools is shown calls and results as text.
+    """
+    shown = []
+    for index, message in enumerate(messages):
+        text = message.text(f"messages.{index}")
+        show = _with_tools if traits.shows_calls else _as_text
+        shown.append(show(message, text, traits))
+    if instructions is not None:
+        shown = _with_instructions(shown, instructions)
+    return shown if traits.shows_every_message else _with_one_system_message(shown)
+
+
+def _with_tools(message: Message, text: str | None, traits: TemplateTraits) -> dict[str, Any]:
+    """Return a message for a template that shows tool calls and results itself."""
+    entry = message.model_dump(exclude_none=True, exclude={"function_call", "content"})
+    entry["role"] = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    entry["content"] = "" if text is None and not traits.null_content else text
+    calls = [call.model_dump(exclude_none=True) for call in message.calls()]
+    for call in calls:
+        call["function"]["arguments"] = _arguments(
+            call["function"]["arguments"], as_object=traits.object_arguments
+        )
+    return {**entry, "tool_calls": calls} if calls else entry
+
+
+def _as_text(message: Message, text: str | None, _: TemplateTraits) -> dict[str, Any]:
+    """Return a message of the roles and of the text that every template shows."""
+    if message.role in ("tool", "function"):
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    role = "system" if message.role == "developer" else message.role
+    calls = [
+        {
+            "name": call.function.name,
+            "arguments": _arguments(call.function.arguments, as_object=True),
+        }
+        for call in message.calls()
+    ]
+    lines = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    return {"role": role, "content": "\n".join([*([text] if text else []), *lines])}
+
+
+def _arguments(arguments: str | dict[str, Any], *, as_object: bool) -> Any:
+    """Return the arguments of a call as JSON text or as an object; text that is no JSON stays."""
+    if not as_object:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments) if arguments else {}
+        except ValueError:
+            return arguments
+    return arguments
+
+
+def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join all system messages: llama-cpp-python's own formats show the first one only."""
+    system = [str(message["content"]) for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(system)}, *others] if system else others

@@ -1,0 +1,85 @@
+"""OpenAI's routes: completions, chats, responses and models."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from entropykv.server.chat_request import ChatRequest
+from entropykv.server.engine import Engine
+from entropykv.server.errors import RequestError
+from entropykv.server.requests import CompletionRequest
+from entropykv.server.responses import ResponsesRequest
+from entropykv.server.streaming import stream, whole
+
+_Body = CompletionRequest | ChatRequest | ResponsesRequest
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, in pieces.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+
+
+def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
+    """Return the routes. `ping`: keep silent streams alive by comments."""
+    router = APIRouter(prefix="/v1", tags=["OpenAI V1"])
+
+    async def answer(request: Request, body: _Body) -> Response:
+        if body.stream:
+            return await stream(request, engine, body.call, ping=ping)
+        return await whole(request, engine, body.call)
+
+    @router.post("/completions", response_model=None, responses=_ANSWERS)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await answer(request, body)
+
+    @router.post("/chat/completions", response_model=None, responses=_ANSWERS)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await answer(request, body)
+
+    @router.post("/responses", response_model=None, responses=_ANSWERS)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await answer(request, body)
+
+    @router.post("/embeddings", response_model=None)
+    async def embeddings() -> Response:
+        raise RequestError(
+            400, "embeddings are not possible inside a KV budget; use llama_cpp.server for them"
+        )
+
+    router.include_router(_models(engine))
+    return router
+
+
+def _models(engine: Engine) -> APIRouter:
+    router = APIRouter()
+    llama = engine.llama
+    entry = {
+        "id": llama.served_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "me",
+        "permissions": [],
+        "meta": {"n_ctx": llama.n_ctx(), "n_vocab": llama.n_vocab()},
+    }
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != llama.served_name:
+            raise RequestError(
+                404,
+                f"there is no model {name!r} here; {llama.served_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+        return entry
+
+    return router

@@ -1,0 +1,82 @@
+"""ASGI middleware: one line about every request, with nothing of what it says."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_LONGEST_PATH = 200
+_TOKENS = "entropykv.tokens"
+_logger = logging.getLogger("entropykv.server.requests")
+
+
+class RequestLog:
+    """Logs client, method, path, status, seconds and tokens after the answer; no query, no body.
+
+    A request that has no answer, since its client was gone, has status 499.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Wrap an app."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 499
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            _logger.info(
+                "%s %s %s %d %.3f s%s",
+                (scope.get("client") or ("-",))[0],
+                scope["method"],
+                _path(scope),
+                status,
+                time.perf_counter() - start,
+                _tokens(scope),
+            )
+
+
+def note_tokens(scope: Scope) -> Callable[[int, int], None]:
+    """Return a function that notes how many tokens were read and written for a request."""
+
+    def note(read: int, written: int) -> None:
+        scope[_TOKENS] = read, written
+
+    return note
+
+
+def _tokens(scope: Scope) -> str:
+    if _TOKENS not in scope:
+        return ""
+    read, written = scope[_TOKENS]
+    return f", {read} tokens read, {written} written"
+
+
+def _path(scope: Scope) -> str:
+    """Return the path as it was sent: percent-encoded, so that it cannot end the line."""
+    path = scope.get("raw_path") or scope["path"].encode("utf-8")
+    return str(path[:_LONGEST_PATH].decode("ascii", errors="backslashreplace")).split("?")[0]
+
+
+def write_requests_to_stderr() -> None:
+    """Let the lines go to stderr, with the time; without this, logging decides."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+    _logger.propagate = False

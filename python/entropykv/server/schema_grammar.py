@@ -1,0 +1,124 @@
+"""Grammars of JSON schemas: of response_format, and of the tools that may be called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from llama_cpp import llama_grammar
+from llama_cpp.llama_grammar import LlamaGrammar
+
+from entropykv.server.errors import RequestError
+
+_NOT_ENFORCED = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "uniqueItems"}
+    | {"patternProperties", "propertyNames", "minProperties", "maxProperties", "contains", "not"}
+    | {"if", "then", "else", "dependentRequired", "dependentSchemas", "unevaluatedProperties"}
+)
+"""Keywords that llama-cpp-python's grammars leave out."""
+_MOST_VALUES = 512
+"""Integers that are listed one by one, to keep between a minimum and a maximum."""
+
+
+def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar:
+    """Return the grammar of the JSON texts that a schema allows.
+
+    `strict`: refuse what the grammar would not enforce. RequestError, with `param` as its field,
+    for that and for a schema that no grammar can be made of.
+    """
+    schema = _with_ranges(schema)
+    ignored = sorted(set(_keywords(schema)) & _NOT_ENFORCED)
+    if strict and ignored:
+        raise RequestError(
+            400,
+            f"{param}: {ignored[0]!r} cannot be enforced here; leave it out, or give strict as "
+            "false",
+            param=param,
+        )
+    try:
+        return LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
+    except Exception as error:  # it asserts, and takes what a schema has for granted
+        reason = str(error) or type(error).__name__
+        raise RequestError(
+            400, f"{param}: no grammar can be made of this schema ({reason})", param=param
+        ) from error
+
+
+def any_object() -> LlamaGrammar:
+    """Return the grammar of all JSON objects."""
+    return LlamaGrammar.from_string(llama_grammar.JSON_GBNF, verbose=False)
+
+
+def definition_names(schema: Any, prefix: str, definitions: dict[str, Any]) -> Any:
+    """Return a schema that can be a part of another one, whose `$defs` are to be `definitions`.
+
+    Its own definitions go there under names with `prefix`, and its references follow; `#`, the
+    schema itself, is there as `prefix` alone.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    own = {**_object(schema.get("definitions")), **_object(schema.get("$defs"))}
+    rest = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    for name, definition in own.items():
+        definitions[f"{prefix}-{name}"] = _renamed(definition, prefix)
+    definitions[prefix] = _renamed(rest, prefix)
+    return {"$ref": f"#/$defs/{prefix}"}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _renamed(schema: Any, prefix: str) -> Any:
+    if isinstance(schema, list):
+        return [_renamed(part, prefix) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    renamed = {key: _renamed(value, prefix) for key, value in schema.items()}
+    reference = renamed.get("$ref")
+    if reference == "#":
+        renamed["$ref"] = f"#/$defs/{prefix}"
+    elif isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/")):
+        renamed["$ref"] = f"#/$defs/{prefix}-{reference.rsplit('/', 1)[1]}"
+    return renamed
+
+
+def _with_ranges(schema: Any) -> Any:
+    """Return a schema that lists the integers between a minimum and a maximum, where they are few.
+
+    Grammars know no numbers.
+    """
+    if isinstance(schema, list):
+        return [_with_ranges(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    values = _listed(schema)
+    if values is not None:
+        others = {key: schema[key] for key in schema.keys() - {"minimum", "maximum", "type"}}
+        return {**others, "enum": values}
+    return {key: _with_ranges(value) for key, value in schema.items()}
+
+
+def _listed(schema: dict[str, Any]) -> list[int] | None:
+    """Return the integers that a schema allows, if it says so by its limits, and they are few."""
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if schema.get("type") != "integer" or not schema.keys().isdisjoint({"enum", "multipleOf"}):
+        return None
+    if not isinstance(least, int) or not isinstance(most, int):
+        return None
+    return list(range(least, most + 1)) if 0 <= most - least < _MOST_VALUES else None
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """Yield the keywords of a schema and of all that are in it; names of properties are none."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _keywords(part)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key in ("properties", "$defs", "definitions"):
+                yield from _keywords(list(_object(value).values()))
+            elif key not in ("const", "enum", "default", "examples"):
+                yield key
+                yield from _keywords(value)

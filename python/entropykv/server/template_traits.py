@@ -1,0 +1,112 @@
+"""What the chat template of a model shows of tools, found by rendering it.
+
+Templates differ: some show no tools at all, some need the arguments of a call as an object, some
+cannot take a message without text. llama.cpp finds out in the same way (common/chat).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from llama_cpp import llama_chat_format
+
+from entropykv.llama.entropy_llama import EntropyLlama
+
+_NAME, _VALUE, _RESULT = "probed_function", "probed_value", "probed_result"
+_ID = "call00001"  # Mistral's templates want nine characters
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+_OWN_TOOLS = ("functionary", "functionary-v1", "functionary-v2", "chatml-function-calling")
+
+
+@dataclass(frozen=True)
+class TemplateTraits:
+    """What a template, or a format of llama-cpp-python, shows. The default: text alone."""
+
+    shows_tools: bool = False
+    """The definitions of the tools."""
+    shows_calls: bool = False
+    """Calls of an assistant's message, and messages of role tool."""
+    object_arguments: bool = False
+    """Arguments of a call must be objects: JSON text would be quoted a second time."""
+    null_content: bool = False
+    """A message with tool calls may have null as its content."""
+    shows_every_message: bool = False
+    """False: all system messages but the first would be left out."""
+    own_tools: bool = False
+    """A format of llama-cpp-python that writes and reads tool calls by itself."""
+
+
+def template_of(llama: EntropyLlama) -> str | None:
+    """Return the source of the model's chat template; None for a format of llama-cpp-python."""
+    name = str(llama.chat_format).removeprefix("chat_template.")
+    if name == llama.chat_format:
+        return None
+    key = "tokenizer.chat_template" if name == "default" else f"tokenizer.chat_template.{name}"
+    template: str | None = llama.metadata.get(key)
+    return template
+
+
+def traits_of(llama: EntropyLlama) -> TemplateTraits:
+    """Return what the served model's chat template shows."""
+    if llama.chat_format in _OWN_TOOLS:
+        return TemplateTraits(True, True, shows_every_message=True, own_tools=True)
+    template = template_of(llama)
+    if template is None:
+        return TemplateTraits()
+    return _Probe(template).traits()
+
+
+class _Probe:
+    """A template, and what it makes of a conversation with one tool and one call of it."""
+
+    def __init__(self, template: str) -> None:
+        self._formatter = llama_chat_format.Jinja2ChatFormatter(
+            template, eos_token="", bos_token=""
+        )
+
+    def traits(self) -> TemplateTraits:
+        as_object, as_text = {"key": _VALUE}, json.dumps({"key": _VALUE})
+        shows_object, shows_text = self._shows(as_object), self._shows(as_text)
+        arguments = as_text if shows_text else as_object
+        without_text = self._with_call(arguments, None)
+        return TemplateTraits(
+            shows_tools=_NAME in self._render([{"role": "user", "content": "Hi"}], [_TOOL]),
+            shows_calls=shows_object or shows_text,
+            object_arguments=shows_object and not shows_text,
+            null_content=_VALUE in without_text
+            and without_text.count("None") <= self._with_call(arguments, "").count("None"),
+            shows_every_message=True,
+        )
+
+    def _shows(self, arguments: Any) -> bool:
+        """Whether the arguments of a call appear, quoted once, and the result of the call."""
+        shown = self._with_call(arguments, "")
+        return bool(re.search(rf"""(?<!\\)["']{_VALUE}(?!\\)["']""", shown)) and _RESULT in shown
+
+    def _with_call(self, arguments: Any, content: str | None) -> str:
+        function = {"name": _NAME, "arguments": arguments}
+        call = {"id": _ID, "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": _RESULT},
+        ]
+        return self._render(messages, [_TOOL])
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        """Return the prompt; nothing where the template refuses the messages, however it does."""
+        format_messages: Any = self._formatter
+        try:
+            return str(format_messages(messages=messages, tools=tools).prompt)
+        except Exception:  # a template is a program of the model's maker: it may raise anything
+            return ""

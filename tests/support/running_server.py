@@ -1,0 +1,77 @@
+"""A running `entropykv serve`, for the tests that talk to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from entropykv.model import shipped
+
+KEY = "a-secret"
+N_CTX = 16384
+MODEL = shipped.DEMOS["bitnet"].path
+OPTIONS = ("--kv-budget", 256, "--n_ctx", N_CTX, "-t", 1)
+
+
+class Server:
+    """A running `entropykv serve`."""
+
+    def __init__(self, *options: object, **environment: str) -> None:
+        command = [sys.executable, "-m", "entropykv.cli", "serve", "--port", "0", *OPTIONS]
+        self.process = subprocess.Popen(
+            [str(part) for part in (*command, "-m", MODEL, *options)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        assert self.process.stderr is not None
+        self.log = [self.process.stderr.readline()]
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.log[0])
+        assert found, self.log[0] + self.process.stderr.read()
+        self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
+        self._reader.start()  # else the server would wait once the pipe is full of its log
+        self.url = found[0]
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def post(self, path: str, content: Any, **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+        return httpx.post(self.url + path, content=content, headers=headers, timeout=60, **options)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def kv(self) -> Any:
+        return self.get("/v1/kv").json()
+
+    def idle_figures(self, seconds: float) -> Any:
+        """The figures once nothing runs, which must be soon."""
+        deadline = time.monotonic() + seconds
+        while (figures := self.kv())["requests"]["waiting"]:
+            assert time.monotonic() < deadline, "the generation went on"
+            time.sleep(0.01)
+        return figures
+
+    def rss(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) * 1024
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Its exit code, and what it wrote after its first line."""
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=60)
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code, "".join(self.log[1:])

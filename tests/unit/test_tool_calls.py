@@ -1,0 +1,194 @@
+"""Messages, tools and schemas of requests, without a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from entropykv.server.errors import RequestError
+from entropykv.server.messages import Message, template_messages
+from entropykv.server.schema_grammar import grammar_of
+from entropykv.server.template_traits import TemplateTraits, _Probe
+from entropykv.server.tool_calls import CallReader, NamedTool, Tool, ToolUse
+
+PLAIN = TemplateTraits(shows_every_message=True)
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASSISTANT = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+TEXTS_ONLY = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '\n' }}{% endfor %}"
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "%s{% endfor %}{% endfor %}"
+)
+
+
+def tool(name: str, **parameters: Any) -> Tool:
+    schema = {"type": "object", "properties": parameters, "required": list(parameters)}
+    return Tool.model_validate({"function": {"name": name, "parameters": schema}})
+
+
+ADD, WALK = tool("add", a={"type": "integer"}), tool("walk", to={"enum": ["home", "away"]})
+USE = ToolUse([ADD, WALK])
+
+
+def shown(*messages: dict[str, Any], traits: TemplateTraits = PLAIN) -> list[dict[str, Any]]:
+    return template_messages([Message.model_validate(each) for each in messages], traits, None)
+
+
+def test_text_parts_are_joined_and_the_developer_is_the_system() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert shown({"role": "developer", "content": parts}) == [
+        {"role": "system", "content": "one\ntwo"}
+    ]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "unheard-of", None])
+def test_a_part_that_is_no_text_is_refused_by_name(kind: str | None) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind}]
+    with pytest.raises(RequestError, match=rf"messages\.0\.content\.1: parts of type {kind!r}"):
+        shown({"role": "user", "content": parts})
+
+
+def test_calls_and_results_are_text_where_the_template_knows_no_tools() -> None:
+    call, result = shown(ASSISTANT, RESULT)
+    assert call["role"] == "assistant"
+    assert USE.read(call["content"])[1][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert result == {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_template_with_tools_gets_arguments_as_it_needs_them(as_object: bool) -> None:
+    filtered = "{{ c.function.arguments | tojson }}" if as_object else "{{ c.function.arguments }}"
+    template = WITH_TOOLS.replace("%s", filtered) + "{{ messages[-1].content }}"
+    traits = _Probe(template).traits()
+    assert traits.shows_tools
+    assert traits.shows_calls
+    assert traits.object_arguments == as_object
+    call, result = shown(ASSISTANT, RESULT, traits=traits)
+    arguments = call["tool_calls"][0]["function"]["arguments"]
+    assert arguments == ({"a": 1} if as_object else '{"a": 1}')
+    assert result == RESULT
+
+
+def test_a_template_of_texts_shows_no_tools_and_no_null() -> None:
+    traits = _Probe(TEXTS_ONLY).traits()
+    assert not traits.shows_tools
+    assert not traits.shows_calls
+    assert not traits.null_content
+
+
+def test_no_system_message_is_dropped_by_formats_that_show_one() -> None:
+    messages = [{"role": "system", "content": text} for text in ("one", "two")]
+    user = {"role": "user", "content": "three"}
+    assert shown(*messages, user, traits=TemplateTraits()) == [
+        {"role": "system", "content": "one\n\ntwo"},
+        user,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ("Just text.", "Just text.", []),
+        ('Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "Well.", ["add"]),
+        (
+            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+            '{"name": "walk", "arguments": {"to": "home"}}',
+            "",
+            ["add", "walk"],
+        ),
+        ('{"name": "walk", "parameters": {"to": "home"}}', "", ["walk"]),
+        (
+            '[{"name": "walk", "arguments": {}}, {"name": "add", "arguments": {}}]',
+            "",
+            ["walk", "add"],
+        ),
+        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+        ("[]", "[]", []),
+        ("[1]", "[1]", []),
+        ("{", "{", []),
+    ],
+)
+def test_calls_are_read_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
+    rest, calls = USE.read(text)
+    assert (rest, [call["function"]["name"] for call in calls]) == (content, names)
+    for size in (1, 3, 100):
+        reader = CallReader(USE)
+        said = "".join(reader.take(text[i : i + size]) for i in range(0, len(text), size))
+        rest, calls = reader.finish()
+        assert (said + rest).rstrip() == content
+        assert [call["function"]["name"] for call in calls] == names
+
+
+def test_text_that_is_no_call_is_shown_as_it_comes() -> None:
+    reader = CallReader(USE)
+    assert reader.take("Hello ") == "Hello "
+    assert reader.take("a <tool") == "a "
+    assert reader.take("box>") == "<toolbox>"
+
+
+def test_choices_that_cannot_be() -> None:
+    with pytest.raises(RequestError, match="no tool 'fly'"):
+        ToolUse.of([ADD], NamedTool.model_validate({"function": {"name": "fly"}}))
+    with pytest.raises(RequestError, match="there are no tools"):
+        ToolUse.of(None, "required")
+    assert ToolUse.of([ADD], "none") is None
+
+
+def test_schemas_with_definitions_of_the_same_name_do_not_mix() -> None:
+    def with_definition(name: str, kind: str) -> Tool:
+        schema = {
+            "type": "object",
+            "properties": {"x": {"$ref": "#/$defs/Inner"}},
+            "$defs": {"Inner": {"type": kind}},
+        }
+        return Tool.model_validate({"function": {"name": name, "parameters": schema}})
+
+    use = ToolUse([with_definition("a", "integer"), with_definition("b", "boolean")], required=True)
+    grammar = use.grammar()
+    assert grammar is not None
+    rules = dict(line.split(" ::= ", 1) for line in grammar._grammar.splitlines())
+    assert (rules["tool0-x"], rules["tool1-x"]) == ("integer", "boolean")
+
+
+def test_a_named_tool_is_the_only_one_that_may_be_called() -> None:
+    use = ToolUse.of([ADD, WALK], NamedTool.model_validate({"function": {"name": "walk"}}))
+    assert use is not None
+    grammar = use.grammar()
+    assert grammar is not None
+    assert "walk" in grammar._grammar
+    assert "add" not in grammar._grammar
+    assert len(use.definitions()) == 2
+
+
+def test_integers_between_limits_are_listed_and_other_limits_refused_where_strict() -> None:
+    few = {"type": "integer", "minimum": 1, "maximum": 3}
+    grammar = grammar_of({"type": "object", "properties": {"x": few}}, "f", strict=True)._grammar
+    assert all(f'"{value}"' in grammar for value in (1, 2, 3))
+    assert '"4"' not in grammar
+    limited = {"type": "number", "minimum": 0}
+    for schema in (limited, {"type": "array", "items": limited}):
+        assert grammar_of(schema, "f")
+        with pytest.raises(RequestError, match="'minimum' cannot be enforced"):
+            grammar_of(schema, "f", strict=True)
+    named = {"type": "object", "properties": {"minimum": {"type": "string"}}}
+    assert grammar_of(named, "f", strict=True)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nothing"}, {"$ref": "#/$defs/x"}, {"$ref": "http://x/y"}, {"anyOf": 3}]
+)
+def test_schemas_that_no_grammar_can_be_made_of(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="no grammar can be made"):
+        grammar_of(schema, "response_format")
+
+
+def test_instructions_hold_every_tool() -> None:
+    lines = USE.instructions().splitlines()
+    assert [json.loads(line)["function"]["name"] for line in lines[2:4]] == ["add", "walk"]
