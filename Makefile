@@ -5,7 +5,7 @@ BIN := $(abspath $(VENV))/bin
 WHEELS := build/wheels
 # The release that is tested; pyproject.toml has the range that the sources build against.
 LLAMA_CPP_PYTHON ?= 0.3.36
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py cpp/*) \
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py cpp/* cpp/*/*) \
 	$(shell find python/entropykv -type f -not -name '*.pyc')
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv import models; print(models.smollm2().path)')
@@ -58,6 +58,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	build/cpp/state_test
 	build/cpp/cold_test
 	build/cpp/large_test
+	build/cpp/product_test
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
@@ -102,8 +103,8 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp tests/cpp/*.cpp tests/cpp/*.hpp \
-		benchmarks/micro/*.cpp
+	$(BIN)/clang-format --dry-run --Werror cpp/*.cpp cpp/*.hpp cpp/*/*.cpp cpp/*/*.hpp \
+		tests/cpp/*.cpp tests/cpp/*.hpp benchmarks/micro/*.cpp
 
 architectures: install  ## which store serves which architecture: the table of the package and of docs/
 	$(BIN)/python -m tests.architectures.table
