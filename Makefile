@@ -119,12 +119,13 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/python benchmarks/calibration.py
 
 # ARGUMENTS="--dims 64 --groups 3 --threads 2" and the like; all: benchmarks/micro/kernel_bench.cpp
-bench-kernels: $(VENV)/.tools  ## decode kernels (against a plain read) and eviction, each alone
+bench-kernels: $(VENV)/.tools  ## decode kernels, products of weights and eviction, each alone
 	PATH="$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
-		-DCMAKE_BUILD_TYPE=Release > /dev/null
+		-DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(BIN)/python" > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/bench
 	build/bench/kernel_bench $(ARGUMENTS)
 	build/bench/store_bench
+	build/bench/product_bench
 
 clean:
 	rm -rf $(VENV) build

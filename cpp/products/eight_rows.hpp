@@ -20,9 +20,10 @@ constexpr bool kHasVnni = true;
 constexpr bool kHasVnni = false;
 #endif
 
-// Weights of fewer bits add up in 16 bits where no instruction adds four products in 32.
+// Products with weights of fewer bits add up in 16 bits where no instruction adds four of them in
+// 32: 4 pairs of 5 bits, 2 of 6 bits.
 template <int kBits>
-constexpr bool kShortSums = !kHasVnni && kBits <= 4;
+constexpr bool kShortSums = !kHasVnni && kBits <= 6;
 
 using RowPointers = const std::byte* [kRows];
 
@@ -88,8 +89,7 @@ inline __m256i partial_sums(__m256i codes, __m256i activations) {
     if constexpr (kBits == 8)
         return widen(
             _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(activations, codes)));
-    const __m256i pairs = _mm256_maddubs_epi16(codes, activations);
-    return kShortSums<kBits> ? pairs : widen(pairs);
+    return _mm256_maddubs_epi16(codes, activations);
 #endif
 }
 
@@ -104,24 +104,23 @@ struct HalfSums {
     __m256i upper;
 };
 
-inline HalfSums reduce(const __m256i (&p)[kRows]) {
-    const __m256i first =
-        _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
-    const __m256i second =
-        _mm256_hadd_epi32(_mm256_hadd_epi32(p[4], p[5]), _mm256_hadd_epi32(p[6], p[7]));
-    return {_mm256_permute2x128_si256(first, second, 0x20),
-            _mm256_permute2x128_si256(first, second, 0x31)};
+// Of 4 rows: a lane of 128 bits has its half's sum of each.
+template <int kBits>
+inline __m256i reduce_four(const __m256i* p) {
+    if constexpr (!kShortSums<kBits>)
+        return _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
+    const __m256i a = _mm256_hadd_epi16(p[0], p[1]);
+    const __m256i b = _mm256_hadd_epi16(p[2], p[3]);
+    if constexpr (kBits == 6) return _mm256_hadd_epi32(widen(a), widen(b));
+    return widen(_mm256_hadd_epi16(a, b));
 }
 
-// The same for sums of pairs that stay below 2^15 when 8 of them are added.
-inline HalfSums reduce_short(const __m256i (&p)[kRows]) {
-    const __m256i first =
-        _mm256_hadd_epi16(_mm256_hadd_epi16(p[0], p[1]), _mm256_hadd_epi16(p[2], p[3]));
-    const __m256i second =
-        _mm256_hadd_epi16(_mm256_hadd_epi16(p[4], p[5]), _mm256_hadd_epi16(p[6], p[7]));
-    const __m256i all = _mm256_hadd_epi16(first, second);
-    return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(all)),
-            _mm256_cvtepi16_epi32(_mm256_extracti128_si256(all, 1))};
+template <int kBits>
+inline HalfSums reduce(const __m256i (&p)[kRows]) {
+    const __m256i first = reduce_four<kBits>(p);
+    const __m256i second = reduce_four<kBits>(p + 4);
+    return {_mm256_permute2x128_si256(first, second, 0x20),
+            _mm256_permute2x128_si256(first, second, 0x31)};
 }
 
 }  // namespace

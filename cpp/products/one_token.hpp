@@ -28,8 +28,7 @@ inline HalfSums sums_of(const RowPointers& units, int j, const std::byte* codes)
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
         p[r] = partial_sums<Type::kBits>(Type::codes(units[r], j), activations);
-    if constexpr (kShortSums<Type::kBits>) return reduce_short(p);
-    return reduce(p);
+    return reduce<Type::kBits>(p);
 }
 
 // Of a group of 256, whose products are added up before they are reduced.
@@ -43,9 +42,8 @@ inline HalfSums sums_of_unit(const RowPointers& units, const std::byte* codes) {
         for (int j = 0; j < 8; ++j)
             p[r] = add_partial<Type::kBits>(
                 p[r], partial_sums<Type::kBits>(Type::codes(units[r], j), load32(codes + 32 * j)));
-        if constexpr (kShortSums<Type::kBits>) p[r] = widen(p[r]);
     }
-    return reduce(p);
+    return reduce<Type::kBits>(p);
 }
 
 template <class Type>

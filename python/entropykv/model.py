@@ -17,17 +17,29 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from entropykv.errors import ContextError, ModelFileError
 from entropykv.fingerprint import identity_of
 from entropykv.model_file import ModelGeometry, read_geometry
+from entropykv.products import reads_blocks
 
 
 class Model:
     """Weights and vocabulary. Raises ModelFileError where the file cannot be loaded."""
 
-    def __init__(self, path: str | os.PathLike[str], *, n_gpu_layers: int, verbose: bool) -> None:
-        """Read the header, then load the weights (memory-mapped)."""
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int,
+        verbose: bool,
+        repack: bool = False,
+    ) -> None:
+        """Read the header, then load the weights (memory-mapped).
+
+        `repack`: llama.cpp may repack them for itself, as it does where nobody else reads them.
+        """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = read_geometry(path)
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = n_gpu_layers
+        parameters.use_extra_bufts = repack or not reads_blocks()
         llama_cpp.llama_backend_init()
         with captured_log() as log:
             self.handle = llama_cpp.llama_model_load_from_file(
