@@ -2,10 +2,10 @@
 // of weights, on the blocks of ggml as they lie in the mapped file. The kernels allocate nothing
 // and know nothing of threads.
 //
-// Activations are rounded to 8 bits once, with one scale per 32 values (per 256 for ternary
-// weights). What a row of weights gives for a token is the sum over its groups of weights, in their
-// order, of (integer product) * (scale of the group * scale of the token there): every kernel
-// computes exactly that, so a token gets the same bits whatever is read together with it.
+// Activations are rounded to 8 bits once, with one scale per 32 values (per 256 for ternary weights
+// and the K types). What a row of weights gives for a token is the sum over its groups of weights,
+// in their order, of (integer product) * (scale of the group * scale of the token there): every
+// kernel computes exactly that, so a token gets the same bits whatever is read together with it.
 #pragma once
 
 #include <cstddef>

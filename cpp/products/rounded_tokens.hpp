@@ -11,9 +11,6 @@ namespace entropykv {
 namespace {
 
 template <class Type>
-constexpr int kScaleGroup = Type::kGroup < 32 ? 32 : Type::kGroup;
-
-template <class Type>
 std::size_t token_bytes(int n_values) {
     const auto n = static_cast<std::size_t>(n_values);
     const std::size_t bytes = n + 2 * sizeof(float) * (n / Type::kGroup);
@@ -67,10 +64,10 @@ template <class Type>
 void quantise(const float* token, int n_values, std::byte* rounded) {
     auto* scales = reinterpret_cast<float*>(rounded + n_values);
     float* offsets = scales + n_values / Type::kGroup;
-    for (int i = 0; i < n_values; i += kScaleGroup<Type>) {
-        const float scale = largest_magnitude(token + i, kScaleGroup<Type>) / 127.0f;
+    for (int i = 0; i < n_values; i += Type::kUnit) {
+        const float scale = largest_magnitude(token + i, Type::kUnit) / 127.0f;
         const float inverse = scale > 0x1p-120f ? 1.0f / scale : 0.0f;
-        for (int j = i; j < i + kScaleGroup<Type>; j += Type::kGroup) {
+        for (int j = i; j < i + Type::kUnit; j += Type::kGroup) {
             int sum = 0;
             for (int k = j; k < j + Type::kGroup; k += 16)
                 sum += round_16(token + k, _mm256_set1_ps(inverse), rounded + k);

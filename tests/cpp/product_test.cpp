@@ -54,7 +54,7 @@ struct Problem {
 
 // Rounding moves an activation by half a step of its group at most.
 void test_accuracy(const Problem& problem, const std::vector<float>& out) {
-    const int group = problem.format.name[0] == 't' ? 256 : 32;
+    const int group = problem.format.values;
     bool near = true;
     for (int t = 0; t < problem.shape.tokens; t += 13)
         for (int row = 0; row < problem.shape.rows; ++row) {

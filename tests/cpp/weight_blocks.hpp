@@ -15,7 +15,6 @@ namespace entropykv {
 
 struct BlockFormat {
     WeightType type;
-    const char* name;
     int values;
     int bytes;
     std::vector<int> halves;  // where a block has f16 scales
@@ -23,10 +22,10 @@ struct BlockFormat {
 
 inline const std::vector<BlockFormat>& block_formats() {
     static const std::vector<BlockFormat> formats{
-        {WeightType::q4_0, "q4_0", 32, 18, {0}},      {WeightType::q4_1, "q4_1", 32, 20, {0, 2}},
-        {WeightType::q8_0, "q8_0", 32, 34, {0}},      {WeightType::q4_k, "q4_k", 256, 144, {0, 2}},
-        {WeightType::q5_k, "q5_k", 256, 176, {0, 2}}, {WeightType::q6_k, "q6_k", 256, 210, {208}},
-        {WeightType::tq1_0, "tq1_0", 256, 54, {52}},  {WeightType::tq2_0, "tq2_0", 256, 66, {64}},
+        {WeightType::q4_0, 32, 18, {0}},      {WeightType::q4_1, 32, 20, {0, 2}},
+        {WeightType::q8_0, 32, 34, {0}},      {WeightType::q4_k, 256, 144, {0, 2}},
+        {WeightType::q5_k, 256, 176, {0, 2}}, {WeightType::q6_k, 256, 210, {208}},
+        {WeightType::tq1_0, 256, 54, {52}},   {WeightType::tq2_0, 256, 66, {64}},
     };
     return formats;
 }
