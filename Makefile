@@ -58,6 +58,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	build/cpp/state_test
 	build/cpp/cold_test
 	build/cpp/large_test
+	build/cpp/product_test
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
@@ -117,12 +118,13 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/python benchmarks/calibration.py
 
 # ARGUMENTS="--dims 64 --groups 3 --threads 2" and the like; all: benchmarks/micro/kernel_bench.cpp
-bench-kernels: $(VENV)/.tools  ## decode kernels (against a plain read) and eviction, each alone
+bench-kernels: $(VENV)/.tools  ## decode kernels, products of weights and eviction, each alone
 	PATH="$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
-		-DCMAKE_BUILD_TYPE=Release > /dev/null
+		-DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(BIN)/python" > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/bench
 	build/bench/kernel_bench $(ARGUMENTS)
 	build/bench/store_bench
+	build/bench/product_bench
 
 docs: $(VENV)/.package  ## the pages of docs/ with an API reference, into build/docs; warnings are errors
 	@$(BIN)/pip install -q "entropykv[docs]"

@@ -16,6 +16,7 @@
 #include "llama/gate_hook.hpp"
 #include "llama/graph_hook.hpp"
 #include "llama/rope_probe.hpp"
+#include "llama/weight_hook.hpp"
 #include "llama/window_probe.hpp"
 #include "platform/bandwidth.hpp"
 #include "store/head_store.hpp"
@@ -279,6 +280,15 @@ void bind_hook(py::class_<Hook>& hook) {
     hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
 }
 
+// And what those that change products of weights know of them.
+template <typename Hook>
+void bind_products(py::class_<Hook>& hook) {
+    hook.def_property_readonly("products",
+                               [](const Hook& self) { return self.products().computed_by(); })
+        .def_property_readonly("products_scratch_bytes",
+                               [](const Hook& self) { return self.products().scratch_bytes(); });
+}
+
 void bind_rope(py::module_& m) {
     py::class_<RopeParams>(m, "RopeParams")
         .def(py::init([](int n_dims, int offset, bool neox, int n_ctx_orig, float freq_base,
@@ -353,9 +363,19 @@ void bind_graph(py::module_& m) {
     py::class_<GateHook> gate_hook(m, "GateHook");
     gate_hook.def(py::init<int>(), py::arg("n_layers"));
     bind_hook(gate_hook);
+    m.def("product_kernels", [] {
+        std::vector<std::string> names;
+        for (const ProductTable* table : available_products()) names.emplace_back(table->name);
+        return names;
+    });
+    py::class_<WeightHook> weight_hook(m, "WeightHook");
+    weight_hook.def(py::init<int, int>(), py::arg("relu2_layers"), py::arg("n_threads"));
+    bind_hook(weight_hook);
+    bind_products(weight_hook);
     py::class_<GraphHook> graph_hook(m, "GraphHook");
     bind_hook(graph_hook);
-    graph_hook.def(py::init<int>(), py::arg("relu2_layers"))
+    bind_products(graph_hook);
+    graph_hook.def(py::init<int, int>(), py::arg("relu2_layers"), py::arg("n_threads"))
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
         .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)

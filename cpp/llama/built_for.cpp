@@ -47,7 +47,15 @@ std::vector<Named> numbers() {
             ENTROPYKV_OP(GLU),
             {"GGML_GLU_OP_SWIGLU", "SWIGLU", ggml_glu_op_name(GGML_GLU_OP_SWIGLU)},
             {"GGML_TYPE_F32", "f32", ggml_type_name(GGML_TYPE_F32)},
-            {"GGML_TYPE_F16", "f16", ggml_type_name(GGML_TYPE_F16)}};
+            {"GGML_TYPE_F16", "f16", ggml_type_name(GGML_TYPE_F16)},
+            {"GGML_TYPE_Q4_0", "q4_0", ggml_type_name(GGML_TYPE_Q4_0)},
+            {"GGML_TYPE_Q4_1", "q4_1", ggml_type_name(GGML_TYPE_Q4_1)},
+            {"GGML_TYPE_Q8_0", "q8_0", ggml_type_name(GGML_TYPE_Q8_0)},
+            {"GGML_TYPE_Q4_K", "q4_K", ggml_type_name(GGML_TYPE_Q4_K)},
+            {"GGML_TYPE_Q5_K", "q5_K", ggml_type_name(GGML_TYPE_Q5_K)},
+            {"GGML_TYPE_Q6_K", "q6_K", ggml_type_name(GGML_TYPE_Q6_K)},
+            {"GGML_TYPE_TQ1_0", "tq1_0", ggml_type_name(GGML_TYPE_TQ1_0)},
+            {"GGML_TYPE_TQ2_0", "tq2_0", ggml_type_name(GGML_TYPE_TQ2_0)}};
 }
 
 #undef ENTROPYKV_OP

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "llama/custom_op.hpp"
+#include "llama/product_hook.hpp"
 
 namespace entropykv {
 namespace {
@@ -20,7 +21,7 @@ namespace {
 int layer_of(const ggml_tensor* node, const char* suffix) {
     while (node != nullptr && (node->op == GGML_OP_MUL || node->op == GGML_OP_ADD))
         node = node->src[0];
-    if (node == nullptr || node->op != GGML_OP_MUL_MAT) return -1;
+    if (node == nullptr || !is_product(node)) return -1;
     const char* name = node->src[0]->name;
     if (std::strncmp(name, "blk.", 4) != 0) return -1;
     char* end = nullptr;

@@ -53,15 +53,16 @@ bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
 
 }  // namespace
 
-GraphHook::GraphHook(int relu2_layers) {
-    if (relu2_layers > 0) gates_.emplace(relu2_layers);
-}
+GraphHook::GraphHook(int relu2_layers, int n_threads) : weights_(relu2_layers, n_threads) {}
 
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     if (!ask) return true;
     auto* hook = static_cast<GraphHook*>(user_data);
-    if (hook->gates_) hook->gates_->change(node);
-    if (hook->attention_ == nullptr) return hook->look(node);
+    if (hook->attention_ == nullptr) {
+        hook->weights_.change_gate(node);
+        return hook->look(node);
+    }
+    hook->weights_.change(node);
     hook->change(node);
     return false;
 }
@@ -226,7 +227,7 @@ void GraphHook::change(ggml_tensor* node) {
 void GraphHook::begin_step() {
     served_ = 0;
     fault_ = nullptr;
-    if (gates_) gates_->begin_step();
+    weights_.begin_step();
 }
 
 void GraphHook::check_step() const {
@@ -236,7 +237,7 @@ void GraphHook::check_step() const {
     if (served_ != expected)
         throw std::runtime_error("only " + std::to_string(served_) + " of " +
                                  std::to_string(expected) + " attention nodes were served");
-    if (gates_) gates_->check_step();
+    weights_.check_step();
 }
 
 // ------------------------------------------------------------------------------------------------

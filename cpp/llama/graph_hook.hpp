@@ -7,13 +7,12 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "attention/attention.hpp"
-#include "llama/gate_hook.hpp"
 #include "llama/rope_probe.hpp"
+#include "llama/weight_hook.hpp"
 
 struct ggml_tensor;
 
@@ -31,8 +30,8 @@ struct AttentionNode {
 
 class GraphHook {
 public:
-    // relu2_layers: of a model with squared ReLU, whose gates are changed too; 0 for any other.
-    explicit GraphHook(int relu2_layers);
+    // Of its WeightHook, whose gates are changed while probing, too.
+    GraphHook(int relu2_layers, int n_threads);
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 
@@ -51,6 +50,8 @@ public:
 
     // From now on graphs are changed. `attention` must outlive the context's last decode.
     void serve(Attention& attention);
+
+    const ProductHook& products() const { return weights_.products(); }
 
     void begin_step();
     // Throws std::runtime_error unless every layer was served, for all tokens, since begin_step(),
@@ -91,7 +92,7 @@ private:
     static void attend_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
     Attention* attention_ = nullptr;
-    std::optional<GateHook> gates_;  // while probing too
+    WeightHook weights_;
     std::vector<AttentionNode> nodes_;
     std::vector<const ggml_tensor*> masks_;  // of nodes_, while probing
     std::vector<LayerHook> layers_;

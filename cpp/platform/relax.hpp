@@ -21,10 +21,11 @@ inline void relax() {
 #endif
 }
 
-// Waits until another thread sets a flag: spinning at first, then sleeping between looks.
-inline void wait_for(const std::atomic<bool>& flag) noexcept {
+// Waits until another thread has done something: spinning at first, then sleeping between looks.
+template <class Done>
+void wait_until(const Done& done) noexcept {
     int spins = 0;
-    while (!flag.load(std::memory_order_acquire)) {
+    while (!done()) {
         if (spins < kMostSpins) {
             relax();
             ++spins;
@@ -32,6 +33,11 @@ inline void wait_for(const std::atomic<bool>& flag) noexcept {
             nanosleep(&kNap, nullptr);
         }
     }
+}
+
+// Waits until another thread sets a flag.
+inline void wait_for(const std::atomic<bool>& flag) noexcept {
+    wait_until([&] { return flag.load(std::memory_order_acquire); });
 }
 
 }  // namespace entropykv

@@ -192,11 +192,43 @@ class GateHook:
     def check_step(self) -> None:
         """RuntimeError unless the gate of every layer was changed once since begin_step()."""
 
-class GraphHook:
-    """Looks at, then changes, the graphs of one llama_context."""
+def product_kernels() -> list[str]:
+    """Kernels of products that this machine can run, the one that is used last."""
 
-    def __init__(self, relu2_layers: int) -> None:
-        """`relu2_layers`: layers whose gates become squared ReLU too, all or 0."""
+class WeightHook:
+    """Computes products of quantised weights in the graphs of one llama_context."""
+
+    def __init__(self, relu2_layers: int, n_threads: int) -> None:
+        """`relu2_layers`: layers whose gates become squared ReLU too, all or 0.
+
+        `n_threads`: most threads that an op of the context has.
+        """
+
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+
+    @property
+    def user_data(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+
+    @property
+    def products(self) -> dict[str, str]:
+        """Who computes the products of each type of weights seen: see SessionStats.products."""
+
+    @property
+    def products_scratch_bytes(self) -> int:
+        """Bytes that the threads work with."""
+
+    def begin_step(self) -> None: ...
+    def check_step(self) -> None:
+        """RuntimeError unless the gate of every layer was changed once since begin_step()."""
+
+class GraphHook:
+    """Looks at, then changes, the graphs of one llama_context: attention, and as WeightHook."""
+
+    def __init__(self, relu2_layers: int, n_threads: int) -> None:
+        """As WeightHook."""
 
     @property
     def callback(self) -> int:
@@ -219,6 +251,14 @@ class GraphHook:
     @property
     def rope_limit(self) -> int:
         """Positions that the model's frequencies hold for; 0: as many as it was trained for."""
+
+    @property
+    def products(self) -> dict[str, str]:
+        """As WeightHook."""
+
+    @property
+    def products_scratch_bytes(self) -> int:
+        """As WeightHook."""
 
     def serve(self, store: HeadwiseStore) -> None: ...
     def begin_step(self) -> None: ...

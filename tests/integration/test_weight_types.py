@@ -1,4 +1,4 @@
-"""The headwise store never sees the weights: their type does not matter to it."""
+"""Models of every type of weights, as llama.cpp quantises them: the logits are those of stock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ FILE_TYPES = {
     "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
     "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
     "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
+    "Q5_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_S,
+    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
     "IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
     "TQ1_0": llama_cpp.LLAMA_FTYPE_MOSTLY_TQ1_0,
     "TQ2_0": llama_cpp.LLAMA_FTYPE_MOSTLY_TQ2_0,
@@ -46,19 +49,23 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture
-def path(architecture: str, weight_type: str, originals: dict[str, Path], tmp_path: Path) -> Path:
+def quantised(original: Path, folder: Path, weight_type: str) -> Path:
     """All matrices as llama.cpp itself writes them in a type."""
-    target = tmp_path / f"{weight_type}.gguf"
+    target = folder / f"{weight_type}.gguf"
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[weight_type]
     parameters.pure = True
     parameters.nthread = 1
-    source = bytes(originals[architecture])
+    source = bytes(original)
     assert llama_cpp.llama_model_quantize(source, bytes(target), ctypes.byref(parameters)) == 0
     tensors = GGUFReader(target).tensors
     assert {t.tensor_type.name for t in tensors if len(t.shape) == 2} == {weight_type}
     return target
+
+
+@pytest.fixture
+def path(architecture: str, weight_type: str, originals: dict[str, Path], tmp_path: Path) -> Path:
+    return quantised(originals[architecture], tmp_path, weight_type)
 
 
 @every_type

@@ -95,9 +95,11 @@ def _bench(options: argparse.Namespace) -> int:
                 print(f"{_HEADER}\n|---|---|---|---|---|---|---|---|")
             rows.append(row)
             print(_line(row), flush=True)
+    computed = ", ".join(f"{name} {kernels}" for name, kernels in rows[-1].products.items())
+    print(f"\nproducts of weights, by type: {computed}")
     bandwidth = read_bandwidth(threads)
     shares = attention_bandwidth(rows)
-    print(f"\n{threads} threads read {bandwidth / 1e9:.1f} GB/s of memory; attention of generated")
+    print(f"{threads} threads read {bandwidth / 1e9:.1f} GB/s of memory; attention of generated")
     print("tokens, from the difference between budgets:")
     for (length, kv_type), reached in shares.items():
         print(

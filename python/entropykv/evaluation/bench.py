@@ -42,7 +42,8 @@ class BenchSettings:
 class BenchRow:
     """One contestant at one length: tokens per second, and ratios to stock flash attention.
 
-    `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp.
+    `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp. `products`: see
+    SessionStats.
     """
 
     length: int
@@ -53,6 +54,7 @@ class BenchRow:
     decode_ratio: float
     kv_bytes: int = 0
     eviction_share: float = 0.0
+    products: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,12 +80,14 @@ class _Contestant:
         prompt = statistics.median(self.prompt_seconds)
         decode = statistics.median(self.decode_seconds)
         kv_bytes, share = 0, 0.0
+        products: dict[str, str] = {}
         if isinstance(self.session, Session):
             stats = self.session.stats()
             spent = self.prompt_seconds[-1] + BLOCK * sum(self.decode_seconds) / len(
                 self.prompt_seconds
             )  # the counters are those of the last round
             kv_bytes, share = stats.kv_bytes_peak, stats.eviction_seconds / spent
+            products = stats.products
         return BenchRow(
             length=length,
             name=self.name,
@@ -93,6 +97,7 @@ class _Contestant:
             decode_ratio=statistics.median(stock.decode_seconds) / decode,
             kv_bytes=kv_bytes,
             eviction_share=share,
+            products=products,
         )
 
 

@@ -61,7 +61,11 @@ def relu2_layers(model: Model, settings: Settings) -> int:
 
 def let_hook_change(
     parameters: Any,
-    hook: _core.GraphHook | _core.GateHook | _core.KShiftProbe | _core.WindowProbe,
+    hook: _core.GraphHook
+    | _core.WeightHook
+    | _core.GateHook
+    | _core.KShiftProbe
+    | _core.WindowProbe,
 ) -> None:
     """Let a hook look at a context's graphs, or change them; it must live as long as that."""
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)

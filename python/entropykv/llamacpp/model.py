@@ -21,6 +21,7 @@ from entropykv.llamacpp.model_options import (
     ModelOptions,
     apply_named_template,
 )
+from entropykv.llamacpp.products import reads_blocks
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.identity import identity_of
 
@@ -38,8 +39,12 @@ class Model:
         n_gpu_layers: int,
         verbose: bool,
         options: ModelOptions | None = None,
+        repack: bool = False,
     ) -> None:
-        """Read the header, then load the weights (memory-mapped unless `options` say otherwise)."""
+        """Read the header, then load the weights (memory-mapped unless `options` say otherwise).
+
+        `repack`: llama.cpp may repack them for itself, as it does where nobody else reads them.
+        """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = read_loadable(path)
         self._options = options or ModelOptions()
@@ -47,6 +52,7 @@ class Model:
         parameters.n_gpu_layers = offloaded_layers(n_gpu_layers)
         parameters.use_mmap = self._options.use_mmap
         parameters.use_mlock = self._options.use_mlock
+        parameters.use_extra_bufts = repack or not reads_blocks()
         llama_cpp.llama_backend_init()
         if self._options.numa is not None:
             llama_cpp.llama_numa_init(NUMA_STRATEGIES[self._options.numa])

@@ -45,7 +45,7 @@ class StockSession:
     ) -> None:
         """Load the model and make a context of n_ctx cells; errors as those of Session."""
         settings = Settings(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
-        self._model = Model(path, n_gpu_layers=0, verbose=False)
+        self._model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
         self._context: Any = None
         try:
             parameters = context_parameters(self._model, settings, n_ubatch, n_ctx)

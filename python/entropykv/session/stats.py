@@ -46,6 +46,12 @@ class SessionStats:
     rebases: int
     """How often stored keys were rotated to positions that the model was trained for."""
     peak_rss_bytes: int
+    products: dict[str, str] = field(default_factory=dict)
+    """Who computes the products of weights, by their type in the file: the name of our kernels
+    (avx2, avx512vnni), "llama.cpp", or both."""
+    products_bytes_scratch: int = 0
+    """Bytes that the threads of our kernels work with. They grow with the micro-batch, the widest
+    row of weights and the threads."""
     freeze: str | None = None
     """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
     frozen_entries: int = 0

@@ -122,6 +122,11 @@ class Settings:
         """Threads of prompt reading."""
         return self.n_threads_batch or self.threads
 
+    @property
+    def most_threads(self) -> int:
+        """Most threads that an op of the model's graph has."""
+        return max(self.threads, self.threads_batch)
+
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise SettingsError unless `value` is one of those allowed."""

@@ -26,6 +26,7 @@ from entropykv.llamacpp.context import (
 )
 from entropykv.llamacpp.k_shift import flat_range, k_shift_obstacle
 from entropykv.llamacpp.model import Model, captured_log
+from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
 from entropykv.policy.names import Policy
 from entropykv.policy.plan import FlatPlan, plan_flat
@@ -79,7 +80,8 @@ class FlatStore(Store):
         self.bytes_full_per_token = 2 * values
         self._cell_bytes = values * 34 // 32 if settings.kv_type == "q8_0" else 2 * values
         n_gates = relu2_layers(model, settings)
-        self._gates = _core.GateHook(n_gates) if n_gates else None
+        self._hook = _core.WeightHook(n_gates, settings.most_threads)
+        self._hooked = n_gates > 0 or reads_blocks()
         plan = self._plan(budget)
         self._cells = plan.cells
         self.context = self._new_context(plan.cells)
@@ -129,8 +131,8 @@ class FlatStore(Store):
         parameters.type_k = parameters.type_v = kv_type
         if self._settings.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        if self._gates:
-            let_hook_change(parameters, self._gates)
+        if self._hooked:
+            let_hook_change(parameters, self._hook)
         return self._model.new_context(parameters)
 
     def before(self, n_tokens: int, position: int) -> None:
@@ -140,13 +142,11 @@ class FlatStore(Store):
         if shift != self.shift:  # right before a decode: until then, the saved state is not rotated
             self._store.rebase(shift)
             self.rebases += 1
-        if self._gates:
-            self._gates.begin_step()
+        self._hook.begin_step()
 
     def after(self, n_tokens: int, position: int) -> None:
         """Check that every gate was changed where that is needed; evict down to the budget."""
-        if self._gates:
-            self._gates.check_step()
+        self._hook.check_step()
         self._store.settle(position, n_tokens)
 
     def resize(self, budget: Budget) -> None:
@@ -257,6 +257,8 @@ class FlatStore(Store):
             "kv_bytes_now": self._store.entries * cell_bytes,
             "kv_bytes_staging": self._store.largest_copy,
             "kv_bytes_scratch": 0,
+            "products": self._hook.products,
+            "products_bytes_scratch": self._hook.products_scratch_bytes,
             "entries_kept": self._store.entries * self.n_kv_heads,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,

@@ -58,7 +58,7 @@ class HeadwiseStore(Store):
         self._n_ubatch = n_ubatch
         refuse_by_kind(model, settings)
         self._model = model
-        self._hook = _core.GraphHook(relu2_layers(model, settings))
+        self._hook = _core.GraphHook(relu2_layers(model, settings), settings.most_threads)
         self.context = hooked_context(model, settings, self._hook, n_ubatch)
         try:
             self._recurrent = RecurrentState(self.context) if is_recurrent(model) else None
@@ -84,7 +84,7 @@ class HeadwiseStore(Store):
                 recent_window=plan.protection.recent_window,
                 max_tokens=n_ubatch,
                 max_entries=n_ctx,
-                n_threads=max(settings.threads, settings.threads_batch),
+                n_threads=settings.most_threads,
                 own_windows=own_windows(policy, settings.recent_window),
                 shared_choice=policy.rule.by_layer,
                 ropes=[node.rope for node in self._hook.nodes],
@@ -288,6 +288,8 @@ class HeadwiseStore(Store):
             "kv_bytes_now": self._store.used_bytes,
             "kv_bytes_staging": self._store.staging_bytes,
             "kv_bytes_scratch": self._store.scratch_bytes,
+            "products": self._hook.products,
+            "products_bytes_scratch": self._hook.products_scratch_bytes,
             "entries_kept": self._store.entries,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,

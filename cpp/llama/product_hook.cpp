@@ -1,0 +1,120 @@
+#include "llama/product_hook.hpp"
+
+#include <ggml-backend.h>
+
+#include <cstdint>
+#include <limits>
+#include <new>
+
+#include "llama/custom_op.hpp"
+
+namespace entropykv {
+namespace {
+
+std::optional<WeightType> type_of(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0: return WeightType::q4_0;
+        case GGML_TYPE_Q4_1: return WeightType::q4_1;
+        case GGML_TYPE_Q8_0: return WeightType::q8_0;
+        case GGML_TYPE_Q4_K: return WeightType::q4_k;
+        case GGML_TYPE_Q5_K: return WeightType::q5_k;
+        case GGML_TYPE_Q6_K: return WeightType::q6_k;
+        case GGML_TYPE_TQ1_0: return WeightType::tq1_0;
+        case GGML_TYPE_TQ2_0: return WeightType::tq2_0;
+        default: return std::nullopt;
+    }
+}
+
+bool is_weight(const ggml_tensor* tensor) {
+    return tensor->buffer != nullptr &&
+           ggml_backend_buffer_get_usage(tensor->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// Not of a device, nor of weights that llama.cpp has repacked for itself.
+bool in_plain_memory(const ggml_tensor* tensor) {
+    return tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer);
+}
+
+// Rows of f32, one after the other, one matrix of them.
+bool is_matrix(const ggml_tensor* tensor) {
+    return tensor->type == GGML_TYPE_F32 && tensor->nb[0] == sizeof(float) &&
+           tensor->nb[1] % sizeof(float) == 0 && tensor->ne[2] == 1 && tensor->ne[3] == 1;
+}
+
+bool is_served(const ggml_tensor* node) {
+    const ggml_tensor* weights = node->src[0];
+    const ggml_tensor* tokens = node->src[1];
+    constexpr std::int64_t most = std::numeric_limits<int>::max();
+    return in_plain_memory(weights) && in_plain_memory(tokens) && in_plain_memory(node) &&
+           weights->ne[2] == 1 && weights->ne[3] == 1 &&
+           weights->nb[0] == ggml_type_size(weights->type) && is_matrix(tokens) &&
+           is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
+}
+
+// By measurement: docs/products.md.
+bool stock_is_faster(WeightType type, std::int64_t n_tokens) {
+    return type == WeightType::q6_k && n_tokens == 1;
+}
+
+const ProductTable* fastest_products() {
+    const auto tables = available_products();
+    return tables.empty() ? nullptr : tables.back();
+}
+
+}  // namespace
+
+ProductHook::ProductHook(int n_threads) {
+    if (const ProductTable* table = fastest_products()) products_.emplace(*table, n_threads);
+}
+
+// Nothing is changed where there is no memory for it.
+bool ProductHook::take(ggml_tensor* node) noexcept {
+    const auto type = type_of(node->src[0]->type);
+    if (!products_ || !type || !is_served(node) || stock_is_faster(*type, node->src[1]->ne[1]))
+        return false;
+    try {
+        products_->reserve(*type, static_cast<int>(node->src[0]->ne[0]),
+                           static_cast<int>(node->src[1]->ne[1]));
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+    make_custom(node, multiply_op, this);
+    return true;
+}
+
+void ProductHook::change(ggml_tensor* node) {
+    if (node->op != GGML_OP_MUL_MAT || !is_weight(node->src[0])) return;
+    Seen& seen = seen_[node->src[0]->type];
+    (take(node) ? seen.ours : seen.stock) = true;
+}
+
+std::map<std::string, std::string> ProductHook::computed_by() const {
+    std::map<std::string, std::string> names;
+    for (const auto& [type, seen] : seen_) {
+        std::string& name = names[ggml_type_name(type)];
+        if (seen.ours) name = products_->kernels_name();
+        if (seen.stock) name += seen.ours ? ", llama.cpp" : "llama.cpp";
+    }
+    return names;
+}
+
+void ProductHook::multiply_op(ggml_tensor* node, int thread, int n_threads, void* user_data) {
+    const ggml_tensor* weights = node->src[0];
+    const ggml_tensor* tokens = node->src[1];
+    const ProductTask task{*type_of(weights->type),
+                           {static_cast<const std::byte*>(weights->data), weights->nb[1],
+                            static_cast<int>(weights->ne[1]), static_cast<int>(weights->ne[0])},
+                           static_cast<const float*>(tokens->data),
+                           tokens->nb[1] / sizeof(float),
+                           static_cast<int>(tokens->ne[1]),
+                           static_cast<float*>(node->data),
+                           node->nb[1] / sizeof(float)};
+    static_cast<ProductHook*>(user_data)->products_->multiply(task, thread, n_threads);
+}
+
+bool is_product(const ggml_tensor* node) {
+    return node->op == GGML_OP_MUL_MAT ||
+           (node->op == GGML_OP_CUSTOM && custom_op_of(node).function == ProductHook::multiply_op);
+}
+
+}  // namespace entropykv

@@ -1,0 +1,48 @@
+// What becomes of the weights' part of a graph, whatever its cache: products of quantised weights
+// go to our kernels, and the gates of a model with squared ReLU become that.
+#pragma once
+
+#include <optional>
+
+#include "llama/gate_hook.hpp"
+#include "llama/product_hook.hpp"
+
+namespace entropykv {
+
+class WeightHook {
+public:
+    // relu2_layers: of a model with squared ReLU; 0 for any other. n_threads: most of an op.
+    WeightHook(int relu2_layers, int n_threads) : products_(n_threads) {
+        if (relu2_layers > 0) gates_.emplace(relu2_layers);
+    }
+
+    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    static bool on_node(ggml_tensor* node, bool ask, void* user_data) {
+        if (!ask) return true;
+        static_cast<WeightHook*>(user_data)->change(node);
+        return false;
+    }
+    void change(ggml_tensor* node) {
+        change_gate(node);
+        products_.change(node);
+    }
+    // Leaves products as they are, for those who look at the graph.
+    void change_gate(ggml_tensor* node) {
+        if (gates_) gates_->change(node);
+    }
+
+    void begin_step() {
+        if (gates_) gates_->begin_step();
+    }
+    // Throws std::runtime_error unless the gate of every layer was changed since begin_step().
+    void check_step() const {
+        if (gates_) gates_->check_step();
+    }
+    const ProductHook& products() const { return products_; }
+
+private:
+    std::optional<GateHook> gates_;
+    ProductHook products_;
+};
+
+}  // namespace entropykv

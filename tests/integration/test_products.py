@@ -1,0 +1,71 @@
+"""Products of quantised weights: the statistics say who computes them, ours or llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from entropykv import Session, _core
+from entropykv.llamacpp.stock import StockSession
+from tests.integration.test_architectures import read
+from tests.integration.test_headwise import relative_error, tokens_for
+from tests.integration.test_weight_types import FILE_TYPES, quantised
+from tests.support.tiny_models import write_llama
+
+OURS = ("TQ2_0", "TQ1_0", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+STOCKS_FOR_ONE_TOKEN = ("Q6_K",)
+TOKENS = tokens_for(70)
+
+needs_kernels = pytest.mark.skipif(
+    not _core.product_kernels() or llama_cpp.llama_supports_gpu_offload(),
+    reason="products are llama.cpp's on this machine",
+)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """F32, with rows of 256 weights: one block of the widest types."""
+    path = tmp_path_factory.mktemp("original") / "llama.gguf"
+    write_llama(path, n_head=4, n_head_kv=2, head_dim=64, n_ff=256, weight_type="F32")
+    return path
+
+
+@needs_kernels
+@pytest.mark.parametrize("store", ["headwise", "flat"])
+@pytest.mark.parametrize("weight_type", FILE_TYPES)
+def test_the_statistics_say_who_computes(
+    weight_type: str, store: str, original: Path, tmp_path: Path
+) -> None:
+    path = quantised(original, tmp_path, weight_type)
+    with Session(path, n_ctx=128, store=store, n_threads=2) as session:
+        session.decode(TOKENS[:-1])
+        session.decode(TOKENS[-1:])
+        stats = session.stats()
+    kernels = _core.product_kernels()[-1] if weight_type in OURS else "llama.cpp"
+    if weight_type in STOCKS_FOR_ONE_TOKEN:
+        kernels += ", llama.cpp"
+    assert set(stats.products.values()) == {kernels}
+    assert {name.lower() for name in stats.products} == {weight_type.lower()}
+    assert (stats.products_bytes_scratch > 0) == bool(_core.product_kernels())
+
+
+@needs_kernels
+@pytest.mark.parametrize("weight_type", OURS)
+def test_one_token_is_computed_as_many_are(
+    weight_type: str, original: Path, tmp_path: Path
+) -> None:
+    """As near to the same tokens in one batch as llama.cpp, which has one arithmetic as well."""
+    path = quantised(original, tmp_path, weight_type)
+    stock = StockSession(path, n_ctx=128, n_threads=1)
+    with Session(path, n_ctx=128, store="headwise", kv_type="f16", n_threads=1) as ours:
+        differences = []
+        for session in (stock, ours):
+            together = read(session, TOKENS, len(TOKENS))
+            session.reset()
+            differences.append(relative_error(read(session, TOKENS, 1), together))
+    stock.close()
+    assert np.isfinite(differences).all()
+    assert differences[1] < max(2e-3, 1.25 * differences[0])
