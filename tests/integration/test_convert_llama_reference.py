@@ -19,6 +19,7 @@ from tests.integration.test_convert_reference import (
     pack_checkpoint,
     projections,
     reference_logits,
+    save_checkpoint,
     torch,
     transformers,
 )
@@ -95,7 +96,7 @@ def random_llama(family: str, **changes: Any) -> Any:
 
 def save(model: Any, directory: Path) -> Path:
     """A checkpoint whose weights transformers quantises while it runs."""
-    model.save_pretrained(directory)
+    save_checkpoint(model, directory)
     add_quantization(directory, "autobitlinear", "online")
     return directory
 
@@ -133,7 +134,7 @@ def test_packed_weights_give_the_logits_of_transformers(
 ) -> None:
     """Packed by transformers' own pack_weights; its weights are put into the model, dequantised."""
     model = random_llama(family)
-    model.save_pretrained(tmp_path / "hf")
+    save_checkpoint(model, tmp_path / "hf")
     running = pack_checkpoint(tmp_path / "hf", model, linear_class)
     make_ternary(model)
     with torch.no_grad():

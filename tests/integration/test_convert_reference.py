@@ -17,6 +17,7 @@ from entropykv import Session, UnsupportedModelError
 from entropykv.convert import convert
 from tests.integration.test_convert import Logits, exact_logits
 from tests.integration.test_headwise import kl_divergence, relative_error
+from tests.unit.test_hf_tokenizer import write_tokenizer
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes seconds, and a compiler
 _WHY = "needs torch and transformers: pip install entropykv[reference]"
@@ -119,7 +120,7 @@ def test_dense_weights_give_the_logits_of_transformers(
     tmp_path: Path, hidden_act: str, n_head_kv: int
 ) -> None:
     model = random_model(hidden_act, n_head_kv)
-    model.save_pretrained(tmp_path / "hf")
+    save_checkpoint(model, tmp_path / "hf")
     target = tmp_path / "out.gguf"
     summary = convert(tmp_path / "hf", target, weight_type="f32", embedding_type="f32")
     assert summary.activation == hidden_act
@@ -136,7 +137,7 @@ def test_dense_weights_give_the_logits_of_transformers(
 
 def test_shards_and_bf16_are_read(tmp_path: Path) -> None:
     model = random_model().bfloat16()
-    model.save_pretrained(tmp_path / "hf", max_shard_size="1MB")
+    save_checkpoint(model, tmp_path / "hf", max_shard_size="1MB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     target = tmp_path / "out.gguf"
     convert(tmp_path / "hf", target, weight_type="f32", embedding_type="keep")
@@ -154,7 +155,7 @@ def test_ternary_weights_give_nearly_the_logits_of_transformers(
     tmp_path: Path, hidden_act: str, weight_type: str
 ) -> None:
     model = random_model(hidden_act)
-    model.save_pretrained(tmp_path / "hf")
+    save_checkpoint(model, tmp_path / "hf")
     make_ternary(model)
     target = tmp_path / "out.gguf"
     convert(tmp_path / "hf", target, weight_type=weight_type, embedding_type="f32")
@@ -169,7 +170,7 @@ def test_masters_are_quantised_as_transformers_does(
     tmp_path: Path, dtype: str, config: str
 ) -> None:
     model = random_model().to(getattr(torch, dtype))
-    model.save_pretrained(tmp_path / "hf")
+    save_checkpoint(model, tmp_path / "hf")
     if config == "online":
         add_quantization(tmp_path / "hf", "autobitlinear", "online")
     convert(tmp_path / "hf", tmp_path / "out.gguf")
@@ -193,6 +194,12 @@ def add_quantization(directory: Path, linear_class: str, mode: str) -> None:
         "quantization_mode": mode,
     }
     path.write_text(json.dumps(config))
+
+
+def save_checkpoint(model: Any, directory: Path, **options: Any) -> None:
+    """Save a checkpoint with a tokenizer: what has none is refused when it is loaded."""
+    model.save_pretrained(directory, **options)
+    write_tokenizer(directory)
 
 
 def pack_checkpoint(directory: Path, model: Any, linear_class: str) -> dict[str, Any]:
@@ -225,7 +232,7 @@ def test_packed_weights_do_what_the_modules_of_transformers_do(
 ) -> None:
     """Times a unit vector, which int8 holds exactly, a module gives a column of its weight."""
     model = random_model()
-    model.save_pretrained(tmp_path / "hf")
+    save_checkpoint(model, tmp_path / "hf")
     running = pack_checkpoint(tmp_path / "hf", model, linear_class)
     convert(tmp_path / "hf", tmp_path / "out.gguf", weight_type="q4_0")
     weights = converted_weights(tmp_path / "out.gguf")
@@ -282,7 +289,7 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
 
 def test_untied_heads_are_refused_and_equal_ones_dropped(tmp_path: Path) -> None:
     model = random_model()
-    model.save_pretrained(tmp_path / "hf")
+    save_checkpoint(model, tmp_path / "hf")
     path, target = tmp_path / "hf" / "model.safetensors", tmp_path / "out.gguf"
     tensors = safetensors_torch.load_file(path)
     head = tensors["model.embed_tokens.weight"].clone()

@@ -21,6 +21,7 @@ from tests.integration.test_headwise import relative_error
 from tests.support.hf_files import hf_config, hf_tensors, write_hf
 from tests.support.i2s_files import I2sModel
 from tests.support.model_reference import ModelReference
+from tests.unit.test_hf_tokenizer import write_tokenizer
 
 KNOWN = {model.name: model for model in known_models()}
 SIZES = ("n_layer", "n_embd", "n_head", "n_head_kv", "n_ff", "n_vocab")
@@ -78,6 +79,7 @@ def test_a_tiny_one_is_exact_and_runs_inside_a_budget(tmp_path: Path, name: str)
     model = tiny(known)
     assert model.n_embd // model.n_head == known.shape.head_dim
     source, target = directory_of(known, model, tmp_path / "hf"), tmp_path / "out.gguf"
+    write_tokenizer(source)
     convert(source, target, embedding_type="f32")
     expected = ModelReference(target, known.activation).logits(TOKENS)
     assert relative_error(exact_logits(target, TOKENS), expected) < 5e-2

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import pty
 import random
 import signal
 import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -621,17 +624,20 @@ def test_ctrl_c_while_the_prompt_is_read_saves_nothing(
     text = tmp_path / "text"
     text.write_text(prose, encoding="utf-8")
     options = ("-m", str(smollm2), "-f", str(text), "-c", "8192", "-ub", "16", "-t", "1")
-    with subprocess.Popen(
-        [sys.executable, "-m", "entropykv.cli", "run", *options, "--save-session", str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        shown = process.stderr.read(10)  # the progress bar
+    terminal, stderr = pty.openpty()  # the progress bar is for people
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "entropykv.cli", "run", *options, "--save-session", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+        os.close(stderr)
+        errors = ""
+        while "reading" not in errors:
+            errors += os.read(terminal, 1000).decode()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert "reading" in shown
+        with contextlib.suppress(OSError):  # the other end is closed
+            while shown := os.read(terminal, 1000):
+                errors += shown.decode()
+        process.wait(timeout=60)
+    os.close(terminal)
     assert process.returncode == 130, errors
     assert f"interrupted while the prompt was read: {file} is not written" in errors
     assert os.listdir(tmp_path) == ["text"]
