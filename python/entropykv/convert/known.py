@@ -19,7 +19,7 @@ from entropykv.policy.plan import attention_layers, kv_type_for, plan_headwise
 from entropykv.settings.options import Budget
 
 PATH = Path(__file__).parent / "known_models.json"
-"""Shapes of the models' published configs; `unchecked` names values that nobody confirmed here."""
+"""Shapes of the public models; `unchecked` names values that no published text confirmed here."""
 _N_SINKS = 4
 
 
