@@ -391,7 +391,7 @@ class Session:
         return self._store.entries(layer, kv_head)
 
     def budgets(self) -> list[tuple[int, ...]]:
-        """Entries that every KV head may keep, as [layer][KV head]."""
+        """Entries that every KV head may keep, as `[layer][KV head]`."""
         return self._store.budgets()
 
     def other_file(self) -> str | None:
