@@ -162,6 +162,7 @@ class Run:
         tokens = self._next_tokens()
         data = session.save_state()
         options = {**self.options, "kv_budget": str(session._budget)}
+        options["kv_type"] = session.stats().kv_type  # `auto` may be another with this budget
         with Session(self.model.path, **options) as loaded:
             loaded.load_state(data)
             require(loaded.save_state() == data, "what is loaded is saved again as it was")
