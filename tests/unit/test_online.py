@@ -324,7 +324,7 @@ def test_a_head_that_loses_more_gets_more(rule: BudgetRule, loud: tuple[int, int
     layers, online = adaptive(rule, plan)
     assert online.budgets(plan) is None
     read(layers.store, [96, 96], loud)
-    online.observe(96)
+    online.observe(96, budgets_change=True)
     shares = online.budgets(plan)
     assert shares is not None
     budgets = dict(zip(HEADS, shares, strict=True))
@@ -377,13 +377,13 @@ def test_nothing_is_measured_where_nothing_can_be_evicted(policy: str) -> None:
     layers, online = adaptive(POLICIES[policy].rule, plan_for(policy, 1.0))
     read(layers.store, [96], (0, 0))
     assert layers.store.losses().size == 0
-    online.observe(96)
+    online.observe(96, budgets_change=True)
     assert online.state().size == 0
     assert online.budgets(plan_for(policy, 1.0)) is None
     online.expect(plan_for(policy, 100))
     online.prepare(budgets_change=True)
     read(layers.store, [96], (0, 0))
-    online.observe(96)
+    online.observe(96, budgets_change=True)
     assert online.budgets(plan_for(policy, 1.0)) == [MAX_ENTRIES] * len(HEADS)
     assert online.budgets(plan_for(policy, 100)) is not None
 
@@ -478,8 +478,7 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
         before = layers.position
         layers.attend(n_tokens)
         if changes_budgets(n_tokens, before, MAX_TOKENS):
-            online.prepare(budgets_change=True)
-            online.observe(n_tokens)
+            online.observe(n_tokens, budgets_change=True)
             for layer in range(len(LAYERS)):
                 observed[layer].append(layers.store.row_entropies(layer))
     means = np.array([np.concatenate(rows).mean() for rows in observed])
@@ -500,8 +499,7 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     assert by_layer[1] > max(by_layer[0], by_layer[2])
     twin = LayerEntropies(Layers(Rules("mass"), [40] * 3).store, LAYERS, 400, POLICIES[policy].rule)
     layers.attend(1)
-    online.prepare(budgets_change=False)
-    online.observe(1)
+    online.observe(1, budgets_change=False)
     assert online.budgets(plan) == shares  # until they change
     twin.load(online.state())
     assert twin.budgets(plan) == shares

@@ -51,8 +51,8 @@ class OnlineBudgets(Protocol):
     def prepare(self, *, budgets_change: bool) -> None:
         """Say, before every micro-batch, whether budgets will change after it."""
 
-    def observe(self, n_tokens: int) -> None:
-        """Take in what an observed micro-batch has shown: is_observed()."""
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
+        """Take in what an observed micro-batch has shown: is_observed(); as prepare() was told."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
@@ -103,7 +103,6 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
-        self._is_measured = False
         self._knots: Floats
         self._losses: Floats
         self.forget()
@@ -119,12 +118,11 @@ class MeasuredLosses:
 
     def prepare(self, *, budgets_change: bool) -> None:
         """Measure where budgets will change: it takes time."""
-        self._is_measured = budgets_change
         self._store.measure_losses(self._next_knots if budgets_change else [])
 
-    def observe(self, n_tokens: int) -> None:  # noqa: ARG002
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
-        if not self._is_measured:
+        if not budgets_change:
             return
         self._knots = np.array(self._next_knots, np.float64)
         losses = self._store.losses() if self._next_knots else np.empty(0)
@@ -215,15 +213,14 @@ class LayerEntropies:
         """Entropies are always the same."""
 
     def prepare(self, *, budgets_change: bool) -> None:
-        """Remember it; entropies are tracked in any case."""
-        self._budgets_change = budgets_change
+        """Entropies are tracked in any case."""
 
-    def observe(self, n_tokens: int) -> None:
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Add the entropies of the micro-batch's rows."""
         layers = range(len(self._layers))
         means = [self._store.row_entropies(layer).mean(dtype=np.float64) for layer in layers]
         self._seen += n_tokens * np.array([1.0, *means])
-        if self._budgets_change:
+        if budgets_change:
             self._followed = self._seen.copy()
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
@@ -251,7 +248,6 @@ class LayerEntropies:
         """No rows were seen."""
         self._seen = np.zeros(1 + len(self._layers))
         self._followed = self._seen.copy()
-        self._budgets_change = False
 
     def state(self) -> Floats:
         """Number of rows, then the sum of every layer's mean entropy over them: of all that were

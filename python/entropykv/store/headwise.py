@@ -195,7 +195,7 @@ class HeadwiseStore(Store):
             self._forget_cells()
         self._hook.check_step()
         if self._online and is_observed(n_tokens, self._n_ubatch):
-            self._online.observe(n_tokens)
+            self._online.observe(n_tokens, budgets_change=self._budgets_change)
             if self._budgets_change:
                 with self.cold.growing_later():
                     self._share()
