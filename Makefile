@@ -10,8 +10,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test test-cpp test-reference test-versions lint architectures wheel bench \
-	bench-kernels fuzz docs install clean
+.PHONY: demo test test-cpp test-reference test-clients test-versions test-browser lint architectures \
+	web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -22,8 +22,8 @@ $(VENV)/.tools: pyproject.toml
 	@echo "Building llama-cpp-python $(LLAMA_CPP_PYTHON), which is llama.cpp, from source, once:" \
 		"about 4 minutes on 2 cores."
 	@mkdir -p $(WHEELS)
-	@$(BIN)/pip wheel -q --no-deps --find-links $(WHEELS) -w $(WHEELS) \
-		"llama-cpp-python==$(LLAMA_CPP_PYTHON)"
+	@CMAKE_ARGS="$$CMAKE_ARGS $$($(PYTHON) backend/amx_flags.py)" $(BIN)/pip wheel -q --no-deps \
+		--find-links $(WHEELS) -w $(WHEELS) "llama-cpp-python==$(LLAMA_CPP_PYTHON)"
 	@$(BIN)/pip install -q --find-links $(WHEELS) "llama-cpp-python==$(LLAMA_CPP_PYTHON)" \
 		"scikit-build-core>=0.10" "pybind11>=2.12" "cmake>=3.18,<4" ninja
 	@touch $@
@@ -54,6 +54,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/cpp
+	build/cpp/batch_test
 	build/cpp/store_test
 	build/cpp/state_test
 	build/cpp/cold_test
@@ -63,6 +64,21 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"
 	$(BIN)/python -m pytest -m "reference or replicas"
+
+# The clients bring a hundred packages, which have no place beside those of the other tests.
+CLIENTS := build/clients
+test-clients: $(VENV)/.package  ## the server against LangChain, LlamaIndex, litellm and schemathesis
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	rm -rf $(CLIENTS)/wheels
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps -C build-dir=$(VENV)/build \
+		-w $(CLIENTS)/wheels .
+	$(CLIENTS)/bin/pip install -q --force-reinstall --no-deps $(CLIENTS)/wheels/*.whl
+	$(CLIENTS)/bin/pip install -q --find-links $(WHEELS) "entropykv[clients]"
+	$(CLIENTS)/bin/python -m pytest -m clients
+
+test-browser: install web/node_modules/.installed  ## the page in a real browser (needs Chromium and Node)
+	$(BIN)/pip install -q "entropykv[browser]"
+	$(BIN)/python -m pytest -m browser
 
 # Against other releases of llama-cpp-python, each in an environment of its own, built from source.
 VERSIONS ?= 0.3.34 0.3.35
@@ -104,6 +120,14 @@ lint: install  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
+
+# npm ci installs what package-lock.json names; the same sources give the same bytes.
+web: web/node_modules/.installed  ## the page of the server, from web/ into the package (needs Node)
+	cd web && npm run --silent check && npm run --silent build
+
+web/node_modules/.installed: web/package-lock.json
+	@cd web && npm ci --silent --no-fund --no-audit
+	@touch $@
 
 architectures: install  ## which store serves which architecture: the table of the package and of docs/
 	$(BIN)/python -m tests.architectures.table

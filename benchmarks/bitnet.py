@@ -24,19 +24,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, default=Path(), help="for two files, removed again")
     arguments, options = parser.parse_known_args()
-    tokenizer = shipped.DEMOS["bitnet"].path
     shape = BitNetShape(
         layers=8,
         width=1536,
         ffn=4096,
         heads=16,
         kv_heads=16,
-        vocabulary=read_geometry(tokenizer).n_vocab,
+        vocabulary=read_geometry(shipped.DEMOS["bitnet"].path).n_vocab,
         context=32768,
     )
     source, model = (arguments.folder / name for name in ("random-i2s.gguf", "random-tq2.gguf"))
     try:
-        write_bitnet(source, shape, tokenizer)
+        write_bitnet(source, shape)
         convert(source, model, force=True)
         return entropykv(["bench", "-m", str(model), *options])
     finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, TokenType
 
 from entropykv.model import shipped
 from entropykv.model.header import I2_S_TYPE
@@ -22,6 +23,14 @@ def find_model(path: str | None) -> str:
 def read_texts(pattern: str) -> dict[str, str]:
     """Texts of benchmarks/texts by name."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob(pattern))}
+
+
+_PADDING: dict[str, Callable[[int], object]] = {
+    "tokens": "<unused{}>".format,
+    "scores": lambda _: 0.0,
+    "token_type": lambda _: int(TokenType.UNUSED),
+}
+"""What fills the lists of a tokenizer that has too few tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,8 @@ class BitNetShape:
     context: int = 4096
 
 
-def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = None) -> None:
-    """Random I2_S weights; the vocabulary of another file, or none.
+def write_bitnet(path: Path, shape: BitNetShape) -> None:
+    """Random I2_S weights; the vocabulary of the BitNet in the package, padded to its size.
 
     Norms are 1; every byte of four codes is as good as any other. All layers have the same
     codes: a file of billions of weights is written from the memory of one layer.
@@ -60,10 +69,7 @@ def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = Non
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500_000.0)
     writer.add_vocab_size(shape.vocabulary)
-    if tokenizer_of is None:
-        writer.add_tokenizer_model("no_vocab")
-    else:
-        _copy_tokenizer(tokenizer_of, writer)
+    _copy_tokenizer(shipped.DEMOS["bitnet"].path, writer, shape.vocabulary)
     embedding = np.empty((shape.vocabulary, n_embd), dtype=np.float16)
     for rows in np.array_split(embedding, 64):
         rows[:] = random.standard_normal(rows.shape, dtype=np.float32)
@@ -107,9 +113,13 @@ def write_bitnet(path: Path, shape: BitNetShape, tokenizer_of: Path | None = Non
     writer.close()
 
 
-def _copy_tokenizer(path: Path, writer: GGUFWriter) -> None:
+def _copy_tokenizer(path: Path, writer: GGUFWriter, n_vocab: int) -> None:
+    """Copy a tokenizer; unused tokens fill its vocabulary up to the size."""
     for name, field in GGUFReader(path).fields.items():
         if not name.startswith("tokenizer."):
             continue
         sub_type = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub_type)
+        value, kind = field.contents(), name.rpartition(".")[2]
+        if kind in _PADDING:
+            value = [*value, *map(_PADDING[kind], range(len(value), n_vocab))]
+        writer.add_key_value(name, value, field.types[0], sub_type=sub_type)

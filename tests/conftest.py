@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "benchmarks" / "texts"
 
 
-OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__"}
+OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
 """What tools write while tests run, besides hidden folders for their caches."""
 
 
@@ -47,6 +47,14 @@ def no_files_left_behind() -> Iterator[None]:
     yield
     left = sorted(files_of_the_tree() - before)
     assert not left, f"tests left files outside of their temporary folders: {', '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def uneven_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama whose KV heads and layers differ by more than a page of entries."""
+    path = tmp_path_factory.mktemp("models") / "uneven.gguf"
+    write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32", uneven=True)
+    return path
 
 
 @pytest.fixture(scope="session")

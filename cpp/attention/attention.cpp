@@ -66,8 +66,15 @@ Attention::Job::Job(int n_heads)
       unfinished_units(std::make_unique<std::atomic<int>[]>(index(n_heads))),
       next_unit(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
 
-Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads)
-    : store_(store), kernels_(kernels), workers_(index(std::max(n_threads, 1))) {
+Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads,
+                     std::shared_ptr<Workers> workers)
+    : store_(store),
+      kernels_(kernels),
+      shared_workers_(workers != nullptr ? workers : std::make_shared<Workers>()),
+      workers_(*shared_workers_),
+      owns_workers_(workers == nullptr),
+      n_threads_(std::max(n_threads, 1)) {
+    if (workers_.size() < index(n_threads_)) workers_.resize(index(n_threads_));
     store_.set_workers(n_threads, kernels);
     for (int l = 0; l < store_.n_layers(); ++l) {
         const PageLayout& layout = store_.layout(l);
@@ -86,7 +93,7 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
             worker.recall_positions.resize(kMostQueryRows);
         }
     }
-    next_commit_.resize(workers_.size());
+    next_commit_.resize(index(n_threads_));
     captures_.resize(index(store_.n_layers()));
     carried_.resize(index(store_.n_layers()));
 }
@@ -108,9 +115,9 @@ std::vector<float> Attention::row_entropies(int layer) const {
     const Split split = split_of(layer);
     const std::vector<float>& last = entropy_.at(index(layer)).last;
     const int n_head = store_.shape(layer).n_head;
-    std::vector<float> rows(index(n_tokens_ * n_head), 0.0f);
+    std::vector<float> rows(index(n_text_ * n_head), 0.0f);
     if (last.size() < rows.size()) return {};
-    for (int token = 0; token < n_tokens_; ++token)
+    for (int token = 0; token < n_text_; ++token)
         for (int head = 0; head < n_head; ++head)
             rows[index(token * n_head + head)] = last[index(
                 head / split.group * split.rows + token * split.group + head % split.group)];
@@ -177,7 +184,11 @@ int Attention::most_chunks(const Split& split, int most) {
 }
 
 int Attention::first_observed_row(const Split& split) const {
-    return std::max(0, n_tokens_ - store_.settings().importance.observation_window) * split.group;
+    // All queries of an echo count; to reconstruct, no others do where there are some.
+    const ImportanceSettings& importance = store_.settings().importance;
+    const bool echo_alone = importance.kind == ScoreKind::reconstruct && n_text_ < n_tokens_;
+    const int first = echo_alone ? n_text_ : n_text_ - importance.observation_window;
+    return std::max(0, first) * split.group;
 }
 
 // Bands with rows of the observation window.
@@ -196,16 +207,22 @@ Attention::Tile Attention::tile_at(const Split& split, int head, int number) {
     return {head, number, first, std::min(split.tile_rows, split.rows - first)};
 }
 
-void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position) {
+void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_position,
+                      int n_echo) {
+    if (n_text < 0 || n_echo < 0 || n_text + n_echo < 1 ||
+        n_text > store_.settings().max_tokens - n_echo)
+        throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
+    const int n_tokens = n_text + n_echo;
     if (base_position < 0 || base_position > kMostPositions - n_tokens)
         throw std::invalid_argument("a position outside of 0 .. 2^30");
     const int interval = store_.recall_interval();
-    recalling_ = interval > 0 && store_.frozen() > 0 &&
+    recalling_ = interval > 0 && n_text > 0 && store_.frozen() > 0 &&
                  (n_tokens > 1 || recall_now_ || base_position % interval == 0);
-    store_.reserve(n_tokens, base_position + n_tokens - 1, recalling_);
+    store_.reserve(n_text, base_position + n_text - 1, recalling_, n_echo);
     recall_now_ = false;
-    store_.prepare_queries(rope_position, n_tokens);
+    store_.prepare_queries(rope_position, n_text);
     n_tokens_ = n_tokens;
+    n_text_ = n_text;
     base_position_ = base_position;
     observing_ = store_.settings().importance.observes() &&
                  (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
@@ -216,7 +233,7 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
     const auto most_entries = [&](int layer, int head) {
         const int total = total_entries(layer, head);
         const int recalled = recalling_ ? store_.most_recalled(layer, head) : 0;
-        return std::max(total, std::min(total + recalled, store_.budget(layer, head)));
+        return std::max(total, std::min(total + recalled, store_.budget(layer, head) + n_echo));
     };
     longest_ = 0;
     for (int l = 0; l < store_.n_layers(); ++l)
@@ -251,14 +268,20 @@ void Attention::begin(int n_tokens, std::int32_t base_position, std::int32_t rop
 
 std::size_t Attention::scratch_bytes() const {
     std::size_t bytes = bytes_of(partials_) + bytes_of(logits_) + bytes_of(observed_);
-    for (const Worker& worker : workers_)
-        bytes += bytes_of(worker.query) + bytes_of(worker.output) + bytes_of(worker.kernel) +
-                 bytes_of(worker.softmax) + bytes_of(worker.recall) +
-                 bytes_of(worker.recall_positions);
+    if (owns_workers_) bytes += bytes_of_workers(workers_);
     for (const Carried& carried : carried_)
         bytes += bytes_of(carried.observed) + bytes_of(carried.squares);
     for (const Capture& capture : captures_) bytes += bytes_of(capture.queries);
     for (const LayerEntropy& entropy : entropy_) bytes += bytes_of(entropy.last);
+    return bytes;
+}
+
+std::size_t Attention::bytes_of_workers(const Workers& workers) {
+    std::size_t bytes = 0;
+    for (const Worker& worker : workers)
+        bytes += bytes_of(worker.query) + bytes_of(worker.output) + bytes_of(worker.kernel) +
+                 bytes_of(worker.softmax) + bytes_of(worker.recall) +
+                 bytes_of(worker.recall_positions);
     return bytes;
 }
 
@@ -356,12 +379,12 @@ void Attention::recall_head(const Call& call, int head) noexcept {
     const PageLayout& layout = store_.layout(call.layer);
     const int group = call.split.group;
     float* rows = workers_[index(call.thread)].recall.data();
-    const int n_looking = std::clamp(kMostQueryRows / group, 1, n_tokens_);  // the last ones
+    const int n_looking = std::clamp(kMostQueryRows / group, 1, n_text_);  // the last ones
     std::int32_t* positions = workers_[index(call.thread)].recall_positions.data();
     float* slopes =
         call.params->slopes != nullptr ? rows + kMostQueryRows * layout.k_stride : nullptr;
     int n = 0;
-    for (int token = n_tokens_ - n_looking; token < n_tokens_; ++token) {
+    for (int token = n_text_ - n_looking; token < n_text_; ++token) {
         for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
             positions[n] = base_position_ + token;
             if (slopes != nullptr) slopes[n] = call.params->slopes[head * group + g];
@@ -371,9 +394,9 @@ void Attention::recall_head(const Call& call, int head) noexcept {
             std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
         }
     }
-    store_.recall(call.layer, head, n_tokens_,
+    store_.recall(call.layer, head, n_text_,
                   {rows, n, layout.k_stride, call.params->softcap, positions, slopes},
-                  base_position_ + n_tokens_ - 1, call.thread);
+                  base_position_ + n_text_ - 1, call.thread);
 }
 
 // A unit of the thread's own heads, then of the others.
@@ -404,7 +427,6 @@ void Attention::attend(int layer, int reader, const AttentionParams& params, con
         run_unit(call, unit, next);
         unit = next;
     }
-    run_commits(commits_due_, thread);
 }
 
 }  // namespace entropykv

@@ -42,11 +42,28 @@ struct RowsView {
                                               static_cast<std::size_t>(token) * token_stride +
                                               static_cast<std::size_t>(head) * head_stride);
     }
+    // The rows from a token on.
+    RowsView from(int token) const {
+        return {data + static_cast<std::size_t>(token) * token_stride, token_stride, head_stride};
+    }
 };
 
 class Attention {
 public:
-    Attention(HeadStore& store, const KernelTable& kernels, int n_threads);
+    struct Worker {                 // scratch of one thread
+        std::vector<float> query;   // a tile
+        std::vector<float> output;  // a tile
+        std::vector<float> kernel;
+        std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
+        std::vector<float> recall;   // query rows and their slopes
+        std::vector<std::int32_t> recall_positions;  // of those rows
+    };
+    using Workers = std::vector<Worker>;
+
+    // workers: of sequences of one model, which are attended to one after the other by every
+    // thread; none: its own.
+    Attention(HeadStore& store, const KernelTable& kernels, int n_threads,
+              std::shared_ptr<Workers> workers = nullptr);
 
     void set_entropy_tracking(bool on) { track_entropy_ = on; }
     // Every head of a layer ranks by what all of them observed: where their budgets are equal, they
@@ -59,9 +76,12 @@ public:
     // recall_interval-th single one; now: with the next one, whatever it is.
     void recall_now() { recall_now_ = true; }
 
-    // Before every llama_decode: reserves pages and scratch for n_tokens at base_position, which
-    // RoPE sees at rope_position. Nothing after it allocates.
-    void begin(int n_tokens, std::int32_t base_position, std::int32_t rope_position);
+    // Before every llama_decode: reserves pages and scratch for n_text tokens at base_position,
+    // which RoPE sees at rope_position, and for n_echo tokens behind them: those ask for the text
+    // again and repeat it. They see it, and each other, as any tokens do; their queries, too, tell
+    // what entries are worth (to reconstruct, theirs alone), and nothing of them is kept. An echo
+    // may come alone, for text that was read before. Nothing after it allocates.
+    void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0);
 
     // In the graph, in this order, with a barrier between them; no stage_v() for layers whose V is
     // a part of K; attend() for one reader of the layer after another, other layers in between.
@@ -70,14 +90,24 @@ public:
     void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
     void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                 float* output, int thread) noexcept;  // output [n_tokens][n_head][v_dim]
+    // After attend(), by every thread: commits what must not wait for the next layer.
+    void finish(int thread) noexcept { run_commits(commits_due_, thread); }
+    // Values of the output for one token.
+    int output_values(int layer) const {
+        return store_.shape(layer).n_head * store_.shape(layer).v_dim;
+    }
+    HeadStore& store() { return store_; }
 
-    // Bytes besides the store: what threads work with, and what queries give until it is committed.
+    // Bytes besides the store: what queries give until it is committed, and, of its own workers,
+    // what threads work with.
     std::size_t scratch_bytes() const;
+    static std::size_t bytes_of_workers(const Workers& workers);
     // Between micro-batches, where budgets shrank: the next one takes what it needs.
     void release_scratch();
 
-    int n_threads() const { return static_cast<int>(workers_.size()); }
-    int n_tokens() const { return n_tokens_; }
+    int n_threads() const { return n_threads_; }
+    int n_tokens() const { return n_tokens_; }  // of the micro-batch, those of the echo too
+    int n_text() const { return n_text_; }      // without them
 
     // Since the last reset: sum of the entropies (bits) of the attention rows of every query head
     // of a layer, of all its readers, and how many rows there were. An attention sink counts as one
@@ -136,14 +166,6 @@ private:
     struct Unit {
         Tile tile;  // the first one of a band
         int chunk;
-    };
-    struct Worker {                 // scratch of one thread
-        std::vector<float> query;   // a tile
-        std::vector<float> output;  // a tile
-        std::vector<float> kernel;
-        std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
-        std::vector<float> recall;   // query rows and their slopes
-        std::vector<std::int32_t> recall_positions;  // of those rows
     };
     struct Carried {                  // what a layer's readers saw, but for the last one
         std::vector<float> observed;  // [head][longest_]
@@ -204,6 +226,7 @@ private:
     void observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void observe_decode(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    void add_up(float* total, const float* more, int n) const noexcept;
     float* sum_observed(const Call& call, int head) noexcept;
     float output_squares(const Call& call, int head) const noexcept;
     float* carry(const Call& call, int head, float* observed) noexcept;
@@ -236,10 +259,14 @@ private:
     bool shared_choice_ = false;
     std::vector<LayerEntropy> entropy_;
     std::vector<Capture> captures_;
-    std::vector<Worker> workers_;
+    std::shared_ptr<Workers> shared_workers_;
+    Workers& workers_;
+    bool owns_workers_;
+    int n_threads_;
 
     // The micro-batch.
     int n_tokens_ = 0;
+    int n_text_ = 0;  // of these, before the echo
     std::int32_t base_position_ = 0;
     bool observing_ = false;  // its queries count towards importance
     bool recalling_ = false;  // frozen entries are looked for

@@ -14,6 +14,7 @@ Statistic statistic_of(ScoreKind kind) {
     switch (kind) {
         case ScoreKind::attention: return Statistic::probability;
         case ScoreKind::products: return Statistic::product;
+        case ScoreKind::reconstruct: return Statistic::largest_probability;
         default: return Statistic::squared_probability;
     }
 }
@@ -236,14 +237,14 @@ void Attention::finish_head(const Call& call, int head) noexcept {
     }
     if (track_entropy_) {
         LayerEntropy& entropy = entropy_[index(call.layer)];
-        for (int row = 0; row < call.split.rows; ++row)
+        for (int row = 0; row < n_text_ * call.split.group; ++row)
             entropy.sums[index(head * call.split.group + row % call.split.group)] +=
                 entropy.last[index(head * call.split.rows + row)];
-        if (head == 0) entropy.rows += n_tokens_;
+        if (head == 0) entropy.rows += n_text_;
     }
     // Expected queries are those of the layer that wrote the keys.
     if (call.reader == 0)
-        store_.add_queries(call.layer, head, n_tokens_, call.params->scale,
+        store_.add_queries(call.layer, head, n_text_, call.params->scale,
                            [&](int token, int query) {
                                return call.query->row(token, head * call.split.group + query);
                            });
@@ -258,6 +259,15 @@ void Attention::finish_head(const Call& call, int head) noexcept {
     }
 }
 
+// Adds up what two sets of queries gave to each of n entries, or takes the larger one.
+void Attention::add_up(float* total, const float* more, int n) const noexcept {
+    if (store_.settings().importance.by_largest()) {
+        for (int j = 0; j < n; ++j) total[j] = std::max(total[j], more[j]);
+    } else {
+        for (int j = 0; j < n; ++j) total[j] += more[j];
+    }
+}
+
 // Adds up what the readers of a layer saw of a head; returns what they saw up to this one.
 float* Attention::carry(const Call& call, int head, float* observed) noexcept {
     if (store_.shape(call.layer).readers == 1) return observed;
@@ -268,7 +278,11 @@ float* Attention::carry(const Call& call, int head, float* observed) noexcept {
     if (observed == nullptr) return nullptr;
     float* total = carried.observed.data() + index(head) * longest_;
     const int n = total_entries(call.layer, head);
-    for (int j = 0; j < n; ++j) total[j] = observed[j] + (call.reader > 0 ? total[j] : 0.0f);
+    if (call.reader == 0) {
+        std::copy(observed, observed + n, total);
+    } else {
+        add_up(total, observed, n);
+    }
     return total;
 }
 
@@ -277,7 +291,7 @@ void Attention::commit(const Call& call, int head, const float* observed) noexce
     const float squares = shared              ? carried_[index(call.layer)].squares[index(head)]
                           : store_.measures() ? output_squares(call, head)
                                               : 0.0f;
-    store_.commit(call.layer, head, n_tokens_, observed, squares, call.thread);
+    store_.commit(call.layer, head, n_text_, observed, squares, call.thread);
 }
 
 bool Attention::queues(int layer) const noexcept {
@@ -312,7 +326,7 @@ void Attention::commit_layer(const Call& call) noexcept {
     float* shared = carry(call, 0, sum_observed(call, 0));
     for (int head = 1; shared != nullptr && head < n_heads; ++head) {
         const float* more = carry(call, head, sum_observed(call, head));
-        for (int j = 0; j < n; ++j) shared[j] += more[j];
+        add_up(shared, more, n);
     }
     for (int head = 0; head < n_heads; ++head) commit(call, head, shared);
 }
@@ -322,7 +336,7 @@ float Attention::output_squares(const Call& call, int head) const noexcept {
     const LayerShape& shape = store_.shape(call.layer);
     const std::size_t size = index(call.split.group * shape.v_dim);
     double sum = 0.0;
-    for (int token = 0; token < n_tokens_; ++token) {
+    for (int token = 0; token < n_text_; ++token) {
         const float* output =
             call.output + index(token * shape.n_head * shape.v_dim) + index(head) * size;
         float of_token = 0.0f;
@@ -455,8 +469,7 @@ float* Attention::sum_observed(const Call& call, int head) noexcept {
     float* total = observed_of(call, head, 0);
     const int n = total_entries(call.layer, head);
     for (int band = 1; band < observed_bands(call.split); ++band) {
-        const float* more = observed_of(call, head, band);
-        for (int j = 0; j < n; ++j) total[j] += more[j];
+        add_up(total, observed_of(call, head, band), n);
     }
     return total;
 }

@@ -9,7 +9,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "attention/attention.hpp"
+#include "attention/attention_batch.hpp"
 #include "decide/budget.hpp"
 #include "llama/built_for.hpp"
 #include "llama/flat_store.hpp"
@@ -19,6 +19,7 @@
 #include "llama/weight_hook.hpp"
 #include "llama/window_probe.hpp"
 #include "platform/bandwidth.hpp"
+#include "store/cache_map.hpp"
 #include "store/head_store.hpp"
 #include "store/rope.hpp"
 
@@ -54,14 +55,20 @@ KvType kv_type_named(const std::string& name) {
     throw std::invalid_argument("kv_type must be f16 or q8_0, not " + name);
 }
 
-// A HeadStore with the attention over it.
+// What sequences of one model share.
+struct SequencePool {
+    std::shared_ptr<StorePool> store;
+    std::shared_ptr<Attention::Workers> workers = std::make_shared<Attention::Workers>();
+};
+
+// A HeadStore with the attention over it; one of the sequences of a pool, if there is one.
 class Headwise {
 public:
     Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings, int n_threads,
-             const std::optional<std::string>& name)
+             const std::optional<std::string>& name, const SequencePool* pool)
         : kernels(kernels_named(name)),
-          store(layers, settings),
-          attention(store, kernels, n_threads) {}
+          store(layers, settings, pool != nullptr ? pool->store : nullptr),
+          attention(store, kernels, n_threads, pool != nullptr ? pool->workers : nullptr) {}
 
     // Attends to one micro-batch without a model: stages K and V for the first reader, attends,
     // commits after the last one.
@@ -69,7 +76,8 @@ public:
                               const std::optional<InputArray<float>>& k,
                               const std::optional<InputArray<float>>& v, AttentionParams params,
                               const std::optional<InputArray<float>>& sinks,
-                              const std::optional<InputArray<float>>& slopes, int position) {
+                              const std::optional<InputArray<float>>& slopes, int position,
+                              int n_echo) {
         const LayerShape& shape = shape_of(layer);
         const auto n_tokens = static_cast<int>(q.ndim() == 3 ? q.shape(0) : 0);
         const auto check = [&](const InputArray<float>& rows, int heads, int dim) {
@@ -102,10 +110,14 @@ public:
                             static_cast<std::size_t>(a.strides(0)),
                             static_cast<std::size_t>(a.strides(1))};
         };
-        if (reader == 0) attention.begin(n_tokens, position, position);
+        if (n_echo < 0 || n_echo > n_tokens)
+            throw std::invalid_argument(
+                "an echo of more tokens than there are, or of fewer than none");
+        if (reader == 0) attention.begin(n_tokens - n_echo, position, position, n_echo);
         if (k) attention.stage_k(layer, rows(*k), 0, 1);
         if (v) attention.stage_v(layer, rows(*v), 0, 1);
         attention.attend(layer, reader, params, rows(q), output.mutable_data(), 0);
+        attention.finish(0);
         last_layer = layer;
         last_reader = reader;
         return output;
@@ -248,6 +260,7 @@ void bind_importance(py::module_& m) {
         .value("mass", ScoreKind::mass)
         .value("attention", ScoreKind::attention)
         .value("products", ScoreKind::products)
+        .value("reconstruct", ScoreKind::reconstruct)
         .value("expected", ScoreKind::expected);
     py::class_<ImportanceSettings>(m, "ImportanceSettings")
         .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
@@ -375,14 +388,16 @@ void bind_graph(py::module_& m) {
     py::class_<GraphHook> graph_hook(m, "GraphHook");
     bind_hook(graph_hook);
     bind_products(graph_hook);
-    graph_hook.def(py::init<int, int>(), py::arg("relu2_layers"), py::arg("n_threads"))
+    graph_hook
+        .def(py::init<int, int, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
+             py::arg("in_company") = false)
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
         .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)
         .def_property_readonly("rope_limit", &GraphHook::rope_limit)
         .def(
-            "serve", [](GraphHook& self, Headwise& store) { self.serve(store.attention); },
-            py::arg("store"), py::keep_alive<1, 2>());
+            "serve", [](GraphHook& self, AttentionBatch& batch) { self.serve(batch); },
+            py::arg("batch"), py::keep_alive<1, 2>());
 }
 
 // What calibration looks at: attention rows of the last micro-batch, and entries.
@@ -394,7 +409,7 @@ void bind_observation(py::class_<Headwise>& store) {
                 const LayerShape& shape = self.shape_of(layer);
                 const std::vector<float> rows = self.attention.row_entropies(layer);
                 if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
-                return to_rows(rows, {self.attention.n_tokens(), shape.n_head});
+                return to_rows(rows, {self.attention.n_text(), shape.n_head});
             },
             py::arg("layer"))
         .def(
@@ -567,6 +582,71 @@ void bind_freezing(py::class_<Headwise>& store) {
         });
 }
 
+// What sequences share, and the micro-batch that holds tokens of several.
+void bind_pool(py::module_& m) {
+    py::class_<SequencePool>(m, "SequencePool")
+        .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
+                         int max_tokens, int n_sequences) {
+                 return SequencePool{std::make_shared<StorePool>(layers, kv_type_named(kv_type),
+                                                                 max_tokens, n_sequences)};
+             }),
+             py::arg("layers"), py::arg("kv_type"), py::arg("max_tokens"), py::arg("n_sequences"))
+        .def(
+            "set_pages", [](SequencePool& self, std::size_t n) { self.store->set_pages(n); },
+            py::arg("pages"))
+        .def_property_readonly("shared_pages",
+                               [](const SequencePool& s) { return s.store->shared_pages(); })
+        .def_property_readonly(
+            "budget_bytes", [](const SequencePool& s) { return s.store->pages().budget_bytes(); })
+        .def_property_readonly("used_bytes",
+                               [](const SequencePool& s) { return s.store->pages().used_bytes(); })
+        .def_property_readonly("peak_bytes",
+                               [](const SequencePool& s) { return s.store->pages().peak_bytes(); })
+        .def_property_readonly(
+            "mapped_bytes", [](const SequencePool& s) { return s.store->pages().mapped_bytes(); })
+        .def_property_readonly("staging_bytes",
+                               [](const SequencePool& s) { return s.store->staging().bytes(); })
+        .def_property_readonly("scratch_bytes", [](const SequencePool& s) {
+            return Attention::bytes_of_workers(*s.workers);
+        });
+    py::class_<AttentionBatch>(m, "AttentionBatch")
+        .def(py::init<>())
+        .def("clear", &AttentionBatch::clear)
+        .def(
+            "add",
+            [](AttentionBatch& self, Headwise& store, int n_tokens, int position, int rope_position,
+               int n_echo) {
+                self.add(store.attention, n_tokens, position, rope_position, n_echo);
+            },
+            py::arg("store"), py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
+            py::arg("n_echo") = 0)
+        .def_property_readonly("n_tokens", &AttentionBatch::n_tokens);
+}
+
+// A picture for those who watch: bytes of (KV heads of all layers, columns).
+void bind_map(py::module_& m) {
+    py::class_<CacheMap>(m, "CacheMap")
+        .def(py::init<>())
+        .def(
+            "look",
+            [](CacheMap& self, const Headwise& store, std::int32_t first, int per_column,
+               int n_columns) {
+                if (first < 0 || per_column < 1 || n_columns < 1)
+                    throw std::invalid_argument("columns must be 1 or more, from 0 or later on");
+                {
+                    const py::gil_scoped_release release;
+                    self.look(store.store, first, per_column, n_columns);
+                }
+                const auto rows = [n_columns](const std::vector<std::uint8_t>& shares) {
+                    const auto n = static_cast<py::ssize_t>(shares.size()) / n_columns;
+                    return py::array_t<std::uint8_t>({n, py::ssize_t{n_columns}}, shares.data());
+                };
+                return py::make_tuple(rows(self.held()), rows(self.frozen()),
+                                      rows(self.restored()));
+            },
+            py::arg("store"), py::arg("first"), py::arg("per_column"), py::arg("n_columns"));
+}
+
 void bind_headwise(py::module_& m) {
     bind_freeze_settings(m);
     py::class_<Headwise> store(m, "HeadwiseStore");
@@ -579,7 +659,7 @@ void bind_headwise(py::module_& m) {
                          int max_tokens, int max_entries, int n_threads, bool own_windows,
                          bool shared_choice, const std::optional<std::string>& kernels,
                          std::vector<RopeParams> ropes,
-                         const std::optional<FreezeSettings>& freezing) {
+                         const std::optional<FreezeSettings>& freezing, const SequencePool* pool) {
                  const StoreSettings settings{kv_type_named(kv_type),
                                               importance,
                                               {n_sinks, recent_window},
@@ -588,7 +668,8 @@ void bind_headwise(py::module_& m) {
                                               max_entries,
                                               std::move(ropes),
                                               freezing};
-                 auto store = std::make_unique<Headwise>(layers, settings, n_threads, kernels);
+                 auto store =
+                     std::make_unique<Headwise>(layers, settings, n_threads, kernels, pool);
                  store->attention.set_shared_choice(shared_choice);
                  return store;
              }),
@@ -596,7 +677,12 @@ void bind_headwise(py::module_& m) {
              py::arg("recent_window"), py::arg("max_tokens"), py::arg("max_entries"),
              py::arg("n_threads"), py::arg("own_windows") = false, py::arg("shared_choice") = false,
              py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{},
-             py::arg("freezing") = py::none())
+             py::arg("freezing") = py::none(), py::arg("pool") = py::none())
+        .def("give_up_share",
+             [](Headwise& self) {
+                 self.store.give_up_share();
+                 self.attention.release_scratch();
+             })
         .def(
             "set_budgets",
             [](Headwise& self, const std::vector<int>& budgets, std::size_t pool_pages, int n_sinks,
@@ -607,22 +693,24 @@ void bind_headwise(py::module_& m) {
             py::arg("budgets"), py::arg("pool_pages"), py::arg("n_sinks"), py::arg("recent_window"))
         .def(
             "begin",
-            [](Headwise& self, int n_tokens, int position, int rope_position) {
-                self.attention.begin(n_tokens, position, rope_position);
+            [](Headwise& self, int n_tokens, int position, int rope_position, int n_echo) {
+                self.attention.begin(n_tokens, position, rope_position, n_echo);
             },
-            py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"))
+            py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
+            py::arg("n_echo") = 0)
         .def(
             "attend",
             [](Headwise& self, int layer, const InputArray<float>& q,
                const std::optional<InputArray<float>>& k, const std::optional<InputArray<float>>& v,
                float scale, float softcap, const std::optional<InputArray<float>>& sinks,
-               int position, const std::optional<InputArray<float>>& slopes, int reader) {
+               int position, const std::optional<InputArray<float>>& slopes, int reader,
+               int n_echo) {
                 return self.attend(layer, reader, q, k, v, {scale, softcap}, sinks, slopes,
-                                   position);
+                                   position, n_echo);
             },
             py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("scale"),
             py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(), py::arg("position") = 0,
-            py::arg("slopes") = py::none(), py::arg("reader") = 0)
+            py::arg("slopes") = py::none(), py::arg("reader") = 0, py::arg("n_echo") = 0)
         .def(
             "measure_losses",
             [](Headwise& self, const std::vector<int>& knots) { self.store.measure_losses(knots); },
@@ -780,6 +868,8 @@ PYBIND11_MODULE(_core, m) {
     bind_rope(m);
     bind_graph(m);
     bind_decisions(m);
+    bind_pool(m);
     bind_headwise(m);
+    bind_map(m);
     bind_flat(m);
 }

@@ -13,6 +13,9 @@ enum class ScoreKind {
                 // that dropping the entry would have caused
     attention,  // attention probabilities: H2O, SnapKV, the layer document
     products,   // |q.k| as the softmax sees it, with the model's scale: the freeze document
+    // The largest attention probability that any of them gave, of those that read a stretch again
+    // to repeat it: KVzip (Kim et al. 2025, arXiv:2505.23416).
+    reconstruct,
     // What queries like those so far are expected to give it from the next positions on:
     expected,  // attention probabilities
 };
@@ -31,8 +34,10 @@ struct ImportanceSettings {
     // Whether queries are observed at all.
     bool observes() const {
         return kind == ScoreKind::mass || kind == ScoreKind::attention ||
-               kind == ScoreKind::products;
+               kind == ScoreKind::products || kind == ScoreKind::reconstruct;
     }
+    // Whether the largest of what queries gave counts, and not the sum.
+    bool by_largest() const { return kind == ScoreKind::reconstruct; }
 };
 
 // The BitNet document's score: e^(-alpha * distance) + 0.5 for the newest tenth, with

@@ -23,15 +23,29 @@ template <Statistic What>
 inline Vec add_observed(Vec given, Vec sums) {
     if constexpr (What == Statistic::squared_probability) {
         return multiply_add(given, given, sums);
+    } else if constexpr (What == Statistic::largest_probability) {
+        return maximum(given, sums);
     } else {
         return sums + given;
+    }
+}
+
+// What the lanes of `given` and `sum` are together.
+template <Statistic What>
+inline float merged(float sum_so_far, Vec given) {
+    if constexpr (What == Statistic::largest_probability) {
+        const float most = largest(given);
+        return most > sum_so_far ? most : sum_so_far;
+    } else {
+        return sum_so_far + sum(given);
     }
 }
 
 template <Statistic What>
 inline float row_factor(float weight, float softmax_sum) {
     if constexpr (What == Statistic::product) return weight;
-    if constexpr (What == Statistic::probability) return weight / softmax_sum;
+    if constexpr (What == Statistic::probability || What == Statistic::largest_probability)
+        return weight / softmax_sum;
     return __builtin_sqrtf(weight) / softmax_sum;  // what it gives is squared with it
 }
 
@@ -63,7 +77,8 @@ void prompt_observe_typed(const PromptTask& task, const float* row_weights, floa
                 total = add_observed<What>(
                     where_less(load(task.row_positions + row), reach, zero(), given), total);
             }
-            sums[first - task.entries.first + e] += sum(total);
+            float& of_entry = sums[first - task.entries.first + e];
+            of_entry = merged<What>(of_entry, total);
         }
     }
 }
@@ -91,29 +106,45 @@ void logits_observe_what(const float* logits, int n, float max, float softmax_su
     float rest[kLanes];
     for (int i = 0; i < kLanes; ++i) rest[i] = j + i < n ? logits[j + i] : kMaskedLogit;
     store(rest, add_observed<What>(observed<What>(load(rest), shift, factor), zero()));
-    for (int i = 0; j + i < n; ++i) sums[j + i] += rest[i];
+    for (int i = 0; j + i < n; ++i) {
+        if constexpr (What == Statistic::largest_probability) {
+            sums[j + i] = rest[i] > sums[j + i] ? rest[i] : sums[j + i];
+        } else {
+            sums[j + i] += rest[i];
+        }
+    }
+}
+
+// A statistic as a type, so that kernels are compiled for it.
+template <Statistic What>
+struct Known {
+    static constexpr Statistic what = What;
+};
+
+template <typename Observe>
+inline void with_statistic(Statistic what, Observe observe) {
+    switch (what) {
+        case Statistic::squared_probability:
+            return observe(Known<Statistic::squared_probability>{});
+        case Statistic::probability: return observe(Known<Statistic::probability>{});
+        case Statistic::product: return observe(Known<Statistic::product>{});
+        case Statistic::largest_probability:
+            return observe(Known<Statistic::largest_probability>{});
+    }
 }
 
 void prompt_observe(const PromptTask& task, Statistic what, const float* row_weights,
                     float neighbourhood, float* sums) {
-    if (what == Statistic::squared_probability) {
-        prompt_observe_what<Statistic::squared_probability>(task, row_weights, neighbourhood, sums);
-    } else if (what == Statistic::probability) {
-        prompt_observe_what<Statistic::probability>(task, row_weights, neighbourhood, sums);
-    } else {
-        prompt_observe_what<Statistic::product>(task, row_weights, neighbourhood, sums);
-    }
+    with_statistic(what, [&](auto known) {
+        prompt_observe_what<decltype(known)::what>(task, row_weights, neighbourhood, sums);
+    });
 }
 
 void logits_observe(const float* logits, int n, Statistic what, float max, float softmax_sum,
                     float* sums) {
-    if (what == Statistic::squared_probability) {
-        logits_observe_what<Statistic::squared_probability>(logits, n, max, softmax_sum, sums);
-    } else if (what == Statistic::probability) {
-        logits_observe_what<Statistic::probability>(logits, n, max, softmax_sum, sums);
-    } else {
-        logits_observe_what<Statistic::product>(logits, n, max, softmax_sum, sums);
-    }
+    with_statistic(what, [&](auto known) {
+        logits_observe_what<decltype(known)::what>(logits, n, max, softmax_sum, sums);
+    });
 }
 
 }  // namespace

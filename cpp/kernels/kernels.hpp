@@ -66,8 +66,14 @@ struct PromptTask {
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);
 
-// What a query gives to an entry that it sees; to one that it does not see: 0.
-enum class Statistic { squared_probability, probability, product };  // product: |logit|
+// What a query gives to an entry that it sees; to one that it does not see: 0. What several give is
+// added up, but of largest_probability, of which the largest counts.
+enum class Statistic {
+    squared_probability,
+    probability,
+    product,  // |logit|
+    largest_probability,
+};
 
 struct KernelTable {
     const char* name;
@@ -79,8 +85,9 @@ struct KernelTable {
                       int to_group, const LaneMoves&);
     void (*decode)(const DecodeTask&);
     void (*prompt)(const PromptTask&);
-    // sums[j - first] += what the rows give to entry j, each times its weight [kRowTile]; rows
-    // nearer than `neighbourhood` give nothing. state.max and state.sum are final.
+    // sums[j - first] += what the rows give to entry j, each times its weight [kRowTile] (or the
+    // largest of both); rows nearer than `neighbourhood` give nothing. state.max and state.sum are
+    // final.
     void (*prompt_observe)(const PromptTask&, Statistic, const float* row_weights,
                            float neighbourhood, float* sums);
     // sums[j] += what one row gives to entry j of n; max and sum: of its softmax.

@@ -53,7 +53,8 @@ bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
 
 }  // namespace
 
-GraphHook::GraphHook(int relu2_layers, int n_threads) : weights_(relu2_layers, n_threads) {}
+GraphHook::GraphHook(int relu2_layers, int n_threads, bool in_company)
+    : weights_(relu2_layers, n_threads, in_company) {}
 
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     if (!ask) return true;
@@ -168,7 +169,7 @@ void GraphHook::look_at_reader(AttentionNode& first, const ggml_tensor* node,
 // ------------------------------------------------------------------------------------------------
 // serve
 
-void GraphHook::serve(Attention& attention) {
+void GraphHook::serve(AttentionBatch& attention) {
     layers_.clear();
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
         AttentionParams params;

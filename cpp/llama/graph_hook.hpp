@@ -1,8 +1,8 @@
 // The seam to llama.cpp: replaces the K and V writes and the attention node of every layer in the
 // graphs of one llama_context, through its evaluation callback. First the context decodes one token
 // with the hook only looking (probe): what it saw is the model's geometry, or why the headwise
-// store cannot serve it. Then serve() hands it the attention, and from then on every graph is
-// changed before it is computed.
+// store cannot serve it. Then serve() hands it the attention of the sequences whose tokens are in a
+// micro-batch, and from then on every graph is changed before it is computed.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention.hpp"
+#include "attention/attention_batch.hpp"
 #include "llama/rope_probe.hpp"
 #include "llama/weight_hook.hpp"
 
@@ -31,7 +31,7 @@ struct AttentionNode {
 class GraphHook {
 public:
     // Of its WeightHook, whose gates are changed while probing, too.
-    GraphHook(int relu2_layers, int n_threads);
+    GraphHook(int relu2_layers, int n_threads, bool in_company = false);
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 
@@ -49,7 +49,7 @@ public:
     int rope_limit() const { return rope_limit_; }
 
     // From now on graphs are changed. `attention` must outlive the context's last decode.
-    void serve(Attention& attention);
+    void serve(AttentionBatch& attention);
 
     const ProductHook& products() const { return weights_.products(); }
 
@@ -91,7 +91,7 @@ private:
     static void stage_v_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
     static void attend_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
-    Attention* attention_ = nullptr;
+    AttentionBatch* attention_ = nullptr;
     WeightHook weights_;
     std::vector<AttentionNode> nodes_;
     std::vector<const ggml_tensor*> masks_;  // of nodes_, while probing

@@ -63,15 +63,15 @@ const ProductTable* fastest_products() {
 
 }  // namespace
 
-ProductHook::ProductHook(int n_threads) {
+ProductHook::ProductHook(int n_threads, bool in_company) : in_company_(in_company) {
     if (const ProductTable* table = fastest_products()) products_.emplace(*table, n_threads);
 }
 
 // Nothing is changed where there is no memory for it.
 bool ProductHook::take(ggml_tensor* node) noexcept {
     const auto type = type_of(node->src[0]->type);
-    if (!products_ || !type || !is_served(node) || stock_is_faster(*type, node->src[1]->ne[1]))
-        return false;
+    if (!products_ || !type || !is_served(node)) return false;
+    if (!in_company_ && stock_is_faster(*type, node->src[1]->ne[1])) return false;
     try {
         products_->reserve(*type, static_cast<int>(node->src[0]->ne[0]),
                            static_cast<int>(node->src[1]->ne[1]));

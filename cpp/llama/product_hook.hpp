@@ -15,8 +15,9 @@ namespace entropykv {
 
 class ProductHook {
 public:
-    // At most n_threads threads take part in an op.
-    explicit ProductHook(int n_threads);
+    // At most n_threads threads take part in an op. in_company: tokens of several sequences are
+    // read together, and a single one must get the bits that it gets beside others.
+    explicit ProductHook(int n_threads, bool in_company = false);
     ProductHook(const ProductHook&) = delete;
     ProductHook& operator=(const ProductHook&) = delete;
 
@@ -37,6 +38,7 @@ private:
     static void multiply_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
     friend bool is_product(const ggml_tensor* node);
 
+    bool in_company_;
     std::optional<Products> products_;  // none where the machine has no kernels
     std::map<ggml_type, Seen> seen_;
 };

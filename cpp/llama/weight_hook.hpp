@@ -12,7 +12,9 @@ namespace entropykv {
 class WeightHook {
 public:
     // relu2_layers: of a model with squared ReLU; 0 for any other. n_threads: most of an op.
-    WeightHook(int relu2_layers, int n_threads) : products_(n_threads) {
+    // in_company: see ProductHook.
+    WeightHook(int relu2_layers, int n_threads, bool in_company = false)
+        : products_(n_threads, in_company) {
         if (relu2_layers > 0) gates_.emplace(relu2_layers);
     }
 

@@ -42,6 +42,7 @@ public:
 
     std::size_t page_bytes() const { return page_bytes_; }
     std::size_t budget_bytes() const { return budget_pages_ * page_bytes_; }
+    std::size_t used_pages() const { return used_pages_; }
     std::size_t used_bytes() const { return used_pages_ * page_bytes_; }
     std::size_t peak_bytes() const { return peak_pages_ * page_bytes_; }
     std::size_t mapped_bytes() const;

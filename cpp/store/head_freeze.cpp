@@ -17,7 +17,7 @@ void HeadStore::start_freezing() {
             !(schedule.rate > 0.0f) || !(schedule.threshold >= 0.0f))
             throw std::invalid_argument("a schedule of freezing with impossible numbers");
     }
-    std::size_t page_bytes = 0;
+    std::size_t page_bytes = 0;  // of cold storage
     std::size_t n_heads = 0;
     for (Layer& layer : layers_) {
         if (layer.shape.window > 0) continue;  // what leaves a window is never seen again
@@ -35,11 +35,11 @@ void HeadStore::start_freezing() {
     std::size_t most_pages = 0;  // besides the open one, which is as wide as the store's
     if (freezing.limit_bytes > 0) {
         const std::size_t of_head = freezing.limit_bytes / n_heads;
-        const std::size_t least = pool_.page_bytes() + page_bytes;
+        const std::size_t least = this->page_bytes() + page_bytes;
         if (of_head < least)
             throw std::invalid_argument("cold storage must hold 2 pages of every KV head, " +
                                         std::to_string(n_heads * least) + " bytes");
-        most_pages = (of_head - pool_.page_bytes()) / page_bytes;
+        most_pages = (of_head - this->page_bytes()) / page_bytes;
     }
     for (Layer& layer : layers_)
         if (layer.cold)
@@ -175,6 +175,7 @@ float HeadStore::detection_limit(const Layer& layer, const Head& head,
     switch (settings_.importance.kind) {
         case ScoreKind::attention: return rows * share;
         case ScoreKind::mass: return rows * share * share;
+        case ScoreKind::reconstruct: return share;
         default: return rows * schedule_->threshold;
     }
 }

@@ -35,8 +35,8 @@ void HeadStore::size_for_recall(Workspace& workspace, std::size_t n) const {
     fit(workspace.incoming, index(kMostRecalled));
     if (workspace.page_read.size() == 0) {
         const std::size_t n_aside = index(kMostRecalled / kPageEntries);
-        workspace.page_read = AlignedBytes(cold_->page_bytes() + pool_.page_bytes());
-        workspace.aside = AlignedBytes(n_aside * pool_.page_bytes());
+        workspace.page_read = AlignedBytes(cold_->page_bytes() + page_bytes());
+        workspace.aside = AlignedBytes(n_aside * page_bytes());
     }
 }
 
@@ -70,6 +70,7 @@ float HeadStore::least_share(const Head& head) const noexcept {
     switch (settings_.importance.kind) {
         case ScoreKind::attention:
         case ScoreKind::mass:  // the root of its mean is a share, too
+        case ScoreKind::reconstruct:
             return std::max(kLeastShare, schedule_->threshold / static_cast<float>(head.count));
         case ScoreKind::products:  // |q.k| says nothing of shares
         case ScoreKind::streaming:

@@ -88,19 +88,18 @@ void HeadStore::add_observed(const Layer& layer, const Head& head, int head_inde
                              const float* observed) noexcept {
     // A single query stands for those since the last one that counted; its neighbourhood is left
     // out here, that of a prompt's queries was already.
-    const bool single = n_staged == 1;
     const float factor =
-        decay_factor(settings_.importance.decay, single ? scoring_interval() : n_staged);
-    const float weight = single ? static_cast<float>(scoring_interval()) : 1.0f;
-    const Slot last = staged_slot(layer, head_index, n_staged - 1);
-    const std::int32_t newest = layer.layout.positions(last.page)[last.index];
-    const std::int32_t limit = single ? newest - neighbourhood() : newest;
+        decay_factor(settings_.importance.decay, single_query_ ? scoring_interval() : n_staged);
+    const bool largest = settings_.importance.by_largest();
+    const float weight = single_query_ ? static_cast<float>(scoring_interval()) : 1.0f;
+    const std::int32_t limit = single_query_ ? newest_ - neighbourhood() : newest_;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layer.layout.positions(page);
         float* importance = layer.layout.importance(page);
         for (int i = 0; i < n; ++i) {
             const float kept = importance[i] * factor;
-            const float next = kept + (positions[i] <= limit ? weight * observed[first + i] : 0.0f);
+            const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
+            const float next = largest ? std::max(kept, given) : kept + weight * given;
             // Of queries that are no numbers, or too large for them, nothing is to be learnt.
             importance[i] = next <= std::numeric_limits<float>::max() ? next : kept;
         }

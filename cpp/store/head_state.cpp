@@ -158,7 +158,7 @@ void HeadStore::begin_load(const std::vector<int>& counts,
         }
     }
     if (next != counts.size()) throw std::invalid_argument("too many counts");
-    pool_.map(n_pages);
+    pool_->pages().map(pool_->pages().used_pages() - used_pages_ + n_pages);
 }
 
 void HeadStore::load_head(int layer_index, int head_index, int count, std::byte* state) {

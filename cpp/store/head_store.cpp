@@ -14,22 +14,6 @@ namespace entropykv {
 
 namespace {
 
-void check_shapes(const std::vector<LayerShape>& shapes) {
-    if (shapes.empty()) throw std::invalid_argument("a store needs layers");
-    for (const LayerShape& shape : shapes) {
-        if (shape.n_head_kv < 1 || shape.n_head < 1 || shape.n_head % shape.n_head_kv != 0)
-            throw std::invalid_argument("query heads must be a multiple of KV heads");
-        if (shape.k_dim < 1 || shape.v_dim < 1 || shape.k_dim > kMaxHeadDim ||
-            shape.v_dim > kMaxHeadDim)
-            throw std::invalid_argument("a head size outside of 1 .. 1024");
-        if (shape.latent && shape.v_dim > shape.k_dim)
-            throw std::invalid_argument("V cannot be more values than the K that it is a part of");
-        if (shape.readers < 1) throw std::invalid_argument("entries that no layer reads");
-        if (shape.window < 0 || shape.window > kMostPositions)
-            throw std::invalid_argument("a window outside of 0 .. 2^30 tokens");
-    }
-}
-
 void check_protection(const Protection& protection) {
     for (const int n : {protection.n_sinks, protection.recent_window})
         if (n < 0 || n > kMostPositions)
@@ -47,38 +31,18 @@ void check_importance(const ImportanceSettings& importance) {
         throw std::invalid_argument("variation must be 0 or a positive number");
 }
 
-PageLayout layout_of(const LayerShape& shape, KvType type, int entries) {
-    return make_page_layout(type, shape.k_dim, shape.v_dim, entries, shape.latent);
-}
-
 }  // namespace
 
 int most_entries(const LayerShape& shape, int max_entries) {
     return shape.window > 0 ? std::min(max_entries, shape.window + kWindowSlack) : max_entries;
 }
 
-std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type) {
-    check_shapes(layers);
-    std::size_t bytes = 0;
-    for (const LayerShape& shape : layers)
-        bytes = std::max(bytes, layout_of(shape, type, kPageEntries).bytes);
-    return bytes;
-}
-
-std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvType type) {
-    const std::size_t bytes = pool_page_bytes(layers, type);
-    std::vector<PageLayout> layouts;
-    for (const LayerShape& shape : layers) {
-        int entries = kPageEntries;
-        const auto fits = [&](int n) { return layout_of(shape, type, n).bytes <= bytes; };
-        while (fits(entries + kGroupEntries)) entries += kGroupEntries;
-        layouts.push_back(layout_of(shape, type, entries));
-    }
-    return layouts;
-}
-
-HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings& settings)
-    : settings_(settings), pool_(pool_page_bytes(shapes, settings.type), 0) {
+HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings& settings,
+                     std::shared_ptr<StorePool> pool)
+    : settings_(settings),
+      pool_(pool != nullptr
+                ? std::move(pool)
+                : std::make_shared<StorePool>(shapes, settings.type, settings.max_tokens)) {
     for (const int n : {settings.max_tokens, settings.max_entries})
         if (n < 1 || n > kMostPositions)
             throw std::invalid_argument("max_tokens and max_entries must be from 1 to 2^30");
@@ -89,41 +53,23 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
         Layer layer{shapes[i], layouts[i], {}};
         layer.heads.resize(index(shapes[i].n_head_kv));
         if (settings.importance.kind == ScoreKind::expected) follow_queries(layer, i);
-        const auto pages =
-            static_cast<std::size_t>(pages_for(settings.max_tokens, layer.layout.entries));
-        staging_stride_ = std::max(staging_stride_, pages);
         layers_.push_back(std::move(layer));
     }
-    make_staging();
     if (settings_.freezing) start_freezing();
     set_workers(1, kKernelsPortable);
+    pool_->join(*this);
 }
 
-// Rows of pages for the heads of a layer that is attended to, of the next one, and of those with
-// several readers. The next one has first pages of its own: the single tokens of two layers.
-void HeadStore::make_staging() {
-    std::size_t most_heads = 0;
-    std::size_t n_rows = 0;
-    for (const Layer& layer : layers_)
-        if (layer.shape.readers == 1)
-            most_heads = std::max(most_heads, index(layer.shape.n_head_kv));
-    n_rows = 2 * most_heads;
-    for (std::size_t i = 0; i < layers_.size(); ++i) {
-        Layer& layer = layers_[i];
-        layer.first_staging = layer.shape.readers == 1 ? i % 2 * most_heads : n_rows;
-        if (layer.shape.readers > 1) n_rows += index(layer.shape.n_head_kv);
-    }
-    const std::size_t n_shared = most_heads * (staging_stride_ - 1);
-    staging_ = AlignedBytes((n_rows * staging_stride_ - n_shared) * pool_.page_bytes());
-    std::byte* next = staging_.data();
-    for (std::size_t row = 0; row < n_rows; ++row) {
-        for (std::size_t page = 0; page < staging_stride_; ++page) {
-            const bool shared = row >= most_heads && row < 2 * most_heads && page > 0;
-            staging_pages_.push_back(
-                shared ? staging_pages_[(row - most_heads) * staging_stride_ + page] : next);
-            if (!shared) next += pool_.page_bytes();
-        }
-    }
+HeadStore::~HeadStore() {
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads) drop_pages(layer, head, 0);
+    pool_->leave(*this, share_pages_);
+}
+
+void HeadStore::give_up_share() {
+    if (used_pages_ > 0) throw std::logic_error("a store that holds pages needs its share");
+    pool_->set_share(share_pages_, 0);
+    share_pages_ = 0;
 }
 
 HeadStore::Slot HeadStore::staged_slot(const Layer& layer, int head, int i) const {
@@ -133,32 +79,26 @@ HeadStore::Slot HeadStore::staged_slot(const Layer& layer, int head, int i) cons
 void HeadStore::grow_pages(const Layer& layer, Head& head, int entries) {
     const std::size_t wanted = index(pages_for(entries, layer.layout.entries));
     while (head.pages.size() < wanted) {
-        std::byte* page = pool_.allocate();
+        std::byte* page = pool_->pages().allocate();
         if (page == nullptr) throw std::logic_error("the budgets of the KV heads exceed the pool");
         head.pages.push_back(page);
+        peak_pages_ = std::max(peak_pages_, ++used_pages_);
     }
 }
 
 void HeadStore::drop_pages(const Layer& layer, Head& head, int entries) {
     const std::size_t wanted = index(pages_for(entries, layer.layout.entries));
     while (head.pages.size() > wanted) {
-        pool_.release(head.pages.back());
+        pool_->pages().release(head.pages.back());
         head.pages.pop_back();
+        --used_pages_;
     }
-}
-
-void HeadStore::compact_pool() {
-    pool_.compact([&](auto relocate) {
-        for (Layer& layer : layers_)
-            for (Head& head : layer.heads)
-                for (std::byte*& page : head.pages) page = relocate(page);
-    });
 }
 
 void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                             const Protection& protection) {
     check_protection(protection);
-    if (pool_pages > std::numeric_limits<std::size_t>::max() / pool_.page_bytes())
+    if (pool_pages > std::numeric_limits<std::size_t>::max() / page_bytes())
         throw std::invalid_argument("more pages than memory has addresses");
     std::size_t wanted_pages = 0;
     std::size_t n_heads = 0;
@@ -178,6 +118,7 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     }
     if (n_heads != budgets.size()) throw std::invalid_argument("too many budgets");
     if (wanted_pages > pool_pages) throw std::invalid_argument("the budgets exceed the pool");
+    pool_->check_share(share_pages_, pool_pages);
 
     std::size_t first = 0;
     for (Layer& layer : layers_)
@@ -185,7 +126,6 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             if (const int budget = budgets[first++]; head.cold && head.count > budget)
                 head.cold->prepare(head.count - budget);
     settings_.protection = protection;
-    const bool shrinks = pool_pages * pool_.page_bytes() < pool_.budget_bytes();
     std::size_t next = 0;
     for (Layer& layer : layers_) {
         for (int h = 0; h < layer.shape.n_head_kv; ++h, ++next) {
@@ -197,14 +137,17 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
             drop_pages(layer, head, head.count);
         }
     }
-    pool_.set_budget(pool_pages);
+    pool_->set_share(share_pages_, pool_pages);
+    share_pages_ = pool_pages;
     size_workspaces();
-    if (shrinks) compact_pool();
 }
 
-void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls) {
-    if (n_tokens < 1 || n_tokens > settings_.max_tokens)
+void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo) {
+    if (n_tokens < 0 || n_echo < 0 || n_tokens + n_echo < 1 ||
+        n_tokens > settings_.max_tokens - n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
+    newest_ = newest;
+    single_query_ = n_tokens + n_echo == 1;
     most_loaded_ = 0;
     for (int l = 0; l < n_layers(); ++l) {
         Layer& layer = layers_[index(l)];
@@ -311,11 +254,9 @@ void HeadStore::commit(int layer_index, int head_index, int n_staged, const floa
     Workspace& workspace = workspaces_[index(workspace_index)];
     if (observed != nullptr) add_observed(layer, head, head_index, n_staged, observed);
     const bool scheduled = schedule_ && head.cold && observed != nullptr;
-    const Slot last = staged_slot(layer, head_index, n_staged - 1);
-    const std::int32_t newest = layer.layout.positions(last.page)[last.index];
-    if (scheduled) follow_schedule(layer, head, head_index, n_staged, observed, newest, workspace);
-    take_in(layer, head, head_index, n_staged, newest, output_squares, workspace);
-    if (scheduled) restore_due(layer, head, newest, workspace);
+    if (scheduled) follow_schedule(layer, head, head_index, n_staged, observed, newest_, workspace);
+    take_in(layer, head, head_index, n_staged, newest_, output_squares, workspace);
+    if (scheduled) restore_due(layer, head, newest_, workspace);
 }
 
 // Staged entries, and what the budget holds of them and the stored ones.

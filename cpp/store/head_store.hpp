@@ -18,34 +18,12 @@
 #include "decide/query_statistics.hpp"
 #include "kernels/kernels.hpp"
 #include "page/page_layout.hpp"
-#include "page/page_pool.hpp"
 #include "platform/aligned_bytes.hpp"
 #include "store/entry_copies.hpp"
+#include "store/layer_shape.hpp"
+#include "store/store_pool.hpp"
 
 namespace entropykv {
-
-struct LayerShape {
-    int n_head;     // query heads
-    int n_head_kv;  // KV heads
-    int k_dim;
-    int v_dim;
-    int window = 0;        // sliding window in tokens; 0: none
-    bool chunked = false;  // the window begins at multiples of its size, and does not slide
-    bool latent = false;   // V is the first v_dim values of K (multi-head latent attention)
-    int readers = 1;       // layers of the model that attend to its entries, one after another
-
-    // Values that an entry of a KV head is made of.
-    int entry_values() const { return k_dim + (latent ? 0 : v_dim); }
-    // The oldest position that a query sees.
-    std::int32_t oldest_seen(std::int32_t query) const {
-        if (window == 0) return 0;
-        return chunked ? query / window * window : query - window + 1;
-    }
-    // The first query that sees nothing at or before a position.
-    std::int32_t first_blind(std::int32_t position) const {
-        return chunked ? (position / window + 1) * window : position + window;
-    }
-};
 
 // Of a layer with a window, KV heads hold more than what queries still see, so that they need not
 // be looked through with every token. Where they are, some stay: a session may go back that far.
@@ -83,19 +61,15 @@ struct StoredRows {
     std::vector<float> v;  // [entries][v_dim]
 };
 
-// The longest text: positions and sums of two of them fit into 32 bits, differences within a
-// context of llama.cpp, too.
-constexpr std::int32_t kMostPositions = std::int32_t{1} << 30;
-
-constexpr int kPageEntries = 16;  // of the layer with the largest entries
-
-// Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
-std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type);
-std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvType type);
-
 class HeadStore {
 public:
-    HeadStore(const std::vector<LayerShape>& layers, const StoreSettings& settings);
+    // pool: which sequences of the same layers share; none: the store has one of its own, whose
+    // budget is the store's.
+    HeadStore(const std::vector<LayerShape>& layers, const StoreSettings& settings,
+              std::shared_ptr<StorePool> pool = nullptr);
+    ~HeadStore();
+    HeadStore(const HeadStore&) = delete;
+    HeadStore& operator=(const HeadStore&) = delete;
 
     int n_layers() const { return static_cast<int>(layers_.size()); }
     const LayerShape& shape(int layer) const { return layers_[index(layer)].shape; }
@@ -107,15 +81,22 @@ public:
     }
     const StoreSettings& settings() const { return settings_; }
 
-    // Budgets in entries of every KV head, all layers in order; the pool gets `pool_pages` pages.
-    // Heads that hold more evict at once, and freed slabs go back to the system.
+    // Budgets in entries of every KV head, all layers in order, in a share of `pool_pages` pages.
+    // Heads that hold more evict at once; where the pool is the store's own, it has no more than
+    // the share, and freed slabs go back to the system.
     void set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                      const Protection& protection);
 
     // Before every micro-batch, which ends at position `newest`: pages for all that it can leave
     // behind. Nothing after it allocates.
-    // recalls: recall() will be called for every head.
-    void reserve(int n_tokens, std::int32_t newest, bool recalls);
+    // recalls: recall() will be called for every head. n_echo: tokens behind them, of which only
+    // the queries count; then n_tokens may be 0.
+    void reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo = 0);
+    const Staging& staging_area() const { return pool_->staging(); }
+    // Where in the staging area its part of the next micro-batch begins: see Staging.
+    void stage_at(std::size_t page) { first_staged_page_ = page; }
+    // Gives the share back: nothing may be held. The next set_budgets() takes another one.
+    void give_up_share();
 
     // The micro-batch's entries of one head, staged in the layout of the pool's pages: until the
     // next layer's, a single token until the one after that, or where a layer has several readers,
@@ -193,6 +174,11 @@ public:
 
     std::vector<std::int32_t> positions(int layer, int head) const;  // ascending
     std::vector<float> importance(int layer, int head) const;        // of positions(), in order
+    // visit(position) for every entry that a head holds, or has frozen, in no order.
+    template <typename Visit>
+    void over_held(int layer, int head, Visit visit) const;
+    template <typename Visit>
+    void over_frozen(int layer, int head, Visit visit) const;
     StoredRows rows(int layer, int head) const;
 
     // The entries of a head as bytes, frozen ones too: see head_state.cpp.
@@ -227,12 +213,20 @@ public:
     double eviction_seconds() const {
         return 1e-9 * static_cast<double>(eviction_nanoseconds_.load(std::memory_order_relaxed));
     }
-    std::size_t budget_bytes() const { return pool_.budget_bytes(); }
-    std::size_t used_bytes() const { return pool_.used_bytes(); }
-    std::size_t peak_bytes() const { return pool_.peak_bytes(); }
-    std::size_t mapped_bytes() const { return pool_.mapped_bytes(); }
-    std::size_t page_bytes() const { return pool_.page_bytes(); }
-    std::size_t staging_bytes() const { return staging_.size(); }
+    // Of its share of the pool.
+    std::size_t budget_bytes() const { return share_pages_ * page_bytes(); }
+    std::size_t used_bytes() const { return used_pages_ * page_bytes(); }
+    std::size_t peak_bytes() const { return peak_pages_ * page_bytes(); }
+    std::size_t mapped_bytes() const { return pool_->pages().mapped_bytes(); }  // of the pool
+    std::size_t page_bytes() const { return pool_->pages().page_bytes(); }
+    std::size_t staging_bytes() const { return pool_->staging().bytes(); }  // of the pool
+    // Has visit(page) return where the page is from now on, for every page of the store.
+    template <typename Visit>
+    void move_pages(Visit visit) {
+        for (Layer& layer : layers_)
+            for (Head& head : layer.heads)
+                for (std::byte*& page : head.pages) page = visit(page);
+    }
     std::size_t workspace_bytes() const;  // of all workers, besides staging
 
 private:
@@ -255,7 +249,6 @@ private:
         LayerShape shape;
         PageLayout layout;
         std::vector<Head> heads;
-        std::size_t first_staging = 0;       // of its heads
         std::size_t turns = 0;               // of its rope
         std::unique_ptr<ColdLayout> cold{};  // none where nothing of it is frozen
     };
@@ -307,7 +300,8 @@ private:
     }
     Slot staged_slot(const Layer& layer, int head, int i) const;
     std::byte* const* staging_of(const Layer& layer, int head) const {
-        return staging_pages_.data() + (layer.first_staging + index(head)) * staging_stride_;
+        const auto number = static_cast<std::size_t>(&layer - layers_.data());
+        return pool_->staging().row(number, head) + first_staged_page_;
     }
 
     template <typename Visit>
@@ -363,7 +357,6 @@ private:
     std::size_t home_state_bytes(const Layer& layer, int count) const;
     std::string homes_problem(const Layer& layer, int count, const std::byte* state) const;
     void load_cold(const Layer& layer, Head& head, const std::byte* state, Head& loaded);
-    void make_staging();
     void start_freezing();
     void size_workspaces();
     void size_for_recall(Workspace& workspace, std::size_t n) const;
@@ -419,20 +412,22 @@ private:
                     std::int32_t now, Workspace& workspace) noexcept;
     void grow_pages(const Layer& layer, Head& head, int entries);
     void drop_pages(const Layer& layer, Head& head, int entries);
-    void compact_pool();
 
     StoreSettings settings_;
     std::vector<int> knots_;
     const KernelTable* kernels_ = nullptr;
     std::vector<Layer> layers_;
-    PagePool pool_;
-    AlignedBytes staging_;
-    std::vector<std::byte*> staging_pages_;
-    std::size_t staging_stride_ = 0;
+    std::shared_ptr<StorePool> pool_;
+    std::size_t share_pages_ = 0;
+    std::size_t used_pages_ = 0;
+    std::size_t peak_pages_ = 0;
+    std::size_t first_staged_page_ = 0;
     std::vector<Workspace> workspaces_;
     int most_loaded_ = 0;             // entries of a head in the states that are being loaded
     std::vector<TurnsBack> turns_;    // one for every kind of rope
     std::int32_t rope_position_ = 0;  // of the micro-batch
+    std::int32_t newest_ = 0;         // the position at its end
+    bool single_query_ = false;       // it has no more than one
     std::unique_ptr<ColdStorage> cold_;
     std::optional<FreezeSchedule> schedule_;
     std::atomic<std::int64_t> cold_nanoseconds_{0};
@@ -452,6 +447,23 @@ void HeadStore::over_pages(const Layer& layer, const Head& head, int head_index,
     for (int first = 0; first < n_staged; first += per_page)
         visit(staging_of(layer, head_index)[first / per_page], std::min(per_page, n_staged - first),
               head.count + first);
+}
+
+template <typename Visit>
+void HeadStore::over_held(int layer_index, int head_index, Visit visit) const {
+    const Layer& layer = layers_.at(index(layer_index));
+    over_pages(layer, head_at(layer_index, head_index), head_index, 0,
+               [&](const std::byte* page, int n, int) {
+                   const std::int32_t* positions = layer.layout.positions(page);
+                   for (int i = 0; i < n; ++i) visit(positions[i]);
+               });
+}
+
+template <typename Visit>
+void HeadStore::over_frozen(int layer_index, int head_index, Visit visit) const {
+    const Head& head = head_at(layer_index, head_index);
+    for (int i = 0; head.cold && i < head.cold->n_records(); ++i)
+        if (head.cold->frozen(i)) visit(head.cold->position(i));
 }
 
 template <typename Row>

@@ -17,6 +17,7 @@ from entropykv.errors import (  # noqa: E402
     EntropyKVError,
     FreezeError,
     ModelFileError,
+    PoolError,
     ProfileError,
     SessionFileError,
     SettingsError,
@@ -26,6 +27,7 @@ from entropykv.errors import (  # noqa: E402
 from entropykv.llama.arguments import EvictionEvent  # noqa: E402
 from entropykv.llama.entropy_llama import EntropyLlama, attach, detach  # noqa: E402
 from entropykv.profile.profile import EntropyProfile  # noqa: E402
+from entropykv.session.pool import Pool, PoolStats  # noqa: E402
 from entropykv.session.recovery import Recovery  # noqa: E402
 from entropykv.session.session import Session  # noqa: E402
 from entropykv.session.stats import SessionStats  # noqa: E402
@@ -47,6 +49,9 @@ __all__ = [
     "FreezeError",
     "Freezing",
     "ModelFileError",
+    "Pool",
+    "PoolError",
+    "PoolStats",
     "ProfileError",
     "Recovery",
     "Rung",

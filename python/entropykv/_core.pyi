@@ -31,6 +31,7 @@ class ScoreKind:
     mass: ScoreKind
     attention: ScoreKind
     products: ScoreKind
+    reconstruct: ScoreKind
     expected: ScoreKind
     @property
     def name(self) -> str: ...
@@ -227,8 +228,10 @@ class WeightHook:
 class GraphHook:
     """Looks at, then changes, the graphs of one llama_context: attention, and as WeightHook."""
 
-    def __init__(self, relu2_layers: int, n_threads: int) -> None:
-        """As WeightHook."""
+    def __init__(self, relu2_layers: int, n_threads: int, in_company: bool = False) -> None:
+        """As WeightHook. `in_company`: tokens of several sequences are read together, and each gets
+        the bits that it gets alone.
+        """
 
     @property
     def callback(self) -> int:
@@ -260,7 +263,9 @@ class GraphHook:
     def products_scratch_bytes(self) -> int:
         """As WeightHook."""
 
-    def serve(self, store: HeadwiseStore) -> None: ...
+    def serve(self, batch: AttentionBatch) -> None:
+        """From now on, change graphs: the batch says whose tokens they read."""
+
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
         """RuntimeError unless every layer was served since begin_step()."""
@@ -291,6 +296,63 @@ class FreezeSettings:
         for the checksums of its pages, or none. ValueError for anything else.
         """
 
+class SequencePool:
+    """What sequences of one model share: the pages of a hard budget, and a micro-batch's memory."""
+
+    def __init__(
+        self, layers: Sequence[LayerShape], kv_type: str, max_tokens: int, n_sequences: int
+    ) -> None:
+        """Micro-batches have up to `max_tokens` tokens of one sequence, and one of each other.
+
+        ValueError for more than 256 sequences.
+        """
+
+    def set_pages(self, pages: int) -> None:
+        """Set the budget; ValueError where the sequences' shares are more, and nothing changes."""
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages of all shares."""
+
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that the threads work with, whosever entries they attend to."""
+
+class AttentionBatch:
+    """The sequences whose tokens are in a micro-batch, in the order of its tokens."""
+
+    def __init__(self) -> None: ...
+    def clear(self) -> None:
+        """Begin another micro-batch, of no tokens yet."""
+
+    def add(
+        self,
+        store: HeadwiseStore,
+        n_tokens: int,
+        position: int,
+        rope_position: int,
+        n_echo: int = 0,
+    ) -> None:
+        """Add the next tokens, and get all that they need; single tokens come first.
+
+        `n_echo`: as in HeadwiseStore.begin().
+
+        ColdStorageError where cold storage has no room; nothing is added then.
+        """
+
+    @property
+    def n_tokens(self) -> int: ...
+
 class HeadwiseStore:
     """Paged entries per (layer, KV head), and the attention over them."""
 
@@ -309,23 +371,33 @@ class HeadwiseStore:
         kernels: str | None = None,
         ropes: Sequence[RopeParams] = (),
         freezing: FreezeSettings | None = None,
+        pool: SequencePool | None = None,
     ) -> None:
         """`own_windows`: a KV head's recent window is half of its own budget; `shared_choice`: the
         heads of a layer rank entries by what all of them observed; `ropes`: one for each layer, for
         expected attention; none: nothing has a position. `freezing` None: what is not kept is
-        dropped; ValueError where its limit is too small, or with `own_windows`.
+        dropped; ValueError where its limit is too small, or with `own_windows`. `pool` None: the
+        store has pages of its own, and its budget is all of them.
         """
+
+    def give_up_share(self) -> None:
+        """Leave the pool's pages to others; nothing may be held. set_budgets() takes a share."""
 
     def set_budgets(
         self, budgets: Sequence[int], pool_pages: int, n_sinks: int, recent_window: int
     ) -> None:
-        """Budgets in entries of every KV head, layer by layer; heads that hold more evict.
+        """Budgets in entries of every KV head, layer by layer, within a share of `pool_pages`.
 
+        Heads that hold more evict. ValueError where others' shares do not leave so many pages.
         ColdStorageError where there is no room for what they would freeze; nothing has changed.
         """
 
-    def begin(self, n_tokens: int, position: int, rope_position: int) -> None:
-        """Get all that a micro-batch needs; ColdStorageError where cold storage has no room."""
+    def begin(self, n_tokens: int, position: int, rope_position: int, n_echo: int = 0) -> None:
+        """Get all that a micro-batch needs; ColdStorageError where cold storage has no room.
+
+        `n_echo` more tokens follow the `n_tokens`, whose queries alone are observed, and of which
+        nothing is kept.
+        """
 
     def attend(
         self,
@@ -339,10 +411,12 @@ class HeadwiseStore:
         position: int = 0,
         slopes: _Floats | None = None,
         reader: int = 0,
+        n_echo: int = 0,
     ) -> _Floats:
         """Attention of one micro-batch without a model: [n_tokens][heads][dim] each.
 
         `v`: None where the layer's V is a part of K. `k`, `v`: None for readers after the first.
+        `n_echo`: how many of the tokens, the last ones, are an echo (see begin()).
         """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
@@ -469,6 +543,19 @@ class HeadwiseStore:
     @property
     def cold_failure(self) -> str | None:
         """What could not be read or written; stays."""
+
+class CacheMap:
+    """What every KV head holds, has frozen and got back, for those who watch a session."""
+
+    def __init__(self) -> None: ...
+    def look(
+        self, store: HeadwiseStore, first: int, per_column: int, n_columns: int
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Count positions in columns of `per_column` positions, from `first` on.
+
+        Three arrays, (KV heads of all layers, columns): which share of a column's positions is
+        held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+        """
 
 class FlatStore:
     """Position-level eviction in the cache of a llama_context (its address)."""

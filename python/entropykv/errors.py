@@ -35,6 +35,10 @@ class FreezeError(EntropyKVError):
     """Cold storage that cannot be made, or whose file is not any more as it was written."""
 
 
+class PoolError(EntropyKVError):
+    """A pool that has no room for another conversation, or a decode that was called off."""
+
+
 class ContextError(EntropyKVError, ValueError):
     """An empty prompt, a prompt longer than the context, or a position out of range."""
 

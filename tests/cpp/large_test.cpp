@@ -69,8 +69,10 @@ struct Model {
             Rows output(index(n * shape.n_head * shape.v_dim), NAN);
             run_node(n_threads, [&](int t) { attention.stage_k(l, k, t, n_threads); });
             run_node(n_threads, [&](int t) { attention.stage_v(l, v, t, n_threads); });
-            run_node(n_threads,
-                     [&](int t) { attention.attend(l, 0, params, q, output.data(), t); });
+            run_node(n_threads, [&](int t) {
+                attention.attend(l, 0, params, q, output.data(), t);
+                attention.finish(t);
+            });
             outputs.insert(outputs.end(), output.begin(), output.end());
         }
         end += n;

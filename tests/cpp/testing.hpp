@@ -108,7 +108,10 @@ inline std::vector<float> read_batch(Attention& attention, const LayerShape& sha
         RowsView q_rows = view(q, shape.n_head, shape.k_dim);
         q_rows.data += index(reader * n_queries) * sizeof(float);
         float* out = output.data() + reader * n_outputs;
-        run_node(n_threads, [&](int t) { attention.attend(0, reader, params, q_rows, out, t); });
+        run_node(n_threads, [&](int t) {
+            attention.attend(0, reader, params, q_rows, out, t);
+            attention.finish(t);
+        });
     }
     return output;
 }

@@ -192,15 +192,11 @@ class Watch:
     def _recent_window(self, head: tuple[int, int]) -> int:
         """Newest entries that the head must keep."""
         session = self.session
-        store: Any = session._store
         budget = session.budgets()[head[0]][head[1]]
-        if self.by_layer:
+        if self.by_layer and session.settings.recent_window is None:
             half = budget // 2
             return half - session.settings.n_sinks if half > session.settings.n_sinks else 1
-        if session.store == "flat":
-            recent: int = store._plan(session._budget).protection.recent_window
-        else:
-            recent = store._followed.protection.recent_window
+        recent = session._store.recent_window
         if session.policy.schedule and session.freezing:
             recent = min(recent, session.freezing.window)
         return recent

@@ -161,7 +161,7 @@ class Run:
         session = self.session
         tokens = self._next_tokens()
         data = session.save_state()
-        options = {**self.options, "kv_budget": str(session._budget)}
+        options = {**self.options, "kv_budget": str(session._host.budget)}
         options["kv_type"] = session.stats().kv_type  # `auto` may be another with this budget
         with Session(self.model.path, **options) as loaded:
             loaded.load_state(data)

@@ -16,8 +16,7 @@ from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.llamacpp.stock import StockSession
 from entropykv.session.recovery import Recovery
 from entropykv.store.protocol import Rung
-from tests.architectures import ARCHITECTURES, Architecture, write_architecture
-from tests.architectures.known import skip_where_unknown
+from tests.architectures import ARCHITECTURES, Architecture
 from tests.integration.test_architectures import next_logits, read
 from tests.integration.test_cli import entropykv
 from tests.integration.test_freezing import freeze_and_restore, frozen_entries
@@ -25,6 +24,7 @@ from tests.integration.test_headwise import relative_error, tokens_for
 from tests.integration.test_llama import QUIET
 from tests.integration.test_llama_reuse import Reads
 from tests.integration.test_sessions_on_disk import all_entries
+from tests.support.releases import write_known
 
 MODELS = {model.name: model for models in ARCHITECTURES.values() for model in models}
 WINDOW = 32  # of the models below that have one
@@ -42,8 +42,7 @@ def path(name: str, tmp_path: Path) -> Path:
 
 def written(model: Architecture, directory: Path, **metadata: Any) -> Path:
     file = directory / f"{model.name}.gguf"
-    write_architecture(file, replace(model, metadata={**model.metadata, **metadata}))
-    skip_where_unknown(file)
+    write_known(file, replace(model, metadata={**model.metadata, **metadata}))
     return file
 
 

@@ -13,8 +13,8 @@ from entropykv import ContextError, Session, SettingsError, UnsupportedModelErro
 from entropykv.llamacpp.stock import StockSession
 from entropykv.session.memory_plan import make_plan
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
-from tests.architectures.known import skip_where_unknown
 from tests.integration.test_headwise import relative_error, tokens_for
+from tests.support.releases import write_known
 
 Logits = npt.NDArray[np.float32]
 
@@ -36,8 +36,7 @@ every_model = pytest.mark.parametrize(("kind", "model"), ALL, ids=[model.name fo
 @pytest.fixture
 def path(model: Architecture, tmp_path: Path) -> Path:
     file = tmp_path / f"{model.name}.gguf"
-    write_architecture(file, model)
-    skip_where_unknown(file)
+    write_known(file, model)
     return file
 
 

@@ -246,7 +246,7 @@ def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None
     ("policy", "words"),
     [
         ("best", ("'best'", "uniform")),
-        ("uniform:best", ("'best'", "mass, attention, products, expected")),
+        ("uniform:best", ("'best'", "mass, attention, products, reconstruct, expected")),
         ("uniform:mass+best", ("'best'", "window, exposure, values, distinct")),
         ("streaming:mass", ("takes no measure",)),
     ],

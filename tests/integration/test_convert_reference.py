@@ -17,7 +17,7 @@ from entropykv import Session, UnsupportedModelError
 from entropykv.convert import convert
 from tests.integration.test_convert import Logits, exact_logits
 from tests.integration.test_headwise import kl_divergence, relative_error
-from tests.unit.test_hf_tokenizer import write_tokenizer
+from tests.support.hf_files import write_tokenizer
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes seconds, and a compiler
 _WHY = "needs torch and transformers: pip install entropykv[reference]"

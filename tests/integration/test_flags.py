@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli import main
-from entropykv.cli.parser import INSTEAD
+from entropykv.cli.instead import INSTEAD
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import SAMPLERS, SamplerChain, Sampling
 

@@ -21,7 +21,6 @@ from tests.integration.test_headwise import relative_error
 from tests.support.hf_files import hf_config, hf_tensors, write_hf
 from tests.support.i2s_files import I2sModel
 from tests.support.model_reference import ModelReference
-from tests.unit.test_hf_tokenizer import write_tokenizer
 
 KNOWN = {model.name: model for model in known_models()}
 SIZES = ("n_layer", "n_embd", "n_head", "n_head_kv", "n_ff", "n_vocab")
@@ -79,7 +78,6 @@ def test_a_tiny_one_is_exact_and_runs_inside_a_budget(tmp_path: Path, name: str)
     model = tiny(known)
     assert model.n_embd // model.n_head == known.shape.head_dim
     source, target = directory_of(known, model, tmp_path / "hf"), tmp_path / "out.gguf"
-    write_tokenizer(source)
     convert(source, target, embedding_type="f32")
     expected = ModelReference(target, known.activation).logits(TOKENS)
     assert relative_error(exact_logits(target, TOKENS), expected) < 5e-2
@@ -116,7 +114,7 @@ def test_sizes_are_those_of_the_converted_file(tmp_path: Path, name: str) -> Non
     summary = convert(directory_of(known, model, tmp_path / "hf"), tmp_path / "out.gguf")
     assert set(known.weight_types) == {kind for kind, _ in summary.tensor_types}
     header = summary.target_bytes - sum(known.weight_types.values())
-    assert 0 < header < 8192
+    assert 0 < header < 16384
 
 
 def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,10 +126,16 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert ten["kv_bytes_per_1000_tokens_f16"] == 1000 * 2 * 2 * 40 * 4 * 256
     assert ten["kv_bytes_budget"] < 0.3 * ten["kv_bytes_f16"]  # q8_0 of half the entries
     assert set(ten["weight_types"]) == {"TQ2_0", "Q6_K", "F32"}
+    assert ten["entries_per_head_budget"] == 32768 // 2
+    assert ten["conversion_paths"] == ["packed directory"]
+    assert rows["1bitLLM/bitnet_b1_58-3B"]["conversion_paths"] == ["master directory"]
     assert "Q4_0" in rows["1bitLLM/bitnet_b1_58-3B"]["weight_types"]
     assert cli.main(["models", "--known"]) == 0
     text = capsys.readouterr().out
     assert "entropykv convert Falcon3-10B-1.58bit Falcon3-10B-1.58bit.gguf" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| Falcon-E-3B-Base ")]
+    assert line.split("|")[2].strip() == "packed directory, I2_S"
+    assert line.split("|")[-2].strip() == f"{32768 // 5:,} q8_0"
     assert cli.main(["models", "--known", "--kv-budget", "x"]) == 2
 
 

@@ -372,7 +372,8 @@ def test_twelve_turns_read_only_what_is_new(smollm2: Path) -> None:
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         held = llm.n_tokens
-        reply = llm.create_chat_completion(messages, max_tokens=28, temperature=0.0)  # type: ignore[arg-type]
+        limit = 28 if len(endings) % 3 else 200  # some answers have room to end by themselves
+        reply = llm.create_chat_completion(messages, max_tokens=limit, temperature=0.0)  # type: ignore[arg-type]
         messages.append({"role": "assistant", "content": answer(reply)})
         endings.append(reply["choices"][0]["finish_reason"])
         read += reply["usage"]["prompt_tokens"] - held

@@ -26,19 +26,10 @@ from tests.integration.test_sessions_on_disk import (
     signed,
     with_contents,
 )
-from tests.support.tiny_models import write_llama
 
 ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
 MEASURED = ("adaptive", "adaptive-heads")
 BY_LAYER = ("layer", "layer-range")
-
-
-@pytest.fixture(scope="module")
-def uneven_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama whose KV heads and layers differ by more than a page of entries."""
-    path = tmp_path_factory.mktemp("models") / "uneven.gguf"
-    write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32", uneven=True)
-    return path
 
 
 each_policy = pytest.mark.parametrize("policy", ONLINE)

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.i2s_files import I2sModel
+from tests.support.i2s_files import I2sModel, byte_level_vocabulary
 
 Arrays = dict[str, npt.NDArray[np.generic]]
+
+N_TOKENS = 262
+"""Tokens of the tokenizer of every directory; a larger vocabulary is padded."""
 
 _DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8", "float64": "F64", "int64": "I64"}
 _NAMES = {
@@ -126,9 +129,31 @@ def hf_config(model: I2sModel, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
+def write_tokenizer(directory: Path, **changes: Any) -> None:
+    """Write the tokenizer.json of a byte-level BPE; `changes` replace parts of it."""
+    tokens, merges = byte_level_vocabulary(N_TOKENS)
+    specials = [
+        {"id": len(tokens) - 2 + index, "content": token, "special": True}
+        for index, token in enumerate(tokens[-2:])
+    ]
+    tokenizer = {
+        "added_tokens": specials,
+        "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: index for index, token in enumerate(tokens[:-2])},
+            "merges": [merge.split() for merge in merges],
+        },
+    } | changes
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": "{{ messages }}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def write_hf(directory: Path, config: dict[str, Any], *shards: Arrays) -> Path:
-    """Write a checkpoint; several shards get an index."""
+    """Write a checkpoint with a tokenizer; several shards get an index."""
     directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config))
     if len(shards) == 1:
         write_safetensors(directory / "model.safetensors", shards[0])

@@ -26,10 +26,17 @@ OPTIONS = ("--kv-budget", 256, "--n_ctx", N_CTX, "-t", 1)
 class Server:
     """A running `entropykv serve`."""
 
-    def __init__(self, *options: object, **environment: str) -> None:
-        command = [sys.executable, "-m", "entropykv.cli", "serve", "--port", "0", *OPTIONS]
+    def __init__(
+        self,
+        *options: object,
+        model: Path = MODEL,
+        port: int = 0,
+        usual: tuple[object, ...] = OPTIONS,
+        **environment: str,
+    ) -> None:
+        command = [sys.executable, "-m", "entropykv.cli", "serve", "--port", port, *usual]
         self.process = subprocess.Popen(
-            [str(part) for part in (*command, "-m", MODEL, *options)],
+            [str(part) for part in (*command, "-m", model, *options)],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},

@@ -15,6 +15,7 @@ import pytest
 from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 from packaging.requirements import Requirement
 
+import amx_flags
 import check_machine
 import installed_llama_cpp
 from try_wheel import named_paths
@@ -24,6 +25,32 @@ BACKEND = Path(installed_llama_cpp.__file__).parent
 
 def test_a_machine_that_can_build_lacks_nothing() -> None:
     assert list(check_machine.missing()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "affected"),
+    [
+        ("10 5", True),
+        ("11 4", True),
+        ("11 5", False),
+        ("12 2", True),
+        ("12 4", False),
+        ("13 2", True),
+        ("13 3", False),
+        ("14 1", False),
+    ],
+)
+def test_compilers_that_lose_the_tile_configuration(version: str, affected: bool) -> None:
+    major, minor = version.split()
+    macros = f"#define __GNUC__ {major}\n#define __EMPTY\n#define __GNUC_MINOR__ {minor}\n"
+    assert amx_flags.is_affected(macros) is affected
+    assert not amx_flags.is_affected(f"{macros}#define __clang__ 1\n")
+    assert not amx_flags.is_affected("")
+
+
+def test_only_some_processors_have_amx() -> None:
+    assert amx_flags.has_amx("flags\t\t: fpu avx512_vnni amx_bf16 amx_tile amx_int8\n")
+    assert not amx_flags.has_amx("flags\t\t: fpu avx512_vnni\n")
 
 
 def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:

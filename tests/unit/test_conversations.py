@@ -22,7 +22,7 @@ from entropykv.server.engine import Engine
 from entropykv.server.turns import TurnMiddleware, _name
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeLlama:
     """Reads text; its sessions are that text."""
 
@@ -31,6 +31,8 @@ class FakeLlama:
     read: int = 0
     calls: list[str] = field(default_factory=list)
     broken: bool = False
+    pool: None = None
+    shelf: None = None
 
     @property
     def n_tokens(self) -> int:
@@ -41,6 +43,9 @@ class FakeLlama:
 
     def kv_stats(self) -> Any:
         return SimpleNamespace(prompt_tokens=self.read, generated_tokens=0)
+
+    def counts(self) -> tuple[int, int]:
+        return self.read, 0
 
     def save_session(self, path: Path) -> None:
         self.calls.append("save")

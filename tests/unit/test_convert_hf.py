@@ -19,7 +19,6 @@ from tests.support.hf_files import hf_config, hf_tensors, write_hf, write_safete
 from tests.support.i2s_files import I2sModel
 from tests.unit.test_convert import assert_weights_are, read_weights
 from tests.unit.test_convert_refusals import refused
-from tests.unit.test_hf_tokenizer import write_tokenizer
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -39,7 +38,7 @@ def test_packed_weights_are_exact(tmp_path: Path, shards: int) -> None:
     assert_weights_are(target, TINY)
     assert (summary.architecture, summary.activation) == ("bitnet", "relu2")
     fields = {name: field.contents() for name, field in GGUFReader(target).fields.items()}
-    assert fields["tokenizer.ggml.model"] == "no_vocab"
+    assert fields["tokenizer.ggml.model"] == "gpt2"
     assert fields["bitnet.vocab_size"] == TINY.n_vocab
     assert fields["bitnet.attention.head_count_kv"] == TINY.n_head_kv
     assert fields["bitnet.rope.freq_base"] == 500000.0
@@ -222,7 +221,6 @@ def test_random_damage(tmp_path: Path, data: st.DataObject) -> None:
     """Truncations and changed bytes of config.json, tokenizer.json and the header of the shard."""
     source, target = tmp_path / "hf", tmp_path / "out.gguf"
     write_hf(source, hf_config(TINY), hf_tensors(TINY))
-    write_tokenizer(source)
     name = data.draw(st.sampled_from(["config.json", "tokenizer.json", "model.safetensors"]))
     content = bytearray((source / name).read_bytes())
     limit = min(len(content), 4000)

@@ -131,6 +131,7 @@ def test_heads(tmp_path: Path) -> None:
             r"tensor blk.0.attn_q.weight.*\[64, 66\]|I2_S has shape \[64, 66\]",
             ModelFileError,
         ),
+        (b"tokenizer.ggml.tokens", b"x", 0, "has no tokenizer.*take a file that", ModelFileError),
     ],
 )
 def test_wrong_tensors_are_named(

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face directories: byte-level BPE, sentencepiece, none."""
+"""Tokenizers of Hugging Face directories: byte-level BPE, sentencepiece; none is refused."""
 
 from __future__ import annotations
 
@@ -12,41 +12,20 @@ from gguf import GGUFReader
 
 from entropykv.convert import convert
 from entropykv.errors import ModelFileError, UnsupportedModelError
-from tests.support.hf_files import hf_config, hf_tensors, write_hf
+from tests.support.hf_files import N_TOKENS, hf_config, hf_tensors, write_hf, write_tokenizer
 from tests.support.i2s_files import I2sModel, byte_level_vocabulary
 from tests.unit.test_convert_refusals import refused
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 
 
-def write_tokenizer(directory: Path, **changes: Any) -> None:
-    tokens, merges = byte_level_vocabulary(TINY.n_vocab - 2)
-    specials = [
-        {"id": len(tokens) - 2 + index, "content": token, "special": True}
-        for index, token in enumerate(tokens[-2:])
-    ]
-    tokenizer = {
-        "added_tokens": specials,
-        "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: index for index, token in enumerate(tokens[:-2])},
-            "merges": [merge.split() for merge in merges],
-        },
-    } | changes
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": "{{ messages }}"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 def test_tokenizer(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY))
-    write_tokenizer(source)
     convert(source, tmp_path / "out.gguf")
     fields = {
         name: field.contents() for name, field in GGUFReader(tmp_path / "out.gguf").fields.items()
     }
-    tokens, merges = byte_level_vocabulary(TINY.n_vocab - 2)
+    tokens, merges = byte_level_vocabulary(N_TOKENS)
     assert fields["tokenizer.ggml.tokens"] == [*tokens, "[PAD262]", "[PAD263]"]
     assert fields["tokenizer.ggml.token_type"] == [1] * 260 + [3, 3, 5, 5]
     assert fields["tokenizer.ggml.merges"] == merges
@@ -110,6 +89,8 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
         write_tokenizer(source, **changes)
         refused(source, target, message, kind)
     (source / "tokenizer.json").unlink()
+    missing = r"hf: has no tokenizer \(tokenizer.json or tokenizer.model\).*put the tokenizer files"
+    refused(source, target, missing)
     for content, message in (
         (b"\n", "is truncated"),
         (b"\x0f", "is damaged"),

@@ -33,14 +33,15 @@ def named(text: str) -> Policy:
 
 @given(
     st.sampled_from([p.name for p in POLICIES.values() if not p.importance.by_position]),
-    st.sampled_from([name for name in MEASURES if name != "expected"]),
+    st.sampled_from(["mass", "attention", "products"]),
     st.permutations(list(MODIFIERS)),
     st.integers(0, len(MODIFIERS)),
 )
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
     """Modifiers in any order are the same policy, which its own name gives again."""
+    assume("echo" not in order[:n] or not {"window", "exposure"} & set(order[:n]))
     assume(not POLICIES[name].rule.by_layer or not {"values", "distinct"} & set(order[:n]))
-    assume(not POLICIES[name].schedule or not {"values", "distinct"} & set(order[:n]))
+    assume(not POLICIES[name].schedule or not {"values", "distinct", "echo"} & set(order[:n]))
     policy = named(f"{name}:{'+'.join([measure, *order[:n]])}")
     assert named(policy.name) == policy
     assert policy.importance.measure == measure
@@ -63,13 +64,16 @@ def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("best", "'best'; use one of auto, streaming, recency, uniform"),
+        ("best", "'best'; use one of auto, fast, streaming, recency, uniform"),
         ("uniform:", "no measure ''.*use one of mass, attention, products"),
         ("uniform:masses", "no measure 'masses'.*use one of mass, attention, products"),
         ("uniform:values", "no measure 'values'"),
         ("uniform:mass+norms", "no modifier 'norms'.*any of window, exposure, values, distinct"),
-        ("uniform:expected+values+window", "expected counts no queries and takes no modifier win"),
-        ("uniform:expected+exposure", "expected counts no queries and takes no modifier expos"),
+        ("uniform:expected+values+window", "expected adds up no queries and takes no modifier win"),
+        ("adaptive:reconstruct+window", "reconstruct adds up no queries and takes no modifier wi"),
+        ("adaptive:mass+echo+exposure", "which no window and no exposure knows of"),
+        ("adaptive:reconstruct+echo", "takes no modifier echo"),
+        ("uniform:expected+exposure", "expected adds up no queries and takes no modifier expos"),
         ("uniform:mass+", "no modifier ''"),
         ("uniform:mass:values", "no measure 'mass:values'"),
         ("entropy:mass+values+values", "names a modifier twice"),
@@ -94,7 +98,7 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     assert schedules("freeze")
     assert schedules("freeze:mass+window")
     assert [name for name in ("auto", "uniform:products", "x") if schedules(name)] == []
-    for measure in ("expected", "attention+values", "mass+distinct"):
+    for measure in ("expected", "attention+values", "mass+distinct", "mass+echo", "reconstruct"):
         with pytest.raises(SettingsError, match=r"step's queries find.*--policy freeze, "):
             named(f"freeze:{measure}")
 
@@ -112,17 +116,29 @@ def with_curves(profile: EntropyProfile) -> EntropyProfile:
 
 def test_auto_follows_what_is_known_of_the_model() -> None:
     entropies = EntropyProfile(1, 2, 1, 64, np.ones((1, 2)))
-    assert policy_named("auto", None, "headwise") == POLICIES["adaptive"]
-    assert policy_named("auto", entropies, "headwise") == POLICIES["entropy"]
-    assert policy_named("auto", with_curves(entropies), "headwise") == POLICIES["profile"]
-    assert policy_named("auto", with_curves(entropies), "flat") == POLICIES["recency"]
-    frozen = policy_named("auto", with_curves(entropies), "headwise", freezes=True)
-    assert frozen == POLICIES["uniform"]
+    for unknown in (None, entropies):
+        with_echoes = policy_named("auto", unknown, "headwise")
+        assert with_echoes.rule is POLICIES["adaptive"].rule
+        assert with_echoes.importance.repeats
+        assert policy_named("auto", unknown, "headwise", recurrent=True) == POLICIES["adaptive"]
+        assert policy_named("fast", unknown, "headwise") == POLICIES["adaptive"]
+    for name in ("auto", "fast"):
+        assert policy_named(name, with_curves(entropies), "headwise") == POLICIES["profile"]
+        assert policy_named(name, with_curves(entropies), "flat") == POLICIES["recency"]
+        frozen = policy_named(name, with_curves(entropies), "headwise", freezes=True)
+        assert frozen == POLICIES["uniform"]
 
 
 @pytest.mark.parametrize(
     ("name", "takes"),
-    [("auto", True), ("profile", True), ("entropy:mass", True), ("adaptive", False), ("x", False)],
+    [
+        ("auto", True),
+        ("fast", True),
+        ("profile", True),
+        ("entropy:mass", True),
+        ("adaptive", False),
+        ("x", False),
+    ],
 )
 def test_profiles_are_looked_for_where_a_policy_takes_one(name: str, *, takes: bool) -> None:
     assert takes_profile(name) == takes

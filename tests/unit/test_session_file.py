@@ -48,6 +48,7 @@ SETTINGS = SavedSettings(
 )
 CONTENTS = SavedContents(
     position=3,
+    echoed=0,
     n_tokens=3,
     n_logits=5,
     entries=[[1, 2], [3, 0]],

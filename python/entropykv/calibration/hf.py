@@ -61,8 +61,9 @@ def load_eager(name: str, device: str, **options: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    messages: Any = logging
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
     if device == "cuda" and not torch.cuda.is_available():
         raise CalibrationError("there is no CUDA device here; use --device cpu")
     try:

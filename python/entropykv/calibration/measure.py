@@ -15,8 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _version
+from entropykv.calibration.basis import Basis
 from entropykv.calibration.observe import Observer
-from entropykv.calibration.texts import Excerpt, Text, choose_sequences, long_sequences
+from entropykv.calibration.texts import (
+    LEAST_CURVE_TOKENS,
+    Excerpt,
+    Text,
+    choose_sequences,
+    long_sequences,
+)
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.belongs import fingerprint_of
@@ -55,9 +62,9 @@ class CalibrationSettings:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise SettingsError(f"{name} must be {low} or more, not {getattr(self, name)}")
-        if self.curve_texts and self.curve_length < 64:
+        if self.curve_texts and self.curve_length < LEAST_CURVE_TOKENS:
             raise SettingsError(
-                f"curve_length must be 64 or more, not {self.curve_length}; "
+                f"curve_length must be {LEAST_CURVE_TOKENS} or more, not {self.curve_length}; "
                 "without curves, curve_texts is 0"
             )
         if self.rows not in ROWS:
@@ -70,10 +77,13 @@ def calibrate(
     settings: CalibrationSettings,
     on_start: Progress = lambda _: None,
     on_progress: Progress = lambda _: None,
+    on_basis: Callable[[Basis], None] = lambda _: None,
 ) -> EntropyProfile:
     """Measure a GGUF model. `on_start` gets the number of tokens that will be read.
 
-    Raises ModelFileError, UnsupportedModelError, SettingsError and CalibrationError.
+    `on_basis` is told before that what the profile will rest on, and may raise. Raises
+    ModelFileError, UnsupportedModelError, SettingsError, and CalibrationError, also where the texts
+    are too short for the loss curves that are wanted.
     """
     trained = _trained_context(path, settings)
     longest = max(settings.max_length, settings.curve_length if settings.curve_texts else 0)
@@ -82,13 +92,8 @@ def calibrate(
         path, n_ctx=n_ctx, kv_type=settings.kv_type, n_threads=settings.n_threads
     ) as observer:
         excerpts = excerpts_of(texts, observer.tokenize, settings)
-        long_texts = long_sequences(
-            texts,
-            observer.tokenize,
-            n_sequences=settings.curve_texts,
-            length=min(settings.curve_length, trained),
-            seed=settings.seed,
-        )
+        long_texts = _long_texts(texts, observer, settings, trained)
+        on_basis(_basis(observer, excerpts, long_texts))
         on_start(sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, long_texts)))
         measured = measure(observer.entropies, excerpts, on_progress)
         curves = _curves(observer, long_texts, on_progress)
@@ -104,6 +109,38 @@ def calibrate(
             measurement=measured.summary(settings, settings.kv_type),
             curves=curves,
         )
+
+
+def _long_texts(
+    texts: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
+) -> list[tuple[int, ...]]:
+    """What to read for the loss curves; CalibrationError where there is not enough for any."""
+    found = long_sequences(
+        texts,
+        observer.tokenize,
+        n_sequences=settings.curve_texts,
+        length=min(settings.curve_length, trained),
+        seed=settings.seed,
+    )
+    if settings.curve_texts and not found:
+        raise CalibrationError(
+            f"the texts have fewer than {LEAST_CURVE_TOKENS} tokens together, too few for loss "
+            "curves, without which a profile gives policy `profile` no budgets; give longer ones "
+            "with --text, or --curve-texts 0 for a profile without curves"
+        )
+    return found
+
+
+def _basis(
+    observer: Observer, excerpts: Sequence[Excerpt], long_texts: Sequence[Sequence[int]]
+) -> Basis:
+    return Basis(
+        (observer.n_layer, observer.n_head, observer.n_head_kv),
+        fingerprint_of(observer.geometry),
+        len(excerpts),
+        len(long_texts),
+        len(long_texts[0]) if long_texts else 0,
+    )
 
 
 def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings) -> int:

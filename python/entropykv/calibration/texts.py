@@ -12,6 +12,8 @@ from entropykv.files import read_text
 
 LEAST_TOKENS = 4
 """Of a sequence: its quarters are different tokens."""
+LEAST_CURVE_TOKENS = 64
+"""Of a text for loss curves."""
 
 _SHIPPED = Path(__file__).parent / "texts"
 
@@ -115,6 +117,6 @@ def long_sequences(
         if len(ids) >= length:
             sequences.append(ids[:length])
             joined = []
-    if n_sequences and not sequences and len(longest) >= 64:
+    if n_sequences and not sequences and len(longest) >= LEAST_CURVE_TOKENS:
         sequences.append(longest)
     return sequences

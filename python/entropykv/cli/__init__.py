@@ -16,9 +16,11 @@ from entropykv.cli.convert import add_convert
 from entropykv.cli.evaluate import add_evaluate
 from entropykv.cli.interrupts import orderly_termination
 from entropykv.cli.models import add_models
+from entropykv.cli.notes import say
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plan import add_plan
 from entropykv.cli.profile import add_profile
+from entropykv.cli.report import add_report
 from entropykv.cli.run import EXIT_INTERRUPTED, add_run
 from entropykv.cli.serve import add_serve
 from entropykv.errors import EntropyKVError
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with orderly_termination():
             code: int = options.command(options)
     except EntropyKVError as error:
-        print(f"entropykv: {error}", file=sys.stderr)
+        say(str(error))
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _without_output(why: str) -> int:
     """Say in one sentence why the output ended; Python does not try to write the rest of it."""
     with contextlib.suppress(OSError):
-        print(f"entropykv: {why}", file=sys.stderr)
+        say(why)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
     return 1
 
@@ -69,5 +71,6 @@ def _parser(*, serving: bool) -> argparse.ArgumentParser:
     add_convert(commands)
     add_calibrate(commands)
     add_profile(commands)
+    add_report(commands)
     add_serve(commands, chosen=serving)
     return parser

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
+from entropykv.cli.notes import say
 from entropykv.cli.stop_texts import until_stop
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
@@ -35,11 +36,12 @@ def write_answer(
     answer: Answer,
     *,
     stops: Sequence[str] = (),
-    is_chat: bool = False,
+    to_question: bool = False,
 ) -> None:
     """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
 
-    In a chat, blanks before its first word are left out: some tokenizers write one there.
+    `to_question`: it is no continuation of a text, so that blanks before its first word are left
+    out, where some tokenizers write one.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -62,7 +64,7 @@ def write_answer(
         stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
             with contextlib.closing(stream):  # or tokens are read that nobody has seen
-                begun = not is_chat
+                begun = not to_question
                 for piece in until_stop(_text_pieces(session, stream, answer.tokens), stops):
                     shown = piece if begun else piece.lstrip(" ")
                     begun = begun or shown != ""
@@ -74,16 +76,12 @@ def write_answer(
             n_read = session.position - start
             if n_read < len(tokens):
                 bar.close()
-                _say(f"Ctrl-C: {n_read} of {len(tokens)} tokens of the prompt were read")
+                say(f"Ctrl-C: {n_read} of {len(tokens)} tokens of the prompt were read")
         finally:
             n_read = session.position - end_of_prompt
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
             sys.stdout.write("\n")
             sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    print(f"entropykv: {text}", file=sys.stderr)
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from entropykv.cli.table import format_columns
 from entropykv.model.architectures import ArchitectureCheck, ArchitectureTable
 
 Cells = tuple[str, ...]
@@ -21,11 +22,10 @@ def format_architectures(table: ArchitectureTable) -> str:
     """A Markdown table that is readable as it is, what it shows, and its notes."""
     notes = _numbered_notes(table)
     cells = [_TITLES, *(_cells(row, table, notes) for row in table.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [_line(row, widths) for row in cells]
-    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
     sentences = [f"{number}. {sentence}" for sentence, number in notes.items()]
-    return "\n".join([*_about(table), "", *lines, *([""] if sentences else []), *sentences])
+    return "\n".join(
+        [*_about(table), "", format_columns(cells), *([""] if sentences else []), *sentences]
+    )
 
 
 def _about(table: ArchitectureTable) -> list[str]:
@@ -71,8 +71,3 @@ def _name(row: ArchitectureCheck, table: ArchitectureTable) -> str:
 
 def _error(error: float) -> str:
     return f"{error:.1e}" if error else "0"
-
-
-def _line(cells: Cells, widths: list[int]) -> str:
-    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-    return f"| {' | '.join(padded)} |"

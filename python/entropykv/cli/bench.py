@@ -19,6 +19,7 @@ from entropykv.cli.options import (
 from entropykv.cli.plots import check_plot, draw_bench
 from entropykv.cli.progress import ProgressBar
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
+from entropykv.evaluation.rounds import disagreement_note
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_named
 from entropykv.settings.options import KV_TYPES, Settings
@@ -95,6 +96,8 @@ def _bench(options: argparse.Namespace) -> int:
                 print(f"{_HEADER}\n|---|---|---|---|---|---|---|---|")
             rows.append(row)
             print(_line(row), flush=True)
+    if note := disagreement_note(row.disagreement for row in rows):
+        print(f"\n{note}")
     computed = ", ".join(f"{name} {kernels}" for name, kernels in rows[-1].products.items())
     print(f"\nproducts of weights, by type: {computed}")
     bandwidth = read_bandwidth(threads)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
+from entropykv.calibration.basis import Basis, refuse_worse
 from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import read_texts
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_threads_option, check_output, integer
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile_table import summary_line
@@ -48,6 +51,12 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="FILE",
         help=f"where to write the profile (default: MODEL{SUFFIX} beside the model, where other "
         f"commands find it; without -m: {_NO_MODEL})",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a profile that rests on more text, or has loss curves where this one has "
+        "none",
     )
     add_calibration_options(parser)
     parser.set_defaults(command=run)
@@ -99,7 +108,13 @@ def run(options: argparse.Namespace) -> int:
     check_output(output)
     if options.plot:
         check_plot(options.plot)
-    profile = _profile(options)
+
+    def check(basis: Basis) -> None:
+        if not options.force:
+            refuse_worse(output, basis)
+
+    profile = _profile(options, check)
+    check(Basis.of(profile))
     profile.save(output)
     print(f"{output}: {summary_line(profile)}")
     if options.plot:
@@ -107,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(options: argparse.Namespace) -> EntropyProfile:
+def _profile(options: argparse.Namespace, check: Callable[[Basis], None]) -> EntropyProfile:
     if options.from_results:
         return read_results(options.from_results)
     texts = read_texts(options.text)
@@ -131,4 +146,23 @@ def _profile(options: argparse.Namespace) -> EntropyProfile:
 
         if options.hf:
             return calibrate_hf(options.hf, texts, settings, options.device, start, advance)
-        return calibrate(options.model, texts, settings, start, advance)
+
+        def check_and_tell(basis: Basis) -> None:
+            check(basis)
+            if note := _shortage(basis, options):
+                say(note)
+
+        return calibrate(options.model, texts, settings, start, advance, check_and_tell)
+
+
+def _shortage(basis: Basis, options: argparse.Namespace) -> str | None:
+    """Say what the loss curves lack where there is too little text for them."""
+    wanted = options.curve_texts * options.curve_length
+    found = basis.curve_texts * basis.curve_length
+    if found == wanted:
+        return None
+    return (
+        f"loss curves are of {basis.curve_texts} x {basis.curve_length} tokens, not of "
+        f"{options.curve_texts} x {options.curve_length}: texts and the model's context allow no "
+        "more; budgets of policy `profile` are less sure then"
+    )

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from entropykv.cli.answer import Answer
+from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
 from entropykv.cli.engine import add_engine_options, open_engine
 from entropykv.cli.interrupts import noted_interrupts
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
-from entropykv.cli.saved import add_load_option, say
+from entropykv.cli.saved import add_load_option
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
@@ -56,6 +58,12 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     group.add_argument(
         "-cnv", "--conversation", action="store_true", help="changes nothing: it is one"
     )
+    group.add_argument(
+        "--web",
+        action="store_true",
+        help="in the browser, with the cache beside it: from a server that this machine alone can "
+        "reach (needs the extra server)",
+    )
     add_no_chat(group)
     add_load_option(group, "go on with a conversation that /save or `run --save-session` saved")
     add_sampling_options(parser, n_predict=ANSWER_TOKENS)
@@ -64,8 +72,10 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _chat(options: argparse.Namespace) -> int:
-    demo = demo_of(options)
     sampling = sampling_of(options)
+    if options.web:
+        return chat_in_browser(options, sampling)
+    demo = demo_of(options)
     if demo is not None and options.system is None and options.load_session is None:
         options.system = read_text(str(demo.document), ContextError)
         say(f"the first turn comes with {demo.document}; ask: {demo.question}")

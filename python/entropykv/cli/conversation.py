@@ -52,6 +52,7 @@ class Conversation:
         self._max_tokens = max_tokens
         self._stops = stops
         self._system = system
+        self._answers = use_template
         self._is_chat = use_template and session.chat_prompt("-", system) is not None
 
     def ask(self, text: str) -> Answer:
@@ -69,7 +70,7 @@ class Conversation:
                 self._sampling,
                 answer,
                 stops=self._stops,
-                is_chat=self._is_chat,
+                to_question=self._answers,
             )
         except EntropyKVError:
             with contextlib.suppress(EntropyKVError):  # nothing more to tell than what was raised

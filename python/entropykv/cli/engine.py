@@ -6,17 +6,13 @@ import argparse
 
 import llama_cpp
 
-from entropykv.cli.freeze_options import (
-    add_freeze_options,
-    add_recovery_options,
-    recovery_of,
-)
+from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
 from entropykv.cli.model_options import add_model_tuning, model_options_of
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_store_options, integer
-from entropykv.cli.saved import say
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.model import Model
-from entropykv.session.asked import freezing_of
+from entropykv.session.asked import freezing_of, recovery_of
 from entropykv.session.session import Session
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_TYPES, MOST_THREADS
@@ -85,7 +81,7 @@ def _gpu_layers(text: str) -> int:
     return -1 if text in ("all", "auto") else integer(-1, 2**31 - 1)(text)
 
 
-def _kv_type_of(options: argparse.Namespace) -> str:
+def kv_type_of(options: argparse.Namespace) -> str:
     """--kv-type, or what llama-cli's -ctk and -ctv say. SettingsError where they disagree."""
     kinds = {
         options.cache_type_k or options.cache_type_v,
@@ -118,7 +114,7 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
 def open_engine(options: argparse.Namespace) -> Session:
     """Load the model; says what the user should know of it."""
     _check_flash(options)
-    kv_type = _kv_type_of(options)
+    kv_type = kv_type_of(options)
     _say_what_changes_nothing(options)
     if warning := too_many_threads(options.threads, "-t"):
         say(warning)

@@ -21,6 +21,7 @@ from entropykv.evaluation.combination import Engine
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
 from entropykv.evaluation.request import Request
+from entropykv.evaluation.ruler.suite import QUESTIONS, TASKS, Suite
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
 from entropykv.policy.names import AUTO
@@ -38,6 +39,7 @@ def add_eval_options(parser: argparse.ArgumentParser) -> None:
     _add_text_options(parser)
     _add_passkey_options(parser)
     _add_dataset_options(parser)
+    _add_suite_options(parser)
 
 
 def _add_combination_options(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +119,8 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--inside",
         action="store_true",
-        help="the budget does not grow for what follows a prompt, here and with --dataset",
+        help="the budget does not grow for what follows a prompt, here and with --dataset or "
+        "--suite",
     )
 
 
@@ -163,6 +166,53 @@ def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_suite_options(parser: argparse.ArgumentParser) -> None:
+    defaults = Suite()
+    group = parser.add_argument_group("RULER, measured in place of all else (extra eval)")
+    group.add_argument(
+        "--suite",
+        choices=("ruler",),
+        help="RULER's synthetic tasks by their published definition; its essays are replaced by "
+        "--text, or by English prose that comes with entropykv",
+    )
+    group.add_argument(
+        "--tasks",
+        type=list_of(str),
+        default=list(TASKS),
+        metavar="T,...",
+        help=f"of {', '.join(TASKS)} (default: all)",
+    )
+    group.add_argument(
+        "--lengths",
+        type=list_of(integer(1)),
+        default=list(defaults.lengths),
+        metavar="N,...",
+        help="tokens of a prompt with its answer, by the model's tokenizer; a table for each "
+        f"(default: {','.join(map(str, defaults.lengths))})",
+    )
+    group.add_argument(
+        "--samples",
+        type=integer(1),
+        default=defaults.n_samples,
+        metavar="N",
+        help="of each task at each length, by --seed (default: %(default)s)",
+    )
+    group.add_argument(
+        "--question",
+        choices=(*QUESTIONS, "both"),
+        default=QUESTIONS[0],
+        help="unknown: the context is read before the question is known; known: both are one "
+        "prompt; both: a table for each (default: %(default)s)",
+    )
+
+
+def _suite_of(options: argparse.Namespace) -> Suite | None:
+    if options.suite is None:
+        return None
+    questions = QUESTIONS if options.question == "both" else [options.question]
+    return Suite(options.lengths, options.tasks, options.samples, questions)
+
+
 def request_of(options: argparse.Namespace) -> Request:
     """Read what is named; raises what its parts do."""
     texts = read_texts(options.text or [])
@@ -180,6 +230,7 @@ def request_of(options: argparse.Namespace) -> Request:
         prompt_template=options.prompt_template,
         max_tokens=options.max_tokens,
         n_ctx=options.ctx_size,
+        suite=_suite_of(options),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from entropykv.evaluation.part import Part
 from entropykv.evaluation.rows import EvalRow
+from entropykv.evaluation.ruler.scores import RulerPart
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,38 @@ _PARTS = {
         _Column("ROUGE-L", _number("rouge_l", ".3f")),
     ),
 }
+_SUITE = (
+    _Column("mean", _number("score", ".1f", 100.0)),
+    _Column("of full cache", _number("score_relative", ".1%")),
+)
+
+
+def _score_of(task: str) -> Callable[[EvalRow], str]:
+    def cell(row: EvalRow) -> str:
+        return f"{100 * row.scores[task]:.1f}" if task in row.scores else ""
+
+    return cell
 
 
 class EvalTable:
     """A table whose columns are those of the parts that are measured."""
 
-    def __init__(self, parts: list[str]) -> None:
-        """Names of the parts."""
-        self._columns = [*_COMMON, *(column for part in parts for column in _PARTS[part])]
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """The parts, or one of a suite."""
+        self._title = ""
+        self._columns = list(_COMMON)
+        for part in parts:
+            if isinstance(part, RulerPart):
+                self._title = part.title + "\n\n"
+                self._columns += [_Column(task, _score_of(task)) for task in part.tasks]
+                self._columns += _SUITE
+            else:
+                self._columns += _PARTS[part.name]
 
     def header(self) -> str:
-        """The two lines above the rows."""
+        """The lines above the rows."""
         titles = " | ".join(column.title for column in self._columns)
-        return f"| {titles} |\n{'|---' * len(self._columns)}|"
+        return f"{self._title}| {titles} |\n{'|---' * len(self._columns)}|"
 
     def line(self, row: EvalRow) -> str:
         """One row."""

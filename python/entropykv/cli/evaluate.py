@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from entropykv.cli.eval_options import add_eval_options, engine_of, log_settings, request_of
 from entropykv.cli.eval_table import EvalTable
 from entropykv.cli.interrupts import InterruptionError, Interrupts, noted_interrupts
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_model_options, check_output, demo_of
-from entropykv.cli.plots import check_plot, draw_eval
+from entropykv.cli.plots import check_plot, draw_eval, draw_suite
 from entropykv.cli.progress import ProgressBar
 from entropykv.cli.run import EXIT_INTERRUPTED
-from entropykv.cli.saved import say
 from entropykv.errors import SettingsError
 from entropykv.evaluation.combination import combinations
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
+from entropykv.evaluation.reading import Tick
 from entropykv.evaluation.results import ResultLog
+from entropykv.evaluation.rounds import disagreement_note
 from entropykv.evaluation.runs import Evaluation
 from entropykv.files import new_file
 from entropykv.llamacpp.model import Model
@@ -30,14 +33,18 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "eval",
         help="measure what a budget costs in quality",
         description="Compare budgets with stock llama.cpp's full f16 cache: predictions and "
-        "greedy texts after prompts, recall of planted facts, and answers to a data set. The "
-        "table goes to stdout, progress to stderr.",
+        "greedy texts after prompts, recall of planted facts, answers to a data set, or RULER. "
+        "Tables go to stdout, progress to stderr.",
     )
     add_model_options(parser)
     add_eval_options(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write all figures as JSON")
-    group.add_argument("--plot", metavar="FILE", help="draw KL over bytes (.png or .svg)")
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw KL, or the scores of a suite, over bytes (.png or .svg)",
+    )
     group.add_argument(
         "--resume",
         metavar="FILE",
@@ -55,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_plot(options.plot)
     request = request_of(options)
-    if options.plot and not (request.texts and request.continuation):
+    if options.plot and request.suite is None and not (request.texts and request.continuation):
         raise SettingsError("--plot draws the KL divergence of texts; give some with --text")
     wanted = combinations(options.policy, options.kv_type, options.kv_budget)
     engine = engine_of(options)
@@ -68,47 +75,71 @@ def run(options: argparse.Namespace) -> int:
             say(f"prompts have {request.prompt} tokens: texts and context allow no more")
         settings = {**request.settings(), **log_settings(options, engine)}
         log = ResultLog(options.resume, about, settings)
-        evaluation = Evaluation(engine, wanted, parts, log)
-        for note in evaluation.check():
+        tables = [parts] if request.suite is None else [[part] for part in parts]
+        evaluations = [(Evaluation(engine, wanted, each, log), EvalTable(each)) for each in tables]
+        for note in evaluations[0][0].check():  # of the shortest prompts
             say(note)
         log.begin()
         with noted_interrupts() as interrupts:
-            complete = _print_rows(evaluation, EvalTable([part.name for part in parts]), interrupts)
-    rows = evaluation.rows()
-    if options.json:
-        content = {"model": about, "settings": settings, "complete": complete}
-        content |= {
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "items": [vars(record) for record in evaluation.records()],
-        }
-        _write_json(options.json, content)
-    if options.plot:
-        draw_eval(rows, options.plot)
+            complete = _print_tables(evaluations, interrupts)
+    rows = [row for evaluation, _ in evaluations for row in evaluation.rows()]
+    if disagree := disagreement_note(row.disagreement or 0.0 for row in rows):
+        say(disagree)
+    content: dict[str, object] = {"model": about, "settings": settings, "complete": complete}
+    _write_figures(options, content, [evaluation for evaluation, _ in evaluations])
     return 0 if complete else EXIT_INTERRUPTED
 
 
-def _print_rows(evaluation: Evaluation, table: EvalTable, interrupts: Interrupts) -> bool:
-    """Measure and print row by row; returns whether all was measured."""
-    print(table.header(), flush=True)
-    n_done = 0
-    with ProgressBar(total=evaluation.n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
+def _print_tables(
+    evaluations: Sequence[tuple[Evaluation, EvalTable]], interrupts: Interrupts
+) -> bool:
+    """Measure one table after the other; returns whether all was measured."""
+    n_steps = sum(evaluation.n_steps for evaluation, _ in evaluations)
+    with ProgressBar(total=n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
 
         def tick(n_tokens: int) -> None:
             bar.update(n_tokens)
             interrupts.check()
 
-        try:
-            for row in evaluation.run(tick):
-                bar.clear()
-                print(table.line(row), flush=True)
-                n_done += 1
-        except InterruptionError:
-            bar.close()
-            for row in evaluation.rows()[n_done : n_done + 1]:
-                print(table.line(row))
-            say("interrupted: the last row has only what was measured; --resume FILE keeps it")
-            return False
+        for number, (evaluation, table) in enumerate(evaluations):
+            bar.clear()
+            print(("\n" if number else "") + table.header(), flush=True)
+            if not _print_rows(evaluation, table, tick, bar):
+                say("interrupted: the last row has only what was measured; --resume FILE keeps it")
+                return False
     return True
+
+
+def _print_rows(evaluation: Evaluation, table: EvalTable, tick: Tick, bar: ProgressBar) -> bool:
+    """Measure and print row by row, the last one as it is where an interrupt ends the work."""
+    n_done = 0
+    try:
+        for row in evaluation.run(tick):
+            bar.clear()
+            print(table.line(row), flush=True)
+            n_done += 1
+    except InterruptionError:
+        bar.close()
+        for row in evaluation.rows()[n_done : n_done + 1]:
+            print(table.line(row))
+        return False
+    return True
+
+
+def _write_figures(
+    options: argparse.Namespace, content: dict[str, object], evaluations: Sequence[Evaluation]
+) -> None:
+    """Write --json and --plot."""
+    rows = [row for evaluation in evaluations for row in evaluation.rows()]
+    if options.json:
+        records = [record for evaluation in evaluations for record in evaluation.records()]
+        figures = {
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "items": [vars(record) for record in records],
+        }
+        _write_json(options.json, content | figures)
+    if options.plot:
+        (draw_eval if options.suite is None else draw_suite)(rows, options.plot)
 
 
 def _write_json(path: str, content: dict[str, object]) -> None:

@@ -1,6 +1,6 @@
-"""Options of cold storage and of the recovery ladder.
+"""Declare the options of cold storage and of the recovery ladder.
 
-entropykv.freeze_options makes settings of the first, recovery_of() of the second.
+session/asked.py makes settings of them, for the command line and for the server.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 
 from entropykv.cli.options import integer
-from entropykv.errors import SettingsError
+from entropykv.session.asked import RUNGS
 from entropykv.session.recovery import Recovery
 from entropykv.settings.freezing import COLD_CHOICES, WHERE, Freezing
-from entropykv.store.protocol import Rung
 
 _DEFAULTS = Freezing
 
@@ -73,14 +72,6 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
-_RECOVERY = {
-    "recovery_deviations": "deviations",
-    "recovery_window": "window",
-    "rewalk": "rewalk",
-}
-
-
 def add_recovery_options(parser: argparse.ArgumentParser) -> None:
     """What is done where the output grows uncertain."""
     group = parser.add_argument_group("recovery (where entries are frozen)")
@@ -110,17 +101,3 @@ def add_recovery_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"tokens that a rewalk writes again (default: {Recovery.rewalk})",
     )
-
-
-def recovery_of(options: argparse.Namespace) -> Recovery | None:
-    """Return the ladder, if one was asked for. SettingsError for its options without it."""
-    given = {
-        field: getattr(options, name)
-        for name, field in _RECOVERY.items()
-        if getattr(options, name) is not None
-    }
-    if options.recovery is None:
-        if given:
-            raise SettingsError("nothing is watched; give --recovery soft, window, full or rewalk")
-        return None
-    return Recovery(highest=RUNGS[options.recovery], **given)

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from entropykv.cli.table import format_columns
 from entropykv.convert.known import KnownModel
+
+_TITLES = ("model", "converted from", "file", "KV/1,000", "KV full", "KV budget", "entries")
 
 
 def format_known(models: list[KnownModel], kv_budget: str) -> str:
-    """One paragraph for each model, and what the values are taken from."""
+    """Return a table, one paragraph for each model, and what the values are taken from."""
     about = (
-        "The public 1.58-bit language models, as `entropykv convert` writes them (sizes), and what "
-        f"a budget of\n{kv_budget} leaves of their KV cache at their own context. Values after ~ "
-        "are not confirmed."
+        "The public 1.58-bit language models, as `entropykv convert` writes them, their KV cache\n"
+        f"in f16, and what a budget of {kv_budget} leaves of it at their own context (entries per "
+        "KV head).\nPacked weights and I2_S files are converted exactly, masters are quantised on "
+        "the way.\nValues after ~ are not confirmed. Sizes in MiB."
     )
-    return "\n\n".join([about, *(_paragraph(model, kv_budget) for model in models)])
+    table = format_columns([_TITLES, *(_row(model, kv_budget) for model in models)])
+    return "\n\n".join([about, table, *(_paragraph(model) for model in models)])
 
 
-def _paragraph(model: KnownModel, kv_budget: str) -> str:
+def _row(model: KnownModel, kv_budget: str) -> tuple[str, ...]:
     geometry = model.geometry
-    full = 2 * model.n_ctx * geometry.cached_values
+    plan, kv_type = model.plan(kv_budget)
+    sizes = (
+        geometry.weights_bytes,
+        2000 * geometry.cached_values,
+        2 * model.n_ctx * geometry.cached_values,
+        plan.pool_bytes,
+    )
+    return (
+        _folder(model),
+        ", ".join(model.paths),
+        *(f"{size / 2**20:,.0f}" for size in sizes),
+        f"{plan.mean_entries:,} {kv_type}",
+    )
+
+
+def _paragraph(model: KnownModel) -> str:
+    geometry = model.geometry
     types = ", ".join(name for name, _ in geometry.weight_types if name != "F32")
-    folder = model.name.split("/")[-1]
+    folder = _folder(model)
     lines = [
         f"{model.name}" + (f" (and {', '.join(model.variants)})" if model.variants else ""),
-        f"  {_mib(geometry.weights_bytes)} of {types}; {model.architecture}, "
+        f"  {types}; {model.architecture}, "
         f"{_value(model, 'n_layer')} layers, {_value(model, 'n_head')} query heads, "
         f"{_value(model, 'n_head_kv')} KV heads of {model.shape.head_dim}, "
         f"{_value(model, 'n_ctx')} tokens of context, tokenizer of {model.tokenizer}",
-        f"  KV cache {_mib(2000 * geometry.cached_values)} per 1,000 tokens in f16, {_mib(full)} "
-        f"in full; with the budget {_mib(model.budget_bytes(kv_budget))}",
         f"  huggingface-cli download {model.name} --local-dir {folder}",
         f"  entropykv convert {folder} {folder}.gguf",
     ]
@@ -36,9 +55,9 @@ def _paragraph(model: KnownModel, kv_budget: str) -> str:
     return "\n".join(lines)
 
 
+def _folder(model: KnownModel) -> str:
+    return model.name.split("/")[-1]
+
+
 def _value(model: KnownModel, name: str) -> str:
     return f"{'~' if name in model.unchecked else ''}{getattr(model, name)}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

@@ -10,59 +10,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from entropykv.cli.instead import what_instead
 from entropykv.errors import SettingsError
-
-_ONE_MODEL = "give a GGUF file that is on this machine with -m"
-_ONE_DEVICE = "leave it out: layers go to the device by -ngl"
-_NO_CACHE_FILE = "use --save-session and --load-session"
-_NO_DRAFT = "leave it out: a draft model is only for EntropyLlama (draft_model)"
-_NO_IMAGES = "use llama.cpp for images: a KV budget holds text"
-_NOT_NEEDED = "leave it out: it changes nothing here"
-_SERVER = "use `entropykv serve`"
-
-INSTEAD = {
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-hft"), _ONE_MODEL),
-    **dict.fromkeys(("-mu", "--model-url", "-dr", "--docker-repo"), _ONE_MODEL),
-    **dict.fromkeys(
-        ("-dev", "--device", "-sm", "--split-mode", "-ts", "--tensor-split"), _ONE_DEVICE
-    ),
-    **dict.fromkeys(
-        ("-mg", "--main-gpu", "-ot", "--override-tensor", "-fit", "--fit"), _ONE_DEVICE
-    ),
-    **dict.fromkeys(("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "--rpc"), _ONE_DEVICE),
-    **dict.fromkeys(("--prompt-cache", "--prompt-cache-all", "--prompt-cache-ro"), _NO_CACHE_FILE),
-    **dict.fromkeys(("-md", "--model-draft", "-ngld", "--draft-max", "--draft"), _NO_DRAFT),
-    **dict.fromkeys(("-mm", "--mmproj", "--image", "--audio"), _NO_IMAGES),
-    **dict.fromkeys(("-np", "--parallel", "-ns", "--sequences", "-cb", "--cont-batching"), _SERVER),
-    **dict.fromkeys(("--host", "--port", "--api-key", "-a", "--alias"), _SERVER),
-    **dict.fromkeys(("-co", "--color", "--simple-io", "-sp", "--special", "-dt"), _NOT_NEEDED),
-    **dict.fromkeys(("--no-warmup", "--warmup", "--perf", "--no-perf", "-C", "-Cr"), _NOT_NEEDED),
-    **dict.fromkeys(("--prio", "--poll", "-nr", "--no-repack", "--swa-full"), _NOT_NEEDED),
-    "--check-tensors": "leave it out: files are checked by `entropykv plan`",
-    "-i": "use `entropykv chat`",
-    "--interactive": "use `entropykv chat`",
-    "-if": "use `entropykv chat`",
-    "-mli": 'use `entropykv chat`, and put several lines between two lines of """',
-    "--multiline-input": 'use `entropykv chat`, and put several lines between two lines of """',
-    "--in-prefix": "use --chat-template",
-    "--in-suffix": "use --chat-template",
-    "-bf": "use -f: text is read from it",
-    "--binary-file": "use -f: text is read from it",
-    "--keep": "use --sinks: first tokens that are never evicted",
-    "--context-shift": _NOT_NEEDED,
-    "--no-context-shift": _NOT_NEEDED,
-    "-gan": "use -c longer than the model was trained for: positions are re-based",
-    "--grp-attn-n": "use -c longer than the model was trained for: positions are re-based",
-    "--defrag-thold": _NOT_NEEDED,
-    "-lv": "use -v",
-    "--log-file": "send standard error to a file: 2> FILE",
-    "--log-disable": "send standard error to /dev/null: 2> /dev/null",
-    "--override-kv": "change the file's metadata with gguf-py",
-    "--control-vector": "leave it out: control vectors are not served",
-    "--backend-sampling": _NOT_NEEDED,
-    "-rea": _NOT_NEEDED,
-}
-"""Flags of llama.cpp's tools that have no equivalent here, and what to do."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -88,8 +37,9 @@ class CommandParser(argparse.ArgumentParser):
             return
         if self._subparsers is not None:
             return  # of a command, which looks at it itself
-        if flag in INSTEAD:
-            raise SettingsError(f"{flag} is not an option of {self.prog}; {INSTEAD[flag]}")
+        advice = what_instead(flag, self.prog.rpartition(" ")[2])
+        if advice is not None:
+            raise SettingsError(f"{flag} is not an option of {self.prog}; {advice}")
         if flag.startswith("--") or (len(flag) > 2 and flag[1].isalpha() and not _has_number(flag)):
             raise SettingsError(f"{flag} is not an option of {self.prog}; see {self.prog} --help")
 

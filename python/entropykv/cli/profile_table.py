@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
-import numpy.typing as npt
 
-from entropykv import _core
 from entropykv.calibration.measure import correlation
-from entropykv.errors import BudgetError, ProfileError
-from entropykv.policy.names import POLICIES
-from entropykv.policy.plan import plan_headwise
-from entropykv.profile.curves import N_SINKS
+from entropykv.errors import ProfileError
 from entropykv.profile.json_fields import HEAD_TYPES
 from entropykv.profile.profile import EntropyProfile
-from entropykv.settings.options import Budget
+from entropykv.report.budgets import budget_tables
 
-BUDGETS = (0.5, 0.2, 0.1)
 _LETTERS = "sfmxd"
 """Of HEAD_TYPES, beside a head's entropy."""
 _WIDTH = 92
@@ -78,20 +70,6 @@ def _budgets(profile: EntropyProfile, policy: str) -> list[str]:
         cells = (f"{row.mean():13.0f} {row.min():5} {row.max():5}" for row in rows)
         lines.append(f"  {layer:>5}" + "".join(cells))
     return lines
-
-
-def budget_tables(profile: EntropyProfile, policy: str) -> dict[float, npt.NDArray[np.int64]]:
-    """Entries per KV head, (n_layer, n_head_kv), for the BUDGETS that the context can hold."""
-    layers = [_core.LayerShape(profile.n_head, profile.n_head_kv, 64, 64)] * profile.n_layer
-    tables = {}
-    for fraction in BUDGETS:
-        budget, chosen = Budget("fraction", fraction), POLICIES[policy]
-        with contextlib.suppress(BudgetError):
-            plan = plan_headwise(
-                budget, layers, profile.n_ctx, "f16", chosen, profile, N_SINKS, None
-            )
-            tables[fraction] = np.array(plan.budgets)
-    return tables
 
 
 def compare(first: EntropyProfile, second: EntropyProfile, most: int = 10) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
@@ -21,7 +22,6 @@ from entropykv.cli.saved import (
     check_chat,
     load_session,
     save_session,
-    say,
 )
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
             ending_never(sampling, session) if options.ignore_eos else sampling,
             answer,
             stops=options.reverse_prompt,
-            is_chat=bool(chat),
+            to_question=bool(chat) or options.demo is not None,
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.trajectory:

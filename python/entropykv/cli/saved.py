@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 
 from entropykv.cli.answer import read_rest
+from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
 from entropykv.session.file import SavedContents
 from entropykv.session.session import Session
@@ -62,11 +62,6 @@ def save_session(session: Session, path: str, unread: list[int], *, chat: bool |
         say("the context is full: the saved session ends before the last token of the answer")
     contents = session.save(path, chat=chat)
     _say_what("saved", path, contents, time.perf_counter() - start)
-
-
-def say(text: str) -> None:
-    """Print a line to stderr."""
-    print(f"entropykv: {text}", file=sys.stderr)
 
 
 def _say_what(what: str, path: str, contents: SavedContents, seconds: float) -> None:

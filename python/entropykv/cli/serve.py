@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from entropykv.cli.freeze_options import add_freeze_options
+from entropykv.cli.notes import say
 from entropykv.cli.options import integer
-from entropykv.cli.saved import say
 from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
 from entropykv.errors import SettingsError
 from entropykv.policy.names import POLICY_SYNTAX
@@ -103,12 +103,12 @@ def run(options: argparse.Namespace) -> int:
     from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
     from entropykv.server.running import serve  # noqa: PLC0415
 
-    if options.parallel not in (None, 1):
-        raise SettingsError(
-            f"-np {options.parallel} is not possible: a budget holds one conversation, and "
-            "requests take turns; leave -np out, or use --replicas"
-        )
     model, server = _read(ModelOptions, options), _read(ServerOptions, options)
+    if model.parallel > 1 and options.replicas is not None:
+        raise SettingsError(
+            f"--parallel {model.parallel} is not possible with --replicas, whose conversations "
+            "take turns; give one of them"
+        )
     same = model.n_threads == model.n_threads_batch
     for name in ("n_threads",) if same else ("n_threads", "n_threads_batch"):
         if warning := too_many_threads(getattr(model, name), f"--{name}"):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any, cast
-
-from entropykv.cli.options import integer
+from typing import Any
 
 _LLAMA_SERVER = {
     "model": ("-m",),
@@ -21,30 +18,12 @@ _LLAMA_SERVER = {
     "flash_attn": ("-fa",),
     "seed": ("-s",),
     "lora_path": ("--lora",),
+    "parallel": ("-np",),
     "ssl_keyfile": ("--ssl-key-file",),
     "ssl_certfile": ("--ssl-cert-file",),
     "root_path": ("--api-prefix",),
 }
 """Field of llama_cpp.server's settings -> what llama-server calls it."""
-
-_OF_REQUESTS = "requests say it themselves; leave it out here"
-_INSTEAD = {
-    ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"): "K and V have one type; use --kv-type",
-    ("-hf", "-hfr", "--hf-repo"): "download the file and give it to -m, or use --hf_model_repo_id",
-    ("-cb", "--cont-batching"): "requests take turns; use --replicas to answer several at a time",
-    ("-mm", "--mmproj"): "images are not possible inside a KV budget; use llama-server for them",
-    ("-md", "--model-draft"): "use --draft_model prompt-lookup-decoding, with a full budget",
-    (
-        "--embeddings",
-        "--reranking",
-    ): "that needs no KV cache; use llama-server",
-    ("--slot-save-path",): "use --sessions DIR, with --replicas",
-    ("--chat-template", "--chat-template-file"): "use --chat_format, or a model that has one",
-    ("--api-key-file",): "set the variable ENTROPYKV_API_KEY, or use --api-key",
-    ("-n", "--predict", "--n-predict"): _OF_REQUESTS,
-    ("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty"): _OF_REQUESTS,
-}
-"""Options of llama-server that there are not -> what to do about it."""
 
 
 class Spellings:
@@ -79,30 +58,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _Instead(argparse.Action):
-    """Refuses an option, and says what to do instead."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,  # noqa: ARG002
-        values: str | Sequence[Any] | None,  # noqa: ARG002
-        option: str | None = None,
-    ) -> None:
-        """Refuse it."""
-        reason = cast(str, self.const)
-        raise argparse.ArgumentError(None, f"serve has no {option}: {reason}")
-
-
 def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
-    """Add switches of llama-server that have no value, and refuse by name what there is not."""
-    group.add_argument(
-        "-np",
-        "--parallel",
-        type=integer(1),
-        metavar="N",
-        help="conversations that the model holds: 1, as requests take turns (see --replicas)",
-    )
+    """Add options of llama-server that are no fields of llama_cpp.server's settings."""
     for name, dest, value in (
         ("--no-mmap", "use_mmap", False),
         ("--mlock", "use_mlock", True),
@@ -111,13 +68,3 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
         same = f"the same as --{dest} {str(value).lower()}"
         group.add_argument(name, dest=dest, action="store_const", const=value, help=same)
     group.add_argument("--jinja", "--metrics", action="store_true", help="always so: accepted")
-    options: tuple[str, ...]
-    for options, reason in _INSTEAD.items():
-        group.add_argument(
-            *options,
-            nargs="?",
-            action=_Instead,
-            const=reason,
-            dest="refused",
-            help=argparse.SUPPRESS,
-        )

@@ -53,6 +53,19 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
     return [*rows, ("recovery", climbs)] if climbs else rows
 
 
+def format_columns(rows: list[tuple[str, ...]]) -> str:
+    """Return a Markdown table that is readable as it is; the first row has the titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line_of(row, widths) for row in rows]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(lines)
+
+
+def _line_of(cells: tuple[str, ...], widths: list[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"| {' | '.join(padded)} |"
+
+
 def format_rows(rows: list[Row], width: int | None = None) -> str:
     """A table of two columns; values go on in the next line where `width` characters are full."""
     indent = max(10, *(len(name) for name, _ in rows)) + 2

@@ -43,6 +43,7 @@ from entropykv.model.header import (
     required,
     text_value,
 )
+from entropykv.model.loadable import check_loadable
 
 # The fork's own graph of `bitnet` uses SiLU; its other two are the 2B-4T's.
 _ACTIVATION_OF = {
@@ -179,6 +180,7 @@ def read_gguf(path: Path, *, i2s_layout: str = "x86") -> Source:
 
 def _source(reader: _I2sReader, path: Path, file_bytes: int) -> Source:
     architecture = _architecture(reader, path)
+    check_loadable(reader, architecture)
     shape = _shape(reader, path, file_bytes, architecture)
     tensors = dict(reader.weights)
     drop_tied_head(path, shape, tensors)

@@ -22,6 +22,7 @@ from entropykv.convert.decoder import (
     drop_tied_head,
 )
 from entropykv.convert.hf_config import Checkpoint
+from entropykv.convert.hf_tokenizer import check_tokenizer
 from entropykv.convert.permuted import permuted
 from entropykv.convert.safetensors import StoredTensor, read_safetensors
 from entropykv.convert.source import (
@@ -144,6 +145,7 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
     try:
         checkpoint = Checkpoint.open(path)
         checkpoint.check_attention()
+        check_tokenizer(path)
         shape = checkpoint.shape
         stored = read_safetensors(path)
         tensors = dict(_tensors(checkpoint, stored, dense))

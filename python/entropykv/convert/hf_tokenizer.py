@@ -19,15 +19,27 @@ _SPLIT = (
 _NAME_OF_SPLIT = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}
 _TII_TOKEN = ">>ABSTRACT<<"  # noqa: S105 - of every vocabulary of the Falcon series
 _FALCON_1_SPLIT = "[0-9][0-9][0-9]"
+_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raise ModelFileError for a directory without a tokenizer: its model could read no text."""
+    if not any((directory / name).is_file() for name in _FILES):
+        raise ModelFileError(
+            f"{directory}: has no tokenizer ({' or '.join(_FILES)}), so that the model could read "
+            "no text; put the tokenizer files of the same model into the directory, and convert it "
+            "then"
+        )
 
 
 def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
-    """Add vocabulary, merges, special tokens and chat template; `no_vocab` without a tokenizer.
+    """Add vocabulary, merges, special tokens and chat template.
 
-    Reads a tokenizer.json of byte-level BPE, else the tokenizer.model of sentencepiece. Raises
-    UnsupportedModelError for another tokenizer, and ModelFileError for a damaged one.
+    Reads a tokenizer.json of byte-level BPE, else the tokenizer.model of sentencepiece, of which
+    check_tokenizer() found one. Raises UnsupportedModelError for another tokenizer, and
+    ModelFileError for a damaged one.
     """
-    bpe, sentencepiece = directory / "tokenizer.json", directory / "tokenizer.model"
+    bpe, sentencepiece = (directory / name for name in _FILES)
     path = sentencepiece
     try:
         if bpe.is_file():
@@ -41,15 +53,12 @@ def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
             if not sentencepiece.is_file():
                 raise UnsupportedModelError(
                     f"{bpe}: is not the byte-level BPE of Llama 3, Falcon 3, Qwen 2 or GPT-2, "
-                    "which alone are converted; remove it to convert the weights alone and feed "
-                    "token ids"
+                    "which alone are converted; put the tokenizer.model of the same model beside "
+                    "it, if there is one, or convert an I2_S file, which carries its tokenizer"
                 )
         path = sentencepiece
-        if sentencepiece.is_file():
-            _add_sentencepiece(writer, directory, read_pieces(path.read_bytes()), n_vocab)
-            _add_special(writer, directory, n_vocab, load_merges=False)
-        else:
-            writer.add_tokenizer_model("no_vocab")
+        _add_sentencepiece(writer, directory, read_pieces(path.read_bytes()), n_vocab)
+        _add_special(writer, directory, n_vocab, load_merges=False)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelFileError(f"{path}: is damaged ({reason}); download it again") from error

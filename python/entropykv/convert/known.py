@@ -15,12 +15,14 @@ from entropykv.convert.outputs import embedding_kind, ternary_kind
 from entropykv.convert.source import EMBEDDING
 from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.names import policy_named
-from entropykv.policy.plan import attention_layers, kv_type_for, plan_headwise
+from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
 from entropykv.settings.options import Budget
 
 PATH = Path(__file__).parent / "known_models.json"
 """Shapes of the public models; `unchecked` names values that no published text confirmed here."""
 _N_SINKS = 4
+_PATHS = {"packed": "packed directory", "masters": "master directory"}
+"""What `convert` reads, by how the checkpoint stores its ternary weights."""
 
 
 @dataclass(frozen=True)
@@ -105,26 +107,40 @@ class KnownModel:
             latent=False,
         )
 
-    def budget_bytes(self, kv_budget: Budget | str | float) -> int:
-        """Bytes of the K and V pool under a budget, at the model's own context."""
+    def plan(self, kv_budget: Budget | str | float) -> tuple[HeadwisePlan, str]:
+        """Return what `entropykv plan` says of a budget at the model's own context, and the type.
+
+        That of K and V, which `--kv-type auto` takes.
+        """
         budget, geometry = Budget.parse(kv_budget), self.geometry
         layers = attention_layers(geometry)
         kv_type = kv_type_for("auto", budget, geometry, self.n_ctx)
         policy = policy_named("auto", None, "headwise")
-        plan = plan_headwise(budget, layers, self.n_ctx, kv_type, policy, None, _N_SINKS, None)
-        return plan.pool_bytes
+        return (
+            plan_headwise(budget, layers, self.n_ctx, kv_type, policy, None, _N_SINKS, None),
+            kv_type,
+        )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return what `convert` reads of it: the directory as it is stored, and an I2_S file."""
+        return (_PATHS[self.storage], *(["I2_S"] if self.i2s else []))
 
     def to_dict(self, kv_budget: str) -> dict[str, Any]:
         """For --json: all that the table of models says, and what follows from it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plan, kv_type = self.plan(kv_budget)
         return values | {
+            "conversion_paths": self.paths,
             "head_dim": self.shape.head_dim,
             "converted_bytes": self.geometry.weights_bytes,
             "weight_types": self.weight_types,
             "kv_bytes_per_1000_tokens_f16": 2000 * self.geometry.cached_values,
             "kv_budget": kv_budget,
             "kv_bytes_f16": 2 * self.n_ctx * self.geometry.cached_values,
-            "kv_bytes_budget": self.budget_bytes(kv_budget),
+            "kv_bytes_budget": plan.pool_bytes,
+            "kv_type_budget": kv_type,
+            "entries_per_head_budget": plan.mean_entries,
         }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from entropykv import _core
 from entropykv.calibration.texts import read_texts
 from entropykv.errors import ContextError
+from entropykv.evaluation.rounds import disagreement
 from entropykv.llamacpp.stock import StockSession
 from entropykv.policy.names import AUTO
 from entropykv.session.session import Session
@@ -43,7 +44,7 @@ class BenchRow:
     """One contestant at one length: tokens per second, and ratios to stock flash attention.
 
     `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp. `products`: see
-    SessionStats.
+    SessionStats. `disagreement`: by what share the slowest round took longer than the fastest.
     """
 
     length: int
@@ -55,6 +56,7 @@ class BenchRow:
     kv_bytes: int = 0
     eviction_share: float = 0.0
     products: dict[str, str] = field(default_factory=dict)
+    disagreement: float = 0.0
 
 
 @dataclass
@@ -98,7 +100,14 @@ class _Contestant:
             kv_bytes=kv_bytes,
             eviction_share=share,
             products=products,
+            disagreement=self._disagreement(),
         )
+
+    def _disagreement(self) -> float:
+        n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)  # of a round
+        firsts = range(0, len(self.decode_seconds), max(1, n_blocks))
+        written = [statistics.median(self.decode_seconds[i : i + n_blocks]) for i in firsts]
+        return max(disagreement(self.prompt_seconds), disagreement(written))
 
 
 def bench(

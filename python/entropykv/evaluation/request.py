@@ -26,6 +26,8 @@ from entropykv.evaluation.dataset import (
 )
 from entropykv.evaluation.part import Part, Values
 from entropykv.evaluation.recall import RecallPart, recall_items
+from entropykv.evaluation.ruler.scores import ruler_parts
+from entropykv.evaluation.ruler.suite import Suite, own_texts
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 
@@ -50,10 +52,18 @@ class Request:
     max_tokens: int = 128
     n_ctx: int = 0
     """The longest prompt with its answer of a data set; 0: what the model was trained for."""
+    suite: Suite | None = None
+    """RULER, in place of all other parts; texts are its haystacks then."""
 
     def __post_init__(self) -> None:
         """Raise SettingsError where there is nothing to do, or nothing to do it with."""
         check_template(self.prompt_template)
+        if self.suite is not None:
+            if self.passkeys or self.questions:
+                raise SettingsError(
+                    "a suite is measured alone; leave out --passkeys and --dataset, or --suite"
+                )
+            return
         if self.continuation == 1:
             raise SettingsError("a continuation of 1 token predicts nothing; use 2 or more, or 0")
         if self.passkeys and not self.texts:
@@ -65,13 +75,19 @@ class Request:
 
     def settings(self) -> Values:
         """All that figures of one item depend on, besides the item."""
-        left_out = ("texts", "questions", "passkeys")
+        left_out = ("texts", "questions", "passkeys", "suite")
         names = [field.name for field in dataclasses.fields(self) if field.name not in left_out]
-        return {name: getattr(self, name) for name in names}
+        haystacks = None if self.suite is None else [text.name for text in self.haystacks]
+        return {**{name: getattr(self, name) for name in names}, "ruler_haystacks": haystacks}
+
+    @property
+    def haystacks(self) -> Sequence[EvaluationText]:
+        """What a suite has in place of RULER's essays."""
+        return self.texts or own_texts()
 
     def with_prompt(self, model: Model) -> Request:
         """The same with a prompt length; ContextError names a text that is too short for it."""
-        if not (self.texts and self.continuation):
+        if self.suite is not None or not (self.texts and self.continuation):
             return self
         lengths = {text.name: len(tokens_of(model, text)) for text in self.texts}
         prompt = prompt_length(
@@ -85,6 +101,10 @@ class Request:
         Of a request that with_prompt() returned. What the parts hold is freed where the stack
         ends. Raises ContextError for what does not fit.
         """
+        if self.suite is not None:
+            haystacks = self.haystacks
+            inside = self.inside
+            return [*ruler_parts(self.suite, model, haystacks, seed=self.seed, inside=inside)]
         made: list[Part] = []
         if self.texts and self.continuation:
             made.append(self._continuations(model, stack))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from entropykv.evaluation.part import Values
 from entropykv.evaluation.results import Record
+from entropykv.evaluation.rounds import disagreement
+
+_READ = ("prompt_tokens", "prompt_seconds")
+_WRITTEN = ("decode_tokens", "decode_seconds")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class EvalRow:
     """Texts whose greedy continuation is the full cache's, to the last token."""
     prompt_speed: float | None = None
     decode_speed: float | None = None
+    disagreement: float | None = None
+    """By what share the text of the fastest prompt or continuation was faster than the slowest."""
     recall: float | None = None
     rouge1: float | None = None
     rouge2: float | None = None
@@ -42,16 +48,27 @@ class EvalRow:
     questions: int = 0
     """About planted facts."""
     answers: int = 0
-    """To questions of the data set."""
+    """To questions of the data set, or of a suite."""
+    length: int | None = None
+    """Of the prompts of a suite with their answers, in tokens."""
+    question: str | None = None
+    """Whether it is `known` when the context of a suite's prompt is read, or `unknown`."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Share of the references found in the answers, by task."""
+    score: float | None = None
+    """Mean of the tasks."""
+    score_relative: float | None = None
+    """To the full cache's for the same prompts."""
 
 
 def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record]) -> EvalRow:
     """One row of the records of one contestant: means over items, but the worst KL divergence."""
-    texts, passkeys, dataset = (
+    texts, passkeys, dataset, suite = (
         [record.values for record in records if record.part == part]
-        for part in ("continuations", "passkeys", "dataset")
+        for part in ("continuations", "passkeys", "dataset", "ruler")
     )
-    kept = texts or passkeys or dataset
+    kept = texts or passkeys or dataset or suite
+    scores = _by_task(suite)
     equal = _column(texts, "greedy_equal")
     divergences = _column(texts, "kl")
     right = [right for values in passkeys for right in values["right"]]
@@ -68,16 +85,38 @@ def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record])
         perplexity_ratio=_mean(_column(texts, "perplexity_ratio")),
         greedy_equal=_mean(equal),
         greedy_identical=equal.count(1.0) if equal else None,
-        prompt_speed=_ratio(texts, "prompt_tokens", "prompt_seconds"),
-        decode_speed=_ratio(texts, "decode_tokens", "decode_seconds"),
+        prompt_speed=_ratio(texts, *_READ),
+        decode_speed=_ratio(texts, *_WRITTEN),
+        disagreement=max(map(disagreement, _speeds(texts)), default=None),
         recall=_mean(right),
         rouge1=_mean(_column(dataset, "rouge1")),
         rouge2=_mean(_column(dataset, "rouge2")),
         rouge_l=_mean(_column(dataset, "rougeL")),
         texts=len(texts),
         questions=len(right),
-        answers=len(dataset),
+        answers=len(dataset) + len(suite),
+        length=suite[0]["length"] if suite else None,
+        question=suite[0]["question"] if suite else None,
+        scores=scores,
+        score=_mean([*scores.values()]),
     )
+
+
+def _speeds(texts: Sequence[Values]) -> list[list[float]]:
+    """Return the speeds of each text, in tokens per second: of prompts, and of what is written."""
+    speeds = [
+        [text[tokens] / text[seconds] for text in texts if text.get(tokens) and text.get(seconds)]
+        for tokens, seconds in (_READ, _WRITTEN)
+    ]
+    return [of_kind for of_kind in speeds if of_kind]
+
+
+def _by_task(suite: Sequence[Values]) -> dict[str, float]:
+    tasks = dict.fromkeys(values["task"] for values in suite)
+    return {
+        task: statistics.fmean(values["score"] for values in suite if values["task"] == task)
+        for task in tasks
+    }
 
 
 def _column(values: Iterable[Values], name: str) -> list[float]:

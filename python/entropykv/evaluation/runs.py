@@ -91,7 +91,15 @@ class Evaluation:
         policy = combination.policy  # as it was given: the name may not have its parameters
         if policy == AUTO and records:
             policy = f"{AUTO} ({records[0].values['policy']})"
-        return summarize(policy, combination.kv_type, str(combination.budget), records)
+        row = summarize(policy, combination.kv_type, str(combination.budget), records)
+        return dataclasses.replace(row, score_relative=self._relative(row.score, records))
+
+    def _relative(self, score: float | None, records: Sequence[Record]) -> float | None:
+        """Divide a suite's score by that of stock for the same prompts."""
+        digests = {record.digest for record in records}
+        theirs = [record for record in self._records(None) if record.digest in digests]
+        full = summarize(STOCK, "f16", "full", theirs).score
+        return score / full if score is not None and full else None
 
     def _records(self, combination: Combination | None) -> list[Record]:
         key = STOCK if combination is None else combination.key

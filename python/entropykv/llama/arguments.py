@@ -28,6 +28,9 @@ _DEFAULTS = {
 }
 
 
+_OF_POOL = ("n_sequences", "park", "park_limit")
+
+
 @dataclass(frozen=True)
 class EvictionEvent:
     """What one decode call dropped, of all KV heads."""
@@ -56,6 +59,9 @@ class BudgetArguments:
     repeatable: bool = True
     recovery: Recovery | None = None
     on_climb: Callable[[Climb], object] | None = None
+    n_sequences: int | None = None
+    park: str = "ram"
+    park_limit: str | int | None = None
 
     def __post_init__(self) -> None:
         """Raise SettingsError for a ladder that would take back what Llama has given out."""
@@ -73,7 +79,12 @@ class BudgetArguments:
 
     def of_session(self) -> dict[str, Any]:
         """Return the arguments that Session takes, too."""
-        ours = ("on_evict", "repeatable")
+        ours = ("on_evict", "repeatable", *_OF_POOL)
+        return {name: value for name, value in vars(self).items() if name not in ours}
+
+    def of_pool(self) -> dict[str, Any]:
+        """Return the arguments that Pool takes, too."""
+        ours = ("on_evict", "repeatable", "recovery", "on_climb")
         return {name: value for name, value in vars(self).items() if name not in ours}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -10,6 +9,7 @@ from llama_cpp import _internals as internals
 
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
 from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model_options import apply_adapters
 from entropykv.model.geometry import ModelGeometry
 from entropykv.session.session import Session
 
@@ -39,7 +39,7 @@ class BorrowedModel(Model):
         context = super().new_context(parameters)
         try:
             if self._adapter:
-                set_adapter(context, self._adapter, self._adapter_scale)
+                apply_adapters(context, [(self._adapter, self._adapter_scale)])
         except ModelFileError:
             llama_cpp.llama_free(context)
             raise
@@ -48,16 +48,6 @@ class BorrowedModel(Model):
     def close(self) -> None:
         """Forget the model; the Llama frees it."""
         self.handle = None
-
-
-def set_adapter(context: Any, adapter: Any, scale: float) -> None:
-    """Let a context use a LoRA adapter. Raises ModelFileError where llama.cpp refuses it."""
-    adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
-    scales = (ctypes.c_float * 1)(scale)
-    if llama_cpp.llama_set_adapters_lora(context, adapters, 1, scales) != 0:
-        raise ModelFileError(
-            "llama.cpp cannot use the LoRA adapter with this model; give another lora_path"
-        )
 
 
 class BudgetContext(internals.LlamaContext):
@@ -74,6 +64,11 @@ class BudgetContext(internals.LlamaContext):
     def ctx(self) -> Any:
         """The llama_context that samplers read logits of; None once closed."""
         return self._session.context if self._session else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
 
     @property
     def session(self) -> Session:

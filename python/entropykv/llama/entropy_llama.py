@@ -13,6 +13,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama import LlamaState
+from typing_extensions import Self
 
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
 from entropykv.llama.arguments import (
@@ -23,11 +24,13 @@ from entropykv.llama.arguments import (
     check_kind,
     llama_arguments,
 )
-from entropykv.llama.context import BorrowedModel, BudgetContext, set_adapter
+from entropykv.llama.context import BorrowedModel, BudgetContext
 from entropykv.llama.reading import ReadingLlama
+from entropykv.llamacpp.model_options import apply_adapters
 from entropykv.model.geometry import ModelGeometry, read_geometry, read_loadable
 from entropykv.policy.names import AUTO
 from entropykv.profile.profile import EntropyProfile
+from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb, Recovery
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
@@ -54,11 +57,17 @@ class EntropyLlama(ReadingLlama):
     the same request may differ.
 
     It holds one sequence, so calls take turns: EntropyKVError where another thread is within one,
-    and where an answer goes on after another call.
+    and where an answer goes on after another call. With `n_sequences`, the budget is that of a Pool
+    (`park`, `park_limit`: see there), and another() makes more of them, for threads of their own:
+    their tokens are read together.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
     """
+
+    _pool: Pool | None = None
+    _first: EntropyLlama | None = None
+    """Whose weights and pool it uses."""
 
     def __init__(
         self,
@@ -76,6 +85,9 @@ class EntropyLlama(ReadingLlama):
         repeatable: bool = True,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
+        n_sequences: int | None = None,
+        park: str = "ram",
+        park_limit: str | int | None = None,
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the budget's replaces."""
@@ -93,6 +105,9 @@ class EntropyLlama(ReadingLlama):
             repeatable,
             recovery,
             on_climb,
+            n_sequences,
+            park,
+            park_limit,
         ).with_types(llama)
         arguments = llama_arguments(llama, budget)
         geometry = read_loadable(model_path)
@@ -124,19 +139,11 @@ class EntropyLlama(ReadingLlama):
 
     def _begin(self, geometry: ModelGeometry, budget: BudgetArguments) -> None:
         """Put a session in the place of the stock context, which is freed."""
-        parameters = self.context_params
-        session = Session(
-            BorrowedModel(self, geometry),
-            n_ctx=parameters.n_ctx,
-            n_ubatch=parameters.n_ubatch,
-            n_threads=self.n_threads,
-            n_threads_batch=self.n_threads_batch,
-            n_gpu_layers=self.model_params.n_gpu_layers,
-            **budget.of_session(),
-        )
+        session = self._session_of(BorrowedModel(self, geometry), budget)
         try:
             least = min(entries for layer in session.budgets() for entries in layer)
-            check_draft_model(self.draft_model, may_evict=least < session.n_ctx)
+            may_evict = self._pool is not None or least < session.n_ctx
+            check_draft_model(self.draft_model, may_evict=may_evict)
         except SettingsError:
             session.close()
             raise
@@ -145,15 +152,67 @@ class EntropyLlama(ReadingLlama):
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget
+        self._take(session)
+
+    def _session_of(self, model: BorrowedModel, budget: BudgetArguments) -> Session:
+        parameters = self.context_params
+        arguments: dict[str, Any] = {
+            "n_ctx": parameters.n_ctx,
+            "n_ubatch": parameters.n_ubatch,
+            "n_threads": self.n_threads,
+            "n_threads_batch": self.n_threads_batch,
+            "n_gpu_layers": self.model_params.n_gpu_layers,
+        }
+        if budget.n_sequences is None:
+            return Session(model, **arguments, **budget.of_session())
+        self._pool = Pool(model, **arguments, **budget.of_pool())
+        return self._pool.session(recovery=budget.recovery, on_climb=budget.on_climb)
+
+    def _take(self, session: Session) -> None:
+        """Hold a sequence that has read nothing."""
         self._lock = threading.RLock()
         self._sampled = self._generation = self._watch = None
         self._ctx = BudgetContext(self, session)
         _start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
 
+    def _hold(self, session: Session) -> None:
+        """Go on with another sequence, and what was read of it."""
+        self._sampled = self._generation = self._watch = None
+        self._ctx = BudgetContext(self, session)
+        self.n_tokens = session.position
+        self.input_ids[: session.position] = session.tokens
+        self._requires_eval = session.logits is None
+
+    @property
+    def pool(self) -> Pool | None:
+        """What it shares with those that another() makes; None without `n_sequences`."""
+        return self._pool
+
+    def another(self) -> Self:
+        """Return another one with the same weights and in the same pool, which has read nothing.
+
+        A thread of its own can use it at the same time. SettingsError without `n_sequences`.
+        """
+        if self._pool is None:
+            raise SettingsError(
+                "one budget for several conversations is a pool; make the EntropyLlama with "
+                "n_sequences, how many of them it holds at a time"
+            )
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._stack = contextlib.ExitStack()  # what it frees is not the other's
+        other._first = self
+        other._sampler = other.cache = None
+        budget = self._budget
+        other._take(self._pool.session(recovery=budget.recovery, on_climb=budget.on_climb))
+        return other
+
     def _close_session(self) -> None:
-        if isinstance(self._ctx, BudgetContext) and self._ctx.ctx is not None:
+        if isinstance(self._ctx, BudgetContext) and self._ctx.is_open:
             self._ctx.session.close()
             self._ctx.close()
+        if self._first is None and self._pool is not None:
+            self._pool.close()
 
     def close(self) -> None:
         """Free the store, the context and the model."""
@@ -273,6 +332,8 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
     if not isinstance(llm, EntropyLlama):
         raise SettingsError("this model is not inside a KV budget; attach() it first")
     _check_idle(llm)
+    if llm.pool is not None:
+        raise SettingsError("a model of a pool cannot be detached; load a llama_cpp.Llama")
     context, batch = _stock_context(llm)
     llm._close_session()
     del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch
@@ -297,7 +358,7 @@ def _stock_context(llm: llama_cpp.Llama) -> tuple[internals.LlamaContext, intern
             "inside the budget, or load the model again with a smaller n_ctx"
         ) from None
     if llm._lora_adapter:
-        set_adapter(context.ctx, llm._lora_adapter, llm.lora_scale)
+        apply_adapters(context.ctx, [(llm._lora_adapter, llm.lora_scale)])
     batch = internals.LlamaBatch(
         n_tokens=llm.n_batch, embd=0, n_seq_max=parameters.n_ctx, verbose=verbose
     )

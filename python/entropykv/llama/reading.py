@@ -14,12 +14,15 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
 from entropykv.llama.context import BudgetContext
 from entropykv.llama.prefix import common_prefix, continuing, control_symbol, spelling
+from entropykv.llama.sampler import SamplerOfSequence
 from entropykv.session.file import SavedContents
+from entropykv.session.pool_session import PoolSession
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
@@ -123,6 +126,26 @@ class ReadingLlama(llama_cpp.Llama):
             self._session.count_generated(1, time.perf_counter() - start)
         return token
 
+    def _init_sampler(self, *arguments: Any, **options: Any) -> Any:
+        """Make the chain of samplers; in a pool, it reads this sequence's logits, not the last."""
+        sampler = super()._init_sampler(*arguments, **options)
+        return sampler if self._in_context else SamplerOfSequence(sampler, self._logits_at)
+
+    @property
+    def _in_context(self) -> bool:
+        """Whether the logits of the context are those of the session."""
+        return not isinstance(self._session, PoolSession)
+
+    def _logits_at(self, row: int) -> npt.NDArray[np.float32]:
+        """Logits of a token: -1 is the last one."""
+        if self._logits_all:
+            scores: npt.NDArray[np.float32] = self.scores[self.n_tokens + row]
+            return scores
+        logits = self._session.logits
+        if logits is None:
+            raise EntropyKVError("there are no logits to sample from; eval() a token first")
+        return logits
+
     def generate(self, tokens: Sequence[int], *arguments: Any, **options: Any) -> Any:
         """Yield tokens that follow `tokens`; see llama_cpp.Llama.generate.
 
@@ -135,7 +158,7 @@ class ReadingLlama(llama_cpp.Llama):
             prompt = self._prepared(list(tokens), resets=bound.arguments.get("reset", True))
         stream: Generator[int, Any, None] = super().generate(prompt, *arguments, **options)
         sent = None
-        with closing(stream):
+        with closing(stream), self._resting():
             while True:
                 with self._alone():
                     self._check_goes_on(generation)
@@ -144,6 +167,15 @@ class ReadingLlama(llama_cpp.Llama):
                     except StopIteration:
                         return
                 sent = yield token
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """In the end, let no other sequence of a pool wait for more of this one."""
+        try:
+            yield
+        finally:
+            if self._ctx.is_open:
+                self._session.rest()
 
     def _check_goes_on(self, generation: object) -> None:
         if self._generation is not generation:
@@ -186,11 +218,13 @@ class ReadingLlama(llama_cpp.Llama):
         session = self._session
         if self._logits_all or session.logits is None:
             return False
-        pointer = llama_cpp.llama_get_logits_ith(session.context, -1)
-        if not pointer or not session.return_to_prompt(position, end):
+        in_context = self._in_context
+        pointer: Any = llama_cpp.llama_get_logits_ith(session.context, -1) if in_context else None
+        if (in_context and not pointer) or not session.return_to_prompt(position, end):
             return False
         logits = session.logits
-        ctypes.memmove(pointer, logits.ctypes.data, logits.nbytes)
+        if in_context:
+            ctypes.memmove(pointer, logits.ctypes.data, logits.nbytes)
         self.scores[:1] = logits
         self.n_tokens = position
         self._requires_eval = False

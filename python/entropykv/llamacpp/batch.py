@@ -1,8 +1,9 @@
-"""One micro-batch of one sequence for llama_decode, and the logits it leaves."""
+"""One micro-batch for llama_decode, of one sequence or of several, and the logits it leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -12,40 +13,72 @@ import numpy.typing as npt
 from entropykv.errors import EntropyKVError
 
 SEQUENCE = 0
+Rows = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """Tokens of one sequence in a micro-batch."""
+
+    tokens: Sequence[int]
+    position: int
+    """Where RoPE sees the first one."""
+    n_rows: int
+    """So many of the last tokens get logits."""
+    echo: Sequence[int] = ()
+    """Tokens that follow, without logits."""
+    sequence: int = SEQUENCE
+    """llama.cpp's number of it."""
 
 
 class MicroBatch:
-    """A llama_batch of up to n_ubatch tokens, used again and again."""
+    """A llama_batch of up to `n_tokens` tokens, used again and again."""
 
-    def __init__(self, n_ubatch: int, n_vocab: int) -> None:
+    def __init__(self, n_tokens: int, n_vocab: int) -> None:
         """Allocate it."""
-        self._batch = llama_cpp.llama_batch_init(n_ubatch, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
         self._n_vocab = n_vocab
-        for i in range(n_ubatch):
+        for i in range(n_tokens):
             self._batch.n_seq_id[i] = 1
-            self._batch.seq_id[i][0] = SEQUENCE
 
     def decode(
         self, context: Any, tokens: Sequence[int], position: int, *, n_rows: int
-    ) -> npt.NDArray[np.float32] | None:
+    ) -> Rows | None:
         """Decode tokens at `position`; logits of the last `n_rows` of them, (n_rows, n_vocab).
 
         None for n_rows 0. Raises EntropyKVError where llama.cpp fails.
         """
-        batch, n_tokens = self._batch, len(tokens)
-        batch.n_tokens = n_tokens
-        for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = position + i
-            batch.logits[i] = i >= n_tokens - n_rows
+        return self.decode_parts(context, [BatchPart(tokens, position, n_rows)])[0]
+
+    def decode_parts(self, context: Any, parts: Sequence[BatchPart]) -> list[Rows | None]:
+        """Decode tokens of several sequences together; logits of each as decode() returns them."""
+        batch, n = self._batch, 0
+        for part in parts:
+            n_tokens = len(part.tokens)
+            for i, token in enumerate((*part.tokens, *part.echo)):
+                batch.token[n] = token
+                batch.pos[n] = part.position + i
+                batch.seq_id[n][0] = part.sequence
+                batch.logits[n] = n_tokens - part.n_rows <= i < n_tokens
+                n += 1
+        batch.n_tokens = n
         code = llama_cpp.llama_decode(context, batch)
         if code != 0:
             raise EntropyKVError(f"llama.cpp could not decode (code {code}); call reset() first")
+        return self._rows(context, [part.n_rows for part in parts])
+
+    def _rows(self, context: Any, numbers: Sequence[int]) -> list[Rows | None]:
+        """Cut the context's logits into those of the parts, copied."""
+        n_rows = sum(numbers)
         if n_rows == 0:
-            return None
+            return [None] * len(numbers)
         pointer: Any = llama_cpp.llama_get_logits(context)
-        rows = np.ctypeslib.as_array(pointer, shape=(n_rows * self._n_vocab,))
-        return rows.reshape(n_rows, self._n_vocab).copy()
+        flat = np.ctypeslib.as_array(pointer, shape=(n_rows * self._n_vocab,))
+        rows = flat.reshape(n_rows, self._n_vocab)
+        ends = np.cumsum(numbers)
+        return [
+            rows[end - n : end].copy() if n else None for n, end in zip(numbers, ends, strict=True)
+        ]
 
     def close(self) -> None:
         """Free it."""

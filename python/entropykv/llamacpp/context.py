@@ -17,13 +17,16 @@ GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 """llama.cpp's numbers of the types that config.KV_TYPES names."""
 
 
-def context_parameters(model: Model, settings: Settings, n_ubatch: int, cells: int) -> Any:
-    """Parameters that both stores share: one sequence, `cells` cells of llama.cpp's cache."""
+def context_parameters(
+    model: Model, settings: Settings, n_ubatch: int, cells: int, n_sequences: int = 1
+) -> Any:
+    """Parameters that both stores share; the sequences have `cells` cells of llama.cpp's cache."""
     parameters = model.context_defaults()
     parameters.n_ctx = cells
     parameters.n_batch = n_ubatch
     parameters.n_ubatch = n_ubatch
-    parameters.n_seq_max = 1
+    parameters.n_seq_max = n_sequences
+    parameters.kv_unified = n_sequences > 1
     parameters.n_threads = settings.threads
     parameters.n_threads_batch = settings.threads_batch
     return parameters
@@ -31,7 +34,8 @@ def context_parameters(model: Model, settings: Settings, n_ubatch: int, cells: i
 
 def decode_one_token(context: Any) -> bool:
     """Decode a token in an empty context, for hooks to see its graph; False where that fails."""
-    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(0), 1)
+    tokens = (llama_cpp.llama_token * 1)(0)  # the batch has its address, and does not keep it
+    batch = llama_cpp.llama_batch_get_one(tokens, 1)
     return bool(llama_cpp.llama_decode(context, batch) == 0)
 
 

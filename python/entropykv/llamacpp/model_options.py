@@ -57,13 +57,21 @@ class LoraAdapters:
 
     def apply(self, context: Any) -> None:
         """Let a context use them."""
-        n = len(self._handles)
-        if n == 0:
-            return
-        handles = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*self._handles)
-        scales = (ctypes.c_float * n)(*self._scales)
-        if llama_cpp.llama_set_adapters_lora(context, handles, n, scales) != 0:
-            raise ModelFileError("llama.cpp cannot use the LoRA adapters with this model")
+        apply_adapters(context, list(zip(self._handles, self._scales, strict=True)))
+
+
+def apply_adapters(context: Any, adapters: Sequence[tuple[Any, float]]) -> None:
+    """Let a context use loaded LoRA adapters, each with its scale, in place of those it had.
+
+    Raises ModelFileError where llama.cpp refuses them.
+    """
+    n = len(adapters)
+    handles = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*(handle for handle, _ in adapters))
+    scales = (ctypes.c_float * n)(*(scale for _, scale in adapters))
+    if llama_cpp.llama_set_adapters_lora(context, handles, n, scales) != 0:
+        raise ModelFileError(
+            "llama.cpp cannot use the LoRA adapter with this model; give one that was made for it"
+        )
 
 
 def apply_named_template(name: str, messages: Sequence[Mapping[str, str]]) -> str:

@@ -35,26 +35,31 @@ def cannot_go_back(model: Model, position: int) -> ContextError:
 
 
 class RecurrentState:
-    """The state of the recurrent layers in the context of a hybrid model."""
+    """The state that the recurrent layers of a hybrid model have of one sequence."""
 
     def __init__(self, context: Any) -> None:
         """`context`: must live as long."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
+        self.sequence = SEQUENCE
 
     def forget_cells(self) -> None:
         """Free the cells of the attention layers, but the last. RuntimeError where that fails."""
-        last = llama_cpp.llama_memory_seq_pos_max(self._memory, SEQUENCE)
-        if last > 0 and not llama_cpp.llama_memory_seq_rm(self._memory, SEQUENCE, 0, last):
+        last = llama_cpp.llama_memory_seq_pos_max(self._memory, self.sequence)
+        if last > 0 and not llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, 0, last):
             raise RuntimeError("llama.cpp does not free the cells of its attention layers")
+
+    def forget(self) -> None:
+        """Free the state and all cells."""
+        llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, -1, -1)
 
     def save(self) -> bytes:
         """As llama.cpp writes it."""
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        size = llama_cpp.llama_state_seq_get_size_ext(self._context, SEQUENCE, flags)
+        size = llama_cpp.llama_state_seq_get_size_ext(self._context, self.sequence, flags)
         state = (ctypes.c_uint8 * size)()
         if (
-            llama_cpp.llama_state_seq_get_data_ext(self._context, state, size, SEQUENCE, flags)
+            llama_cpp.llama_state_seq_get_data_ext(self._context, state, size, self.sequence, flags)
             != size
         ):
             raise RuntimeError("llama.cpp does not give the state of its recurrent layers")
@@ -72,11 +77,11 @@ class RecurrentState:
         return former
 
     def _load(self, state: bytes | bytearray) -> bool:
-        llama_cpp.llama_memory_clear(self._memory, False)
+        self.forget()
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         with captured_log():  # it says more than a user can use
             n_read = llama_cpp.llama_state_seq_set_data_ext(
-                self._context, data, len(state), SEQUENCE, flags
+                self._context, data, len(state), self.sequence, flags
             )
         return bool(n_read == len(state))

@@ -63,9 +63,8 @@ def _window(size: int, n_seen: int) -> Window:
 def _cells_seen(model: Model, settings: Settings, size: int) -> list[tuple[int, int]]:
     """Layer and cells that a token at position `size` sees, of four."""
     probe = _core.WindowProbe()
-    parameters = context_parameters(model, settings, 2, CELL_PADDING)
-    parameters.n_seq_max = 2  # positions of one sequence must follow each other
-    parameters.kv_unified = True
+    # two sequences, since positions of one must follow each other
+    parameters = context_parameters(model, settings, 2, CELL_PADDING, n_sequences=2)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     let_hook_change(parameters, probe)
     context = model.new_context(parameters)

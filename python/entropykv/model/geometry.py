@@ -97,6 +97,8 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
     architecture = text_value(reader, "general.architecture")
     if architecture is None:
         raise ModelFileError(f"{path}: lacks general.architecture; {AGAIN}")
+    if not architecture.isprintable():
+        raise ValueError(f"general.architecture is {architecture!r}")
     layers = required(reader, f"{architecture}.block_count")
     if layers > MAX_LAYERS:
         raise ValueError(f"{architecture}.block_count is {layers}")

@@ -43,8 +43,8 @@ def _check_tokenizer(reader: HeaderReader) -> None:
     n_tokens = _length(reader, "tokens", _STRINGS)
     if kind is None or kind in _NONE or not n_tokens:
         raise ModelFileError(
-            f"{reader.path}: has no tokenizer, so no text can be read; convert the model again, "
-            "from a directory with its tokenizer files"
+            f"{reader.path}: has no tokenizer, so no text can be read; take a file that has one, "
+            "or convert the model from a directory with its tokenizer files"
         )
     for name, kinds in _NUMBERS_OF_TOKENS.items():
         length = _length(reader, name, kinds)

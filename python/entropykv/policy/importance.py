@@ -11,6 +11,7 @@ MEASURES = {
     "mass": "squared attention probabilities",
     "attention": "attention probabilities",
     "products": "|q.k|, scaled as the softmax sees it",
+    "reconstruct": "the largest attention probability of queries that repeat what was read",
     "expected": "attention probabilities that queries like those so far would give from the next "
     "positions on",
 }
@@ -21,12 +22,17 @@ MODIFIERS = {
     "exposure": "per query that could have seen the entry",
     "values": "times the norm of the entry's value",
     "distinct": "less where a newer entry's key is similar",
+    "echo": "a text is read twice, and queries that repeat it count, too",
 }
 
 _OBSERVED = ("mass", "attention", "products")
 """Measures that add up what queries gave."""
-_OF_OBSERVED = ("window", "exposure")
-"""Modifiers of what queries gave; nothing is counted where it is expected."""
+_REPEATED = "reconstruct"
+_OF_OBSERVED = ("window", "exposure", "echo")
+"""Modifiers of sums of what queries gave."""
+
+_ECHO_DECAY = 0.9995
+"""Slower than without echoes, so that what was repeated long ago is not forgotten."""
 
 _BY_POSITION = ("streaming", "recency")
 
@@ -57,11 +63,16 @@ class Importance:
                 raise SettingsError(
                     f"there is no modifier {modifier!r} of importance; use {_any_of(MODIFIERS)}"
                 )
-            if measure == "expected" and modifier in _OF_OBSERVED:
+            if measure not in _OBSERVED and modifier in _OF_OBSERVED:
                 raise SettingsError(
-                    f"measure expected counts no queries and takes no modifier {modifier}; use "
-                    "expected with values or distinct, or another measure"
+                    f"measure {measure} adds up no queries and takes no modifier {modifier}; use "
+                    f"{measure} with values or distinct, or another measure"
                 )
+        if "echo" in modifiers and {"window", "exposure"} & set(modifiers):
+            raise SettingsError(
+                f"{text!r} counts queries that repeat the text, which no window and no exposure "
+                "knows of; use echo with values or distinct alone"
+            )
         if len(set(modifiers)) < len(modifiers):
             raise SettingsError(f"{text!r} names a modifier twice; name it once")
         return Importance(measure, tuple(name for name in MODIFIERS if name in modifiers))
@@ -81,17 +92,30 @@ class Importance:
         return {self.measure, *self.modifiers} <= {*_OBSERVED, *_OF_OBSERVED}
 
     @property
+    def repeats(self) -> bool:
+        """Whether a text is read twice for it: see session/echo.py."""
+        return self.measure == _REPEATED or "echo" in self.modifiers
+
+    @property
     def kind(self) -> ScoreKind:
         """By the name that the extension gives it."""
         kind: ScoreKind = getattr(ScoreKind, self.measure)
         return kind
+
+    @property
+    def _decay(self) -> float:
+        if self.measure == _REPEATED:
+            return 1.0  # every entry had its turn: when its own stretch was repeated
+        if self.repeats:
+            return max(self.decay, _ECHO_DECAY)
+        return 0.0 if "window" in self.modifiers else self.decay
 
     def settings(self, variation: float) -> ImportanceSettings:
         """For the headwise store; `variation`: of the profile's entropies, for recency."""
         return ImportanceSettings(
             kind=self.kind,
             variation=variation,
-            decay=0.0 if "window" in self.modifiers else self.decay,
+            decay=self._decay,
             observation_window=self.observation_window,
             by_exposure="exposure" in self.modifiers,
             by_values="values" in self.modifiers,

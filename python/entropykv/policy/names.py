@@ -10,9 +10,12 @@ from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
 from entropykv.profile.profile import EntropyProfile
 
 AUTO = "auto"
-"""The default: `profile` where the model has one with loss curves (`entropy` where it is without),
-else `adaptive`; `uniform` where entries are frozen: what a head needs comes back, and every head
-needs room for it; `recency` on the flat store."""
+"""The default: `profile` where the model has one with loss curves, else `adaptive` with echoes, for
+which a text that the budget does not hold is read twice; `uniform` where entries are frozen: what a
+head needs comes back, and every head needs room for it; `recency` on the flat store."""
+FAST = "fast"
+"""The same without echoes: every text is read once."""
+_ADAPTIVE_WITH_ECHOES = "adaptive:mass+values+echo"
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -138,8 +141,9 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 def policy_help() -> str:
     """Names, measures and modifiers in a few lines."""
     auto = (
-        f"{AUTO}: profile where the model has one, else adaptive; uniform with --freeze; recency "
-        "on the flat store"
+        f"{AUTO}: profile where the model has one, else {_ADAPTIVE_WITH_ECHOES}; uniform with "
+        f"--freeze; recency on the flat store; {FAST}: the same without echo, so that every text "
+        "is read once"
     )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
@@ -152,15 +156,29 @@ def policy_help() -> str:
 
 
 def policy_named(
-    name: str, profile: EntropyProfile | None, store: str, *, freezes: bool = False
+    name: str,
+    profile: EntropyProfile | None,
+    store: str,
+    *,
+    freezes: bool = False,
+    recurrent: bool = False,
 ) -> Policy:
-    """Return the policy of that name, which may be `auto`.
+    """Return the policy of that name, which may be `auto` or `fast`.
 
-    `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
-    order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
-    that does not exist or that the store cannot follow.
+    `freezes`: whether what is evicted is frozen; `recurrent`: whether the model has recurrent
+    layers, which cannot read a text twice. `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name
+    is the same with its modifiers in the order of MODIFIERS, and without a measure that is the
+    default. Raises SettingsError for a name that does not exist or that the store cannot follow.
     """
-    policy = _parsed(_chosen(profile, store, freezes=freezes) if name == AUTO else name)
+    if name in (AUTO, FAST):
+        twice = name == AUTO and not recurrent
+        name = _chosen(profile, store, freezes=freezes, twice=twice)
+    policy = _parsed(name)
+    if policy.importance.repeats and recurrent:
+        raise SettingsError(
+            f"policy {name} reads every stretch of text twice, which would change the state of the "
+            "model's recurrent layers; use measure mass"
+        )
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
@@ -173,7 +191,7 @@ def policy_named(
 def takes_profile(name: str) -> bool:
     """Whether a policy of that name may share budgets by an entropy profile."""
     base = name.partition(":")[0]
-    return base == AUTO or (base in POLICIES and POLICIES[base].rule.by_profile)
+    return base in (AUTO, FAST) or (base in POLICIES and POLICIES[base].rule.by_profile)
 
 
 def schedules(name: str) -> bool:
@@ -182,20 +200,21 @@ def schedules(name: str) -> bool:
     return base in POLICIES and POLICIES[base].schedule
 
 
-def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool) -> str:
+def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, twice: bool) -> str:
     if store == "flat":
         return "recency"
     if freezes:
         return "uniform"
-    if profile is None:
-        return "adaptive"
-    return "entropy" if profile.curves is None else "profile"
+    if profile is None or profile.curves is None:
+        return _ADAPTIVE_WITH_ECHOES if twice else "adaptive"
+    return "profile"
 
 
 def _parsed(text: str) -> Policy:
     name, colon, measure = text.partition(":")
     if name not in POLICIES:
-        raise SettingsError(f"policy cannot be {name!r}; use one of {AUTO}, {', '.join(POLICIES)}")
+        known = ", ".join([AUTO, FAST, *POLICIES])
+        raise SettingsError(f"policy cannot be {name!r}; use one of {known}")
     policy = POLICIES[name]
     if not colon:
         return policy
@@ -204,13 +223,13 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by positions and takes no measure; use --policy {name}"
         )
     importance = Importance.parse(measure)
-    if policy.rule.by_layer and not importance.of_observed:
+    if policy.rule.by_layer and not (importance.of_observed or importance.repeats):
         raise SettingsError(
             f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
             f"them by what each head has stored; use --policy {name}, or measure mass, attention "
             "or products with modifier window or exposure"
         )
-    if policy.schedule and not importance.of_observed:
+    if policy.schedule and (importance.repeats or not importance.of_observed):
         raise SettingsError(
             f"policy {name} goes by what each step's queries find, and {importance} does not; use "
             f"--policy {name}, or measure mass, attention or products"

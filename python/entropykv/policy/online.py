@@ -54,6 +54,9 @@ class OnlineBudgets(Protocol):
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Take in what an observed micro-batch has shown: is_observed(); as prepare() was told."""
 
+    def observe_again(self) -> None:
+        """Take in what an echo has shown of text that was observed before."""
+
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
 
@@ -127,6 +130,10 @@ class MeasuredLosses:
         self._knots = np.array(self._next_knots, np.float64)
         losses = self._store.losses() if self._next_knots else np.empty(0)
         self._losses = losses.reshape(self._n_heads, self._knots.size)
+
+    def observe_again(self) -> None:
+        """Take over the losses by the new scores."""
+        self.observe(0, budgets_change=True)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Shares for the least summed loss."""
@@ -222,6 +229,10 @@ class LayerEntropies:
         self._seen += n_tokens * np.array([1.0, *means])
         if budgets_change:
             self._followed = self._seen.copy()
+
+    def observe_again(self) -> None:
+        """Follow all that was seen: entropies of a text are those of its own queries."""
+        self._followed = self._seen.copy()
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Shares by layer; the heads of a layer get the same."""

@@ -18,29 +18,37 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
 from entropykv.server.docs_page import docs_page
-from entropykv.server.engine import Engine
+from entropykv.server.engine import Engine, Limits
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.gate import Gate
+from entropykv.server.kv_stream import kv_stream_routes
 from entropykv.server.llama_server_routes import llama_server_routes, text_of
 from entropykv.server.loading import load_llama
 from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
+from entropykv.server.web_page import WebDefaults, web_routes
 
 _DESCRIPTION = (
     "A model inside a KV budget, for clients of OpenAI, llama-server and llama_cpp.server."
 )
 
 
-def create_app(model: ModelOptions, server: ServerOptions) -> FastAPI:
+def create_app(
+    model: ModelOptions, server: ServerOptions, page: WebDefaults | None = None
+) -> FastAPI:
     """Load the model, and make the app that serves it; its shutdown frees the model.
 
     app.state.engine is the Engine: engine.call() does something with the EntropyLlama between two
     requests, engine.before_close() before the shutdown frees it (to save sessions, say).
+    `page`: what a conversation of the page at / begins with.
     Nothing is shared between two apps. Raises what EntropyLlama raises.
     """
-    engine = Engine(load_llama(model), interrupt=server.interrupt_requests)
+    limits = Limits(
+        server.max_waiting, server.request_seconds, server.drain_seconds, model.conversations
+    )
+    engine = Engine(load_llama(model), interrupt=server.interrupt_requests, limits=limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,6 +74,9 @@ def create_app(model: ModelOptions, server: ServerOptions) -> FastAPI:
     app.include_router(llama_server_routes(engine))
     app.include_router(_extra_routes(engine))
     app.include_router(_figures(engine))
+    app.include_router(kv_stream_routes(engine))
+    if server.web:
+        app.include_router(web_routes(engine, page or WebDefaults()))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -112,12 +123,13 @@ def _extra_routes(engine: Engine) -> APIRouter:
 def _figures(engine: Engine) -> APIRouter:
     router = APIRouter(tags=["KV cache"])
 
+    # not in the event loop: the figures of a pool are those between two steps
     @router.get("/v1/kv")
-    async def kv() -> dict[str, Any]:
+    def kv() -> dict[str, Any]:
         return as_json(engine)
 
-    @router.get("/metrics")
-    async def metrics() -> PlainTextResponse:
+    @router.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> PlainTextResponse:
         return PlainTextResponse(as_prometheus(engine), media_type=PROMETHEUS)
 
     return router

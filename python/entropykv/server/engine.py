@@ -1,11 +1,12 @@
-"""One thread that does everything with the model, one request after the other."""
+"""The threads that do everything with the model: one, or one for every conversation at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +16,15 @@ from entropykv.errors import ContextError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError, as_request_error
 from entropykv.server.loading import ServedLlama
+from entropykv.server.looks import Looks
+from entropykv.server.shelf import Shelf
+from entropykv.server.slots import figures_of_pool
 from entropykv.session.stats import SessionStats
 
 _STATS_INTERVAL = 0.25
 """Seconds between two looks at the figures during a generation."""
+_RETRY_AFTER = 5
+"""Seconds that a client is told to wait where too many requests do."""
 Result = TypeVar("Result")
 Outcome = Literal["finished", "refused", "failed", "stopped"]
 
@@ -27,14 +33,39 @@ class _StoppedError(Exception):
     """The generation was told to stop; nothing is half-done."""
 
 
-@dataclass
-class _Job:
+class _LateError(Exception):
+    """The request has taken longer than it may; nothing is half-done."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests may take."""
+
+    max_waiting: int | None = None
+    """Requests that wait while others run; None: any number."""
+    request_seconds: float | None = None
+    """From a request's arrival to the end of its answer."""
+    drain_seconds: float = 0.0
+    """What running requests may take after stop()."""
+    conversations: int = 64
+    """Kept for their next turn, where several are held."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that waits or runs."""
+
     call: Callable[[ServedLlama], Any]
     emit: Callable[[Any], None] | None
     note: Callable[[int, int], None] | None
+    conversation: str | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    """When its first chunk was there."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
+        """Raise where it was told to stop."""
         if self.stop.is_set():
             raise _StoppedError
 
@@ -44,53 +75,103 @@ class _Job:
         if self.emit is None:
             return result
         for chunk in result:
+            if self.first is None:
+                self.first = time.monotonic()
             self.emit(chunk)
             self.check()
         return None
 
 
 class Engine:
-    """Owns a model, and the thread in which alone it runs; requests wait for their turn."""
+    """Owns a model, and the threads in which alone it runs; requests wait for their turn.
 
-    def __init__(self, llama: ServedLlama, *, interrupt: bool = False) -> None:
-        """`interrupt`: a new request ends the stream that is being written."""
+    A model with a pool answers as many requests at a time as the pool holds sequences.
+    """
+
+    def __init__(
+        self, llama: ServedLlama, *, interrupt: bool = False, limits: Limits | None = None
+    ) -> None:
+        """`interrupt`: a new request ends the streams that are being written."""
         self.llama = llama
+        """For those who look at the vocabulary."""
+        self.limits = limits or Limits()
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self.waiting = 0
         """Requests that wait or run."""
+        self.first_chunks = 0
+        """Streams whose first chunk was sent."""
+        self.first_chunk_seconds = 0.0
+        """From their arrival to it, of all of them together."""
+        self.shelf: Shelf | None = None
+        """Conversations between two requests, where several are held."""
+        self.workers = [llama] if llama.pool is None else self._workers_of(llama)
+        self.running: dict[ServedLlama, Job] = {}
+        """Who answers what."""
+        self._free: queue.SimpleQueue[ServedLlama] = queue.SimpleQueue()
+        for worker in self.workers:
+            self._free.put(worker)
         self._interrupt = interrupt
-        self._running: _Job | None = None
         self._closing = False
+        self._stopped_at = 0.0
         self._before_close: list[Callable[[EntropyLlama], object]] = []
         self._looked_at = 0.0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="entropykv")
-        self.stats: SessionStats = llama.kv_stats()
+        self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
+        self.looks = Looks(llama, self._thread.submit)
+        """What those who watch want to know, between two steps."""
+        self.stats: SessionStats = self._figures()
         """Figures of the moment, no older than a quarter of a second during a generation."""
+
+    def _workers_of(self, llama: ServedLlama) -> list[ServedLlama]:
+        pool = llama.pool
+        if pool is None:
+            return []
+        self.shelf = Shelf(pool, self.limits.conversations)
+        workers = [llama.another() for _ in range(pool.host.n_sequences)]
+        for worker in workers:
+            worker.serve_from(self.shelf)
+        return workers
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that are answered at a time."""
+        return len(self.workers)
 
     async def generate(
         self,
         call: Callable[[ServedLlama], Any],
         emit: Callable[[Any], None] | None = None,
         note: Callable[[int, int], None] | None = None,
+        conversation: str | None = None,
     ) -> Any:
         """Run a request's call when it is its turn; cancelling stops it within a micro-batch.
 
-        With `emit` the call returns an iterator, whose items go to `emit`, in the model's thread.
-        `note` is told in the end how many tokens were read and written for it.
-        Raises RequestError for whatever goes wrong; the next request then starts afresh.
+        With `emit` the call returns an iterator, whose items go to `emit`, in a model's thread.
+        `note` is told in the end how many tokens were read and written for it. `conversation`: its
+        name, where several are held. Raises RequestError for whatever goes wrong; the next request
+        then starts afresh.
         """
         if self._closing:
             raise _shutting_down()
-        running = self._running
-        if self._interrupt and running is not None and running.emit is not None:
-            running.stop.set()
-        job = _Job(call, emit, note)
+        self._check_waiting()
+        if self._interrupt:
+            self._stop(job for job in self.running.values() if job.emit is not None)
+        job = Job(call, emit, note, conversation)
         self.waiting += 1
         try:
             return await asyncio.wrap_future(self._thread.submit(self._run, job))
         finally:
-            job.stop.set()
+            self._stop([job])
             self.waiting -= 1
+
+    def _check_waiting(self) -> None:
+        most = self.limits.max_waiting
+        if most is not None and self.waiting >= self.n_slots + most:
+            raise RequestError(
+                429,
+                f"{self.waiting - self.n_slots} requests are waiting already; try again later",
+                code="rate_limit_exceeded",
+                retry_after=_RETRY_AFTER,
+            )
 
     async def call(self, function: Callable[[EntropyLlama], Result]) -> Result:
         """Do something else with the model, between two requests."""
@@ -101,11 +182,21 @@ class Engine:
         self._before_close.append(function)
 
     def stop(self) -> None:
-        """Let the running generation end now, and refuse those that wait and those that come."""
+        """Refuse requests that wait and that come, and let running ones end within their time."""
+        if not self._closing:
+            self._stopped_at = time.monotonic()
         self._closing = True
-        running = self._running
-        if running is not None:
-            running.stop.set()
+        self.looks.close()
+        if self.limits.drain_seconds <= 0:
+            self._stop(self.running.values())
+
+    def _stop(self, jobs: Iterable[Job]) -> None:
+        """Have jobs end within a micro-batch, also where they wait for that of somebody else."""
+        for job in list(jobs):
+            job.stop.set()
+            for worker, running in list(self.running.items()):
+                if running is job and worker.shelf is not None:
+                    worker.interrupt()
 
     def close(self) -> None:
         """Stop, then free the model. May be called twice."""
@@ -116,45 +207,75 @@ class Engine:
                 self._thread.submit(function, self.llama).result()
         finally:
             self._thread.shutdown(wait=True)
+            if self.shelf is not None:
+                self.shelf.close()
+                for worker in self.workers:
+                    worker.close()
             self.llama.close()
 
-    def _run(self, job: _Job) -> Any:
-        self._running = job
-        self.llama.checkpoint = partial(self._checkpoint, job)
+    def _run(self, job: Job) -> Any:
+        worker = self._free.get()
+        self.running[worker] = job
+        worker.checkpoint = partial(self._checkpoint, job)
+        worker.conversation = job.conversation
         outcome: Outcome = "finished"
-        before = self.llama.kv_stats()
+        before = worker.counts()
         try:
+            if self._closing:
+                raise _StoppedError
             self._checkpoint(job)
-            return job.run(self.llama)
+            return job.run(worker)
         except _StoppedError:
             outcome = "stopped"
             if self._closing:
                 raise _shutting_down() from None
+        except _LateError:
+            outcome = "stopped"
+            raise RequestError(504, "the request took longer than the server lets it") from None
         except Exception as error:  # whatever it is, the next request must not suffer from it
+            if job.stop.is_set() and worker.shelf is not None:  # its decode was called off
+                outcome = "stopped"
+                return None
             if not isinstance(error, RequestError | ContextError):
-                self.llama.reset()
+                worker.reset()
             answer = as_request_error(error)
             outcome = "refused" if answer.status_code < 500 else "failed"
             raise answer from error
         finally:
-            self._running = None
-            self.llama.checkpoint = None
-            self.outcomes[outcome] += 1
-            self.stats = now = self.llama.kv_stats()
-            if job.note is not None:
-                job.note(
-                    now.prompt_tokens - before.prompt_tokens,
-                    now.generated_tokens - before.generated_tokens,
-                )
+            del self.running[worker]
+            worker.checkpoint = None
+            self._free.put(worker)
+            self._note(job, outcome, before, worker.counts())
 
-    def _checkpoint(self, job: _Job) -> None:
+    def _note(
+        self, job: Job, outcome: Outcome, before: tuple[int, int], now: tuple[int, int]
+    ) -> None:
+        self.outcomes[outcome] += 1
+        self.stats = self._figures()
+        if job.first is not None:
+            self.first_chunks += 1
+            self.first_chunk_seconds += job.first - job.arrival
+        if job.note is not None:
+            job.note(now[0] - before[0], now[1] - before[1])
+
+    def _figures(self) -> SessionStats:
+        one = self.llama.kv_stats()
+        if self.llama.pool is None:
+            return one
+        return figures_of_pool(self.llama.pool, one, [worker.totals for worker in self.workers])
+
+    def _checkpoint(self, job: Job) -> None:
         job.check()
-        if self._closing:
-            raise _StoppedError
+        self.looks.answer()
         now = time.monotonic()
+        if self._closing and now - self._stopped_at >= self.limits.drain_seconds:
+            raise _StoppedError
+        seconds = self.limits.request_seconds
+        if seconds is not None and now - job.arrival > seconds:
+            raise _LateError
         if now - self._looked_at > _STATS_INTERVAL:
             self._looked_at = now
-            self.stats = self.llama.kv_stats()
+            self.stats = self._figures()
 
 
 def _shutting_down() -> RequestError:

@@ -15,21 +15,37 @@ from entropykv.errors import ContextError
 
 logger = logging.getLogger("entropykv.server")
 
+_TOO_LONG = "This model's maximum context length is"
+"""How OpenAI's servers begin; clients such as litellm tell by it that a prompt is too long."""
+
 
 class RequestError(HTTPException):
     """A request that gets an error as its answer: a status of 400 to 599, and one sentence."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
-        """`param` names the field that is wrong, `code` is one of OpenAI's."""
+        """`param` names the field that is wrong, `code` is one of OpenAI's.
+
+        `retry_after`: seconds after which it is worth another try.
+        """
         super().__init__(status, message)
+        self.retry_after = retry_after
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         """The answer."""
-        return JSONResponse(self.body, self.status_code)
+        answer = JSONResponse(self.body, self.status_code)
+        if self.retry_after is not None:
+            answer.headers["retry-after"] = str(self.retry_after)
+        return answer
 
 
 def as_request_error(error: BaseException) -> RequestError:
@@ -40,7 +56,8 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextError):
-        return RequestError(400, str(error), code="context_length_exceeded")
+        message = f"{_TOO_LONG} exceeded: {error}"
+        return RequestError(400, message, code="context_length_exceeded")
     if isinstance(error, TemplateError):
         return RequestError(400, f"the chat template refuses this: {error}", param="messages")
     if isinstance(error, ValueError):

@@ -7,9 +7,11 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.errors import RequestError
+from entropykv.server.web_files import page_files
 
-_PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json"})
-"""Paths that need no key: whether the server is there, and how it is used."""
+_PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_files()})
+"""Paths that need no key: whether the server is there, how it is used, and the page that asks for
+the key."""
 
 
 class Gate:

@@ -44,6 +44,10 @@ def llama_server_routes(engine: Engine) -> APIRouter:
     async def props() -> dict[str, Any]:
         return _props(engine)
 
+    @router.get("/slots")
+    async def slots() -> list[dict[str, Any]]:
+        return [_slot(engine, number) for number in range(engine.n_slots)]
+
     @router.post("/tokenize")
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         return {"tokens": _tokens(engine, body)}
@@ -90,7 +94,7 @@ def _props(engine: Engine) -> dict[str, Any]:
             "n_ctx": llama.n_ctx(),
             "params": {name: getattr(defaults, name) for name in sampling},
         },
-        "total_slots": 1,
+        "total_slots": engine.n_slots,
         "model_alias": llama.served_name,
         "model_path": llama.served_name,  # no path of the machine
         "modalities": {"vision": False, "audio": False},
@@ -99,6 +103,20 @@ def _props(engine: Engine) -> dict[str, Any]:
         "eos_token": _symbol(engine, llama.token_eos()),
         "build_info": f"entropykv {_version.VERSION}",
         "is_sleeping": False,
+    }
+
+
+def _slot(engine: Engine, number: int) -> dict[str, Any]:
+    """Return what one that answers requests is doing, by llama-server's names."""
+    worker = engine.workers[number]
+    busy = worker in engine.running
+    return {
+        "id": number,
+        "n_ctx": engine.llama.n_ctx(),
+        "speculative": False,
+        "is_processing": busy,
+        "n_prompt_tokens": worker.prompt_size if busy else 0,
+        "next_token": [{"n_decoded": worker.generated if busy else 0}],
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -14,20 +14,26 @@ from llama_cpp import llama_cache, llama_chat_format, llama_tokenizer
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from entropykv.errors import SettingsError
+from entropykv.errors import PoolError, SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
+from entropykv.server.shelf import Shelf
+from entropykv.server.slots import Totals
 from entropykv.server.template_traits import TemplateTraits, traits_of
-from entropykv.session.asked import freezing_of
+from entropykv.session.asked import RUNGS, freezing_of, recovery_of
 from entropykv.session.recovery import Recovery
 from entropykv.store.protocol import Rung
 
+PIECE = 128
+"""Tokens of a prompt between two tokens of other answers, unless n_ubatch is given."""
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 # llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
 # 20,000 groups overflow a stack of 8 MiB, 5,000 groups and 50,000 rules do not.
 _MOST_GROUPS = 5_000
 _MOST_RULES = 50_000
+# What a client has read cannot be written again: the server has no rewalk.
+_RUNGS = [name for name, rung in RUNGS.items() if rung is not Rung.REWALK]
 _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: text.lower() in ("true", "1"),
     "int": int,
@@ -41,6 +47,12 @@ class ServedLlama(EntropyLlama):
 
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
+    totals: Totals
+    """What it has read and written, where it takes conversations from a shelf."""
+    shelf: Shelf | None = None
+    """Where conversations are between requests; None: it holds its own all the time."""
+    conversation: str | None = None
+    """The name of the conversation that the next request goes on with."""
     served_name: str = ""
     """What clients call the model; never a path."""
     prompt_size: int = 0
@@ -55,11 +67,57 @@ class ServedLlama(EntropyLlama):
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens; see EntropyLlama.eval."""
-        n_ubatch = self.context_params.n_ubatch
+        n_ubatch = self._session.n_ubatch
         for first in range(0, max(len(tokens), 1), n_ubatch):
+            self._read_piece(tokens[first : first + n_ubatch])
+
+    def _read_piece(self, tokens: Sequence[int]) -> None:
+        """Read a micro-batch; conversations are forgotten where there is no room to park them."""
+        while True:
             if self.checkpoint is not None:
                 self.checkpoint()
-            super().eval(tokens[first : first + n_ubatch])
+            try:
+                return super().eval(tokens)
+            except PoolError as error:
+                if self.checkpoint is not None:
+                    self.checkpoint()
+                if self.shelf is None or not self.shelf.forget_one():
+                    raise RequestError(503, str(error)) from error
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many tokens were read and written so far."""
+        counted = self.kv_stats() if self.shelf is None else self.totals
+        return counted.prompt_tokens, counted.generated_tokens
+
+    def interrupt(self) -> None:
+        """Call off what waits to be read, in whichever thread."""
+        self._session.interrupt()
+
+    def serve_from(self, shelf: Shelf) -> None:
+        """Take a request's conversation from a shelf, and put it back, from now on."""
+        self.shelf = shelf
+        self.totals = Totals()
+        self._idle = self._session
+
+    def _create_completion(self, prompt: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        """Generate, in the conversation that the prompt goes on with."""
+        if self.shelf is None:
+            yield from super()._create_completion(prompt, *arguments, **options)
+            return
+        tokens = [] if self._logits_all else self._tokens_of(prompt)
+        session = self.shelf.take(list(tokens), self.conversation)
+        before = session.stats()
+        self._hold(session)
+        try:
+            yield from super()._create_completion(prompt, *arguments, **options)
+        finally:
+            self._hold(self._idle)
+            now = session.stats()
+            self.totals.add(before, now)
+            if self._logits_all or not session.is_whole:
+                session.close()
+            else:
+                self.shelf.put(session, self.conversation)
 
     def generate(
         self,
@@ -128,6 +186,8 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         kv_overrides=_overrides(options.kv_overrides),
         chat_handler=_chat_handler(options),
     )
+    if options.parallel > 1:
+        arguments.update(_arguments_of_pool(options))
     if options.draft_model is not None:
         arguments["draft_model"] = LlamaPromptLookupDecoding(options.draft_model_num_pred_tokens)
     if options.hf_pretrained_model_name_or_path is not None:
@@ -149,21 +209,29 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     return llama
 
 
+def _arguments_of_pool(options: ModelOptions) -> dict[str, Any]:
+    """Return what several conversations at a time need besides. SettingsError."""
+    if options.cache:
+        raise SettingsError("with --parallel, conversations are kept anyway; leave --cache out")
+    arguments: dict[str, Any] = {
+        "n_sequences": options.parallel,
+        "park": options.park,
+        "park_limit": options.park_limit,
+    }
+    if "n_ubatch" not in options.model_fields_set:
+        arguments["n_ubatch"] = PIECE
+    return arguments
+
+
 def _recovery_of(options: ModelOptions) -> Recovery | None:
     """Return the ladder that was asked for. SettingsError where it would change nothing."""
-    names = {"recovery_deviations": "deviations", "recovery_window": "window"}
-    given = {name: getattr(options, option) for option, name in names.items()}
-    given = {name: value for name, value in given.items() if value is not None}
-    if options.recovery is None:
-        if given:
-            raise SettingsError("nothing is watched; give --recovery soft, window or full")
-        return None
-    if freezing_of(options) is None:
+    recovery = recovery_of(options, _RUNGS)
+    if recovery is not None and freezing_of(options) is None:
         raise SettingsError(
             "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
             "freeze, or leave --recovery out"
         )
-    return Recovery(highest=Rung[options.recovery.upper()], rewalk=0, **given)
+    return recovery
 
 
 def _overrides(texts: list[str] | None) -> dict[str, bool | int | float | str] | None:

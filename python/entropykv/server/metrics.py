@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from entropykv.server.engine import Engine
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
+_OF_CONVERSATION = ("kv_bytes_budget", "kv_bytes_now", "entries_kept", "evictions")
 _METRICS = (
     ("kv_budget_bytes", "gauge", "kv_bytes_budget", "What the KV cache can never exceed."),
     ("kv_bytes", "gauge", "kv_bytes_now", "Bytes of the KV cache in use."),
@@ -30,7 +32,16 @@ _METRICS = (
 def as_json(engine: Engine) -> dict[str, Any]:
     """All figures: those of SessionStats, and requests by their outcome."""
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
-    return {**dataclasses.asdict(engine.stats), "requests": {**requests, "waiting": engine.waiting}}
+    figures: dict[str, Any] = {
+        **dataclasses.asdict(engine.stats),
+        "requests": {**requests, "waiting": engine.waiting},
+    }
+    if engine.shelf is not None:
+        figures["conversations"] = [
+            {"name": name, "live": live, **{key: getattr(stats, key) for key in _OF_CONVERSATION}}
+            for name, stats, live in engine.shelf.conversations()
+        ]
+    return figures
 
 
 def as_prometheus(engine: Engine) -> str:
@@ -46,7 +57,32 @@ def as_prometheus(engine: Engine) -> str:
     ]
     lines += _head("requests_waiting", "gauge", "Requests that wait or run.")
     lines.append(f"entropykv_requests_waiting {engine.waiting}")
+    for name, kind, value, text in _more(engine):
+        lines += [*_head(name, kind, text), f"entropykv_{name} {value}"]
     return "\n".join(lines) + "\n"
+
+
+def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
+    """Yield name, kind, value and meaning of figures that are the server's own."""
+    running = len(engine.running)
+    yield "requests_running", "gauge", running, "Requests that run."
+    waiting = max(0, engine.waiting - running)
+    yield "requests_queued", "gauge", waiting, "Requests that wait for their turn."
+    seconds, count = engine.first_chunk_seconds, engine.first_chunks
+    text = "Seconds from a streamed request to its first token."
+    yield "first_token_seconds_total", "counter", seconds, text
+    yield "first_tokens_total", "counter", count, "Streamed requests that got a first token."
+    if engine.shelf is None or engine.llama.pool is None:
+        return
+    pool = engine.llama.pool.stats()
+    yield "conversations", "gauge", pool.sessions - engine.n_slots - 1, "Conversations kept."
+    yield "conversations_live", "gauge", pool.live, "Conversations that hold entries."
+    yield "conversations_parked", "gauge", pool.parked, "Conversations kept outside of the pool."
+    yield "parked_bytes", "gauge", pool.parked_bytes, "Bytes of those."
+    shelf = engine.shelf
+    yield "resumed_total", "counter", shelf.resumed, "Requests that went on with a conversation."
+    yield "forked_total", "counter", shelf.forked, "Requests that went on with a copy of one."
+    yield "forgotten_total", "counter", shelf.forgotten, "Conversations dropped to make room."
 
 
 def _head(name: str, kind: str, text: str) -> list[str]:

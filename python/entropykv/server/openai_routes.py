@@ -15,6 +15,8 @@ from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
 from entropykv.server.streaming import stream, whole
 
+SESSION_HEADER = "x-session-id"
+"""Names a conversation; without it, `user` does."""
 _Body = CompletionRequest | ChatRequest | ResponsesRequest
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -29,9 +31,10 @@ def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI V1"])
 
     async def answer(request: Request, body: _Body) -> Response:
+        name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
         if body.stream:
-            return await stream(request, engine, body.call, ping=ping)
-        return await whole(request, engine, body.call)
+            return await stream(request, engine, body.call, name, ping=ping)
+        return await whole(request, engine, body.call, name)
 
     @router.post("/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:

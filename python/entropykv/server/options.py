@@ -53,6 +53,19 @@ class ModelOptions(ModelSettings):
     freeze_threshold: float | None = None
     freeze_rate: float | None = None
     freeze_history: int | None = None
+    parallel: int = Field(
+        default=1, ge=1, le=256, description="Conversations that are read and written at a time."
+    )
+    park: str = Field(
+        default="ram", description="Where idle conversations are kept: ram, or disk:DIRECTORY."
+    )
+    park_limit: str = Field(
+        default="1GiB",
+        description="Bytes of those; beyond it, the least recently used are dropped.",
+    )
+    conversations: int = Field(
+        default=64, ge=1, description="Conversations that are kept for their next turn."
+    )
     recovery: Literal["soft", "window", "full"] | None = None
     """Not rewalk: an answer that is sent as it is written cannot be taken back."""
     recovery_deviations: float | None = None
@@ -96,11 +109,25 @@ class ServerOptions(ServerSettings):
         default=False, description="Whether a new request ends the stream that is being written."
     )
     max_body: int = Field(default=4 << 20, ge=1, description="Bytes that a request may have.")
+    max_waiting: Optional[int] = Field(  # noqa: UP045
+        default=None,
+        ge=0,
+        description="Requests that may wait while others run; more are answered with 429.",
+    )
+    request_seconds: Optional[int] = Field(  # noqa: UP045
+        default=None, ge=1, description="Seconds that a request may take, waiting included."
+    )
+    drain_seconds: int = Field(
+        default=0,
+        ge=0,
+        description="Seconds that running requests may go on after SIGTERM; new ones get 503.",
+    )
     cors_origins: Optional[str] = Field(  # noqa: UP045
         default=None,
         description="Web pages that may use the server from a browser: origins such as "
         "http://localhost:3000, separated by commas, or * for all.",
     )
+    web: bool = Field(default=True, description="Whether the page at / is served.")
     log_requests: bool = Field(
         default=True,
         description="One line on stderr for every request: time, client, path, status, seconds and "

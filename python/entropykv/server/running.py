@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -15,15 +16,25 @@ from entropykv.server.app import create_app
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import write_requests_to_stderr
 from entropykv.server.starting import Starting
+from entropykv.server.web_page import WebDefaults
 
 _SECONDS_TO_FINISH = 10
 """For a client that does not read the end of its answer."""
 
 
-def serve(model: ModelOptions, server: ServerOptions) -> None:
-    """Serve until a signal. SettingsError for an address that is taken, and as create_app()."""
+def serve(
+    model: ModelOptions,
+    server: ServerOptions,
+    page: WebDefaults | None = None,
+    when_listening: Callable[[str], object] | None = None,
+) -> None:
+    """Serve until a signal. SettingsError for an address that is taken, and as create_app().
+
+    `when_listening` is called with the address once requests are answered, which is before the
+    model is loaded.
+    """
     with _listening_socket(server) as listener:
-        app = Starting(lambda: create_app(model, server))
+        app = Starting(lambda: create_app(model, server, page), page=server.web)
         config = uvicorn.Config(
             app,
             ssl_keyfile=server.ssl_keyfile,
@@ -31,11 +42,11 @@ def serve(model: ModelOptions, server: ServerOptions) -> None:
             root_path=server.root_path,
             log_level="info" if model.verbose else "warning",
             access_log=False,
-            timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+            timeout_graceful_shutdown=_SECONDS_TO_FINISH + server.drain_seconds,
         )
         if server.log_requests:
             write_requests_to_stderr()
-        _Server(config, app, _url(listener, server)).run(sockets=[listener])
+        _Server(config, app, _url(listener, server), when_listening).run(sockets=[listener])
     if app.error is not None:
         raise app.error
     if app.loaded is None:  # a thread is inside llama.cpp, which an orderly exit would pull away
@@ -44,8 +55,15 @@ def serve(model: ModelOptions, server: ServerOptions) -> None:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: Starting, url: str) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: Starting,
+        url: str,
+        when_listening: Callable[[str], object] | None,
+    ) -> None:
         super().__init__(config)
+        self._when_listening = when_listening
         self._app = app
         self._app.when_done = self._loaded
         self._url = url
@@ -56,12 +74,18 @@ class _Server(uvicorn.Server):
     def _leave(self, _: int, __: FrameType | None) -> None:
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._when_listening is not None:
+            self._when_listening(self._url)
+
     def _loaded(self) -> None:
         """Say that clients are served, or end where the model could not be loaded."""
         if self._app.error is not None:
             self.should_exit = True
             return
-        sys.stderr.write(f"entropykv: serving {self._url}/v1, Ctrl-C stops it\n")
+        page = f", {self._url}/ in a browser" if self._app.page else ""
+        sys.stderr.write(f"entropykv: serving {self._url}/v1{page}; Ctrl-C stops it\n")
         sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -11,17 +11,21 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.errors import RequestError
+from entropykv.server.web_files import page_file, page_files
 
 
 class Starting:
     """An ASGI app that makes another one in a thread, and passes everything on to it then.
 
-    Until that has happened every request is answered with 503, as llama-server does.
+    Until that has happened every request is answered with 503, as llama-server does: but for the
+    page, which waits for the model.
     """
 
-    def __init__(self, make: Callable[[], FastAPI]) -> None:
+    def __init__(self, make: Callable[[], FastAPI], *, page: bool = True) -> None:
         """Nothing is made before the server's lifespan begins."""
         self._make = make
+        self.page = page
+        """Whether there is one at /."""
         self.when_done: Callable[[], None] = lambda: None
         """Called in the event loop once the app is there, or has failed."""
         self.loaded: FastAPI | None = None
@@ -33,15 +37,17 @@ class Starting:
         """Handle one request, or the life of the server."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif self.loaded is None:
+        elif self.loaded is not None:
+            await self.loaded(scope, receive, send)
+        elif self.page and scope["type"] == "http" and scope["path"] in page_files():
+            await page_file(scope["path"], None)(scope, receive, send)
+        else:
             error = RequestError(
                 503, "the model is loading; try again in a moment", code="model_loading"
             )
             answer = error.response()
             answer.headers["retry-after"] = "1"
             await answer(scope, receive, send)
-        else:
-            await self.loaded(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Start loading with the server, and free the model with it."""

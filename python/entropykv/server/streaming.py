@@ -23,16 +23,27 @@ _END = object()
 _CLIENT_GONE = 499
 
 
-async def whole(request: Request, engine: Engine, call: Callable[[ServedLlama], Any]) -> Response:
+async def whole(
+    request: Request,
+    engine: Engine,
+    call: Callable[[ServedLlama], Any],
+    conversation: str | None = None,
+) -> Response:
     """The response of a call, which stops where the client goes."""
+    note = note_tokens(request.scope)
     done, answer = await _unless_gone(
-        request.receive, engine.generate(call, note=note_tokens(request.scope))
+        request.receive, engine.generate(call, note=note, conversation=conversation)
     )
     return JSONResponse(answer) if done else Response(status_code=_CLIENT_GONE)
 
 
 async def stream(
-    request: Request, engine: Engine, call: Callable[[ServedLlama], Any], *, ping: bool
+    request: Request,
+    engine: Engine,
+    call: Callable[[ServedLlama], Any],
+    conversation: str | None = None,
+    *,
+    ping: bool,
 ) -> Response:
     """The chunks of a call as events. RequestError where it fails before the first."""
     loop = asyncio.get_running_loop()
@@ -41,7 +52,8 @@ async def stream(
     def emit(chunk: Any) -> None:
         loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-    work = asyncio.ensure_future(engine.generate(call, emit, note_tokens(request.scope)))
+    note = note_tokens(request.scope)
+    work = asyncio.ensure_future(engine.generate(call, emit, note, conversation))
 
     def ended(task: asyncio.Task[Any]) -> None:
         chunks.put_nowait(_END)

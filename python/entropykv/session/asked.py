@@ -1,13 +1,18 @@
-"""What the options of the command line and of the server say of freezing."""
+"""What the options of the command line and of the server say of freezing and recovery."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from entropykv.errors import SettingsError
 from entropykv.policy.names import schedules
+from entropykv.session.recovery import Recovery
 from entropykv.settings.freezing import RAM, Freezing
+from entropykv.store.protocol import Rung
+
+RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
+"""Rungs of the recovery ladder by what they are called in options."""
 
 _OPTIONS = {
     "freeze_limit": "limit",
@@ -19,6 +24,11 @@ _SCHEDULE_OPTIONS = {
     "freeze_threshold": "threshold",
     "freeze_rate": "rate",
     "freeze_history": "history",
+}
+_RECOVERY_OPTIONS = {
+    "recovery_deviations": "deviations",
+    "recovery_window": "window",
+    "rewalk": "rewalk",
 }
 
 
@@ -47,6 +57,22 @@ def freezing_of(options: Any) -> Freezing | None:
         return None
     where = RAM if options.freeze is None else options.freeze
     return Freezing(where, **{names[name]: given[name] for name in given})
+
+
+def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
+    """Return the ladder, if one was asked for. SettingsError for its options without it.
+
+    `rungs`: those that may be asked for; without the last there are no options of a rewalk.
+    """
+    given: dict[str, Any]
+    given = {name: getattr(options, option, None) for option, name in _RECOVERY_OPTIONS.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.recovery is None:
+        if given:
+            choices = f"{', '.join(rungs[:-1])} or {rungs[-1]}"
+            raise SettingsError(f"nothing is watched; give --recovery {choices}")
+        return None
+    return Recovery(highest=RUNGS[options.recovery], **given)
 
 
 def _option(names: Iterable[str]) -> str:

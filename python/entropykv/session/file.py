@@ -34,7 +34,7 @@ from entropykv.errors import SessionFileError
 from entropykv.files import new_file
 
 MAGIC = b"EKVSESS\0"
-VERSION = 4
+VERSION = 5
 """Another one wherever anything in the file changes: sections, header, or the layout of a page."""
 
 _PREFIX = struct.Struct("<8sII")
@@ -73,6 +73,8 @@ class SavedContents:
     """What a session held when it was saved."""
 
     position: int
+    echoed: int
+    """Tokens from the first on whose entries echoes have scored: see echo.py."""
     n_tokens: int
     """Tokens read."""
     n_logits: int

@@ -41,6 +41,13 @@ class ReadParts:
             self._parts.append(_Part(position, position + n_tokens))
             self._end_of_prompt, self._logits = position + n_tokens, logits
 
+    def copy(self) -> ReadParts:
+        """Return the same, for a session that was forked."""
+        other = ReadParts(self._n_ubatch)
+        other._parts = self._parts[:]
+        other._end_of_prompt, other._logits = self._end_of_prompt, self._logits
+        return other
+
     def truncate(self, position: int) -> None:
         """Forget what was read at and beyond a position."""
         while self._parts and self._parts[-1].begin >= position:

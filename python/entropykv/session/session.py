@@ -7,29 +7,26 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from contextlib import closing
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from entropykv.errors import (
-    BudgetError,
     ContextError,
     EntropyKVError,
     FreezeError,
+    PoolError,
     SessionFileError,
     SettingsError,
-    UnsupportedModelError,
 )
-from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.model import Model, offloaded_layers
-from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
+from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.names import AUTO, Policy, policy_named
-from entropykv.policy.plan import kv_type_for
+from entropykv.policy.names import AUTO
 from entropykv.profile.belongs import other_file
 from entropykv.profile.profile import EntropyProfile
+from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.file import (
     SavedContents,
     SavedSettings,
@@ -39,18 +36,16 @@ from entropykv.session.file import (
     reader_of,
 )
 from entropykv.session.generate import generate
-from entropykv.session.profile import given_profile, profile_for
+from entropykv.session.host import Host, HostOptions
 from entropykv.session.read_parts import ReadParts
 from entropykv.session.recovery import Climb, Recovery
 from entropykv.session.sampling import Sampling
 from entropykv.session.state import ReadSoFar, load_state, saved_settings, write_state
 from entropykv.session.stats import SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
-from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
-from entropykv.settings.options import Budget, Settings, at_least
-from entropykv.store.flat import FlatStore, flat_kv_type
-from entropykv.store.headwise import HeadwiseStore
-from entropykv.store.protocol import Rung, Store, decode_inside
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget, at_least
+from entropykv.store.protocol import CacheLook, Part, Rung
 
 
 class Session:
@@ -96,113 +91,74 @@ class Session:
     ) -> None:
         """Load the model and make its store; everything is checked before the weights are read."""
         self._closed = True
-        self.recovery = recovery
-        self.on_climb = on_climb
-        self.settings = Settings(
+        options = HostOptions(
+            n_ctx=n_ctx,
+            kv_budget=kv_budget,
+            policy=policy,
             kv_type=kv_type,
             store=store,
-            n_ctx=n_ctx,
+            entropy_config=entropy_config,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_threads_batch=n_threads_batch,
-            n_gpu_layers=offloaded_layers(n_gpu_layers),
+            n_gpu_layers=n_gpu_layers,
             n_sinks=n_sinks,
             recent_window=recent_window,
+            freeze=freeze,
+            verbose=verbose,
+            recovers=recovery is not None,
         )
-        self._asked_kv_type = kv_type
-        self._budget = Budget.parse(kv_budget)
-        profile = given_profile(entropy_config)
-        schedule = policy_named(policy, profile, store).schedule
-        self.freezing = Freezing.parse(freeze) or (Freezing() if schedule else None)
-        check_freezing(self.freezing, store, kv_type)
-        if recovery and not self.freezing:
-            raise SettingsError(
-                "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
-                "freeze (freeze=), or leave recovery out"
-            )
-        self._model = (
-            model
-            if isinstance(model, Model)
-            else Model(model, n_gpu_layers=n_gpu_layers, verbose=verbose)
-        )
-        self.n_ctx = n_ctx or self._model.geometry.n_ctx_train
-        trained = self._model.geometry.n_ctx_train
-        if self.freezing and self.freezing.recall_interval:
-            n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
-        self._n_ubatch = largest_micro_batch(n_ubatch, self.n_ctx, trained)
+        self._take_part(Host(model, options), recovery, on_climb, weight=1.0, alone=True)
+
+    def _take_part(
+        self,
+        host: Host,
+        recovery: Recovery | None,
+        on_climb: Callable[[Climb], object] | None,
+        *,
+        weight: float,
+        alone: bool,
+    ) -> None:
+        """Take a seat at a host, which is closed with the session where it is `alone`."""
+        self._host = host
+        self._alone = alone
+        self.recovery = recovery
+        self.on_climb = on_climb
+        self._model = host.model
+        self.n_ctx = host.n_ctx
+        self._n_ubatch = host.n_ubatch
+        self._echo = host.echo
+        self.profile = host.profile
+        self.freezing = host.freezing
         try:
-            geometry = self._model.geometry
-            self.profile = profile_for(policy, geometry, profile)
-            self.settings = replace(
-                self.settings, kv_type=kv_type_for(kv_type, self._budget, geometry, self.n_ctx)
-            )
-            if self.freezing:
-                cold = self.freezing.type_for(self.settings.kv_type)
-                self.freezing = replace(self.freezing, kv_type=cold)
-            check_sinks(n_sinks, self.n_ctx, trained)
-            self._store, self.policy = self._make_store(policy)
+            self._check_recovery()
+            self._seat = host.take_seat(weight)
         except BaseException:
-            self._model.close()
+            if alone:
+                host.close()
             raise
+        self._store = self._seat.store
+        self.settings = host.settings
+        self.policy = host.policy
+        self.fallback = host.fallback
         self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
-        self._batch = MicroBatch(self._n_ubatch, self._model.n_vocab)
         self._closed = False
         self._broken = False
         self._position = 0
         self._tokens = array("i")
+        self._echoed = 0
         self._parts = ReadParts(self._n_ubatch)
         self._logits: npt.NDArray[np.float32] | None = None
         self._reusable_from = 0
+        self._evicted_before = 0
         self._clear_counters()
 
-    def _make_store(self, policy: str) -> tuple[Store, Policy]:
-        """The store that was asked for; with `auto`, flat where headwise cannot serve the model."""
+    def _check_recovery(self) -> None:
         if self.recovery and self.recovery.held_back and is_recurrent(self._model):
             raise SettingsError(
                 f"{self._model.name}: recovery that generates tokens again goes back, which "
                 "recurrent layers cannot; use recovery without its last rung, or none"
             )
-        self.fallback: str | None = None
-        wanted = self.settings.store
-        if wanted != "auto":
-            return self._store_named(wanted, policy)
-        try:
-            return self._store_named("headwise", policy)
-        except UnsupportedModelError as error:
-            if self.freezing:
-                raise UnsupportedModelError(
-                    f"{error}; the flat store cannot freeze: use it without --freeze (freeze=) and "
-                    "without policy freeze"
-                ) from error
-            self.fallback = str(error)
-            return self._store_named("flat", policy)
-
-    def _store_named(self, store: str, name: str) -> tuple[Store, Policy]:
-        policy = policy_named(name, self.profile, store, freezes=self.freezing is not None)
-        if store == "flat":
-            kv_type = flat_kv_type(self._asked_kv_type, self.settings.kv_type, self._model)
-            self.settings = replace(self.settings, kv_type=kv_type)
-        arguments = (
-            self._model,
-            self.settings,
-            self.n_ctx,
-            self._n_ubatch,
-            self._budget,
-            policy,
-            self.profile,
-        )
-        try:
-            if store == "flat":
-                return FlatStore(*arguments), policy
-            return HeadwiseStore(*arguments, freezing=self.freezing), policy
-        except MemoryError:
-            raise self._too_large(self._budget) from None
-
-    def _too_large(self, budget: Budget) -> BudgetError:
-        return BudgetError(
-            f"{self._model.name}: a KV budget of {budget} in a context of {self.n_ctx} tokens does "
-            "not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
-        )
 
     def __enter__(self) -> Session:
         """Use the session as a context manager: it closes at the end."""
@@ -221,9 +177,9 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._batch.close()
-        self._store.close()
-        self._model.close()
+        self._host.leave_seat(self._seat)
+        if self._alone:
+            self._host.close()
 
     # --- text -------------------------------------------------------------------------------------
 
@@ -246,9 +202,9 @@ class Session:
         """Text of tokens; control tokens are left out unless `special`."""
         return self._model.detokenize(tokens, special=special)
 
-    def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token, for output as it is generated."""
-        return self._model.token_bytes(token)
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token, for output as it is generated; `special`: of control tokens, too."""
+        return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
         """The prompt of one user turn: see Model.chat_prompt."""
@@ -268,6 +224,11 @@ class Session:
     def position(self) -> int:
         """Tokens decoded so far."""
         return self._position
+
+    @property
+    def n_ubatch(self) -> int:
+        """Tokens of text that are read at once, however many follow."""
+        return self._echo.stretch if self._echo else self._n_ubatch
 
     @property
     def tokens(self) -> list[int]:
@@ -299,10 +260,17 @@ class Session:
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
         self._model.check_tokens(ids)
-        for first in range(0, len(ids), self._n_ubatch):
-            part = ids[first : first + self._n_ubatch]
+        arrival = self._host.scheduler.arrive()
+        echoes = self._echo is not None and self._evicts(len(ids))
+        if echoes:
+            self._catch_up(len(ids), arrival)
+        size = self._echo.stretch if self._echo and echoes else self._n_ubatch
+        for first in range(0, len(ids), size):
+            part = ids[first : first + size]
             last = first + len(part) == len(ids)
-            yield self._decode_micro_batch(part, len(part) if all_logits else int(last))
+            echo = self._echo_of(part) if echoes and len(part) >= LEAST_TOKENS else []
+            n_rows = len(part) if all_logits else int(last)
+            yield self._decode_micro_batch(part, n_rows, echo, arrival)
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
@@ -322,31 +290,22 @@ class Session:
             )
 
     def _check_usable(self) -> None:
-        if self._closed:
+        if self._closed or self._host.closed:
             raise EntropyKVError("the session is closed; make a new one")
         if self._broken:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
 
-    def _decode_micro_batch(self, tokens: list[int], n_rows: int) -> npt.NDArray[np.float32] | None:
-        self._broken = True
-        evicted = self.evicted
-        try:
-            logits = decode_inside(
-                self._store,
-                self._batch,
-                tokens,
-                self._position,
-                n_rows=n_rows,
-                model_name=self._model.name,
-            )
-        except FreezeError:
-            self._broken = False  # nothing was read
-            raise
+    def _decode_micro_batch(
+        self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
+    ) -> npt.NDArray[np.float32] | None:
+        logits = self._decode(tokens, n_rows, echo, arrival)
+        if echo:
+            self._echoed = self._position + len(tokens)
         self._logits = None if logits is None else logits[-1].copy()
         self._parts.note(self._position, len(tokens), self._logits)
         self._position += len(tokens)
         self._tokens.extend(tokens)
-        self._note_evictions(evicted)
+        self._note_evictions()
         if self.trajectory:
             counters = self._store.counters()
             frozen = counters.get("frozen_entries", 0)
@@ -354,6 +313,53 @@ class Session:
         self._broken = False
         self._store.check()
         return logits
+
+    def _decode(
+        self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
+    ) -> npt.NDArray[np.float32] | None:
+        """Decode a micro-batch at the end of the text; the session is broken until it says not."""
+        self._broken = True
+        part = Part(self._store, tokens, self._position, n_rows, echo)
+        try:
+            self._host.read(self._seat, part, arrival)
+            return part.result()
+        except EntropyKVError:
+            self._broken = not part.untouched  # or nothing was read
+            raise
+
+    def _evicts(self, n_tokens: int) -> bool:
+        """Whether the budget cannot hold all of the text when it is so many tokens longer."""
+        if not self._seat.live:  # its budget is that of the share that it gets
+            with self._host.with_seat(self._seat):
+                pass
+        return self._position + n_tokens > self._store.whole_entries
+
+    def _catch_up(self, n_tokens: int, arrival: int) -> None:
+        """Read the echoes of what has had none before `n_tokens` more evict it, if it is enough."""
+        least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
+        if self._echo is None or self._position - self._echoed < least:
+            return
+        for first in range(self._echoed, self._position, self._echo.stretch):
+            last = min(first + self._echo.stretch, self._position)
+            if echo := self._echo_of(self._tokens[first:last], first):
+                self._decode([], 0, echo, arrival)
+                self._broken = False
+        self._echoed = self._position
+        with self._host.with_seat(self._seat) as store:
+            store.share_again()
+        self._note_evictions()
+
+    def _echo_of(self, stretch: Sequence[int], first: int | None = None) -> list[int]:
+        """The echo of a stretch that is read now, or was from position `first` on.
+
+        None where it would be at positions that the model does not have.
+        """
+        if self._echo is None:
+            return []
+        first = self._position if first is None else first
+        echo = self._echo.of(self._tokens[:first], stretch)
+        end = max(self._position, first + len(stretch)) + len(echo)
+        return [] if self._store.rope_obstacle and end > self._store.rope.limit else echo
 
     def generate(
         self, tokens: Sequence[int], max_tokens: int = -1, **sampling: Any
@@ -369,7 +375,24 @@ class Session:
         the context is full. `sampling`: the fields of entropykv.sampling.Sampling; temperature 0 is
         greedy, and with it the result does not depend on `seed`.
         """
-        return generate(self, tokens, max_tokens, Sampling(**sampling))
+        return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
+
+    def _resting(self, stream: Generator[int, None, None]) -> Generator[int, None, None]:
+        """Pass tokens on; in the end, let no other session of the pool wait for more."""
+        try:
+            with closing(stream):
+                yield from stream
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        """Say that nothing more is read soon: a pool may park the session for another one."""
+        if not self._closed and not self._host.closed:
+            self._host.rest(self._seat)
+
+    def interrupt(self) -> None:
+        """Call off a decode that waits for its turn in another thread, which gets PoolError."""
+        self._host.scheduler.cancel(self._seat)
 
     # --- the store --------------------------------------------------------------------------------
 
@@ -380,7 +403,7 @@ class Session:
 
     @property
     def context(self) -> Any:
-        """The llama_context, for samplers of llama.cpp."""
+        """The llama_context, for samplers of llama.cpp; its logits may be another session's."""
         return self._store.context
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
@@ -388,7 +411,17 @@ class Session:
         budgets = self._store.budgets()
         if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
             raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
-        return self._store.entries(layer, kv_head)
+        with self._host.with_seat(self._seat) as store:
+            return store.entries(layer, kv_head)
+
+    def cache_map(self) -> CacheLook:
+        """Return a function that looks at what all KV heads hold, for those who watch.
+
+        look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,
+        columns), or of one row where all KV heads keep the same: which share of a column's
+        positions is held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+        """
+        return self._store.cache_map()
 
     def budgets(self) -> list[tuple[int, ...]]:
         """Entries that every KV head may keep, as `[layer][KV head]`."""
@@ -405,13 +438,11 @@ class Session:
         """
         self._check_usable()
         budget = Budget.parse(kv_budget)
-        evicted = self.evicted
         try:
-            self._store.resize(budget)
+            self._host.resize(budget)
         except MemoryError:
-            raise self._too_large(budget) from None
-        self._note_evictions(evicted)
-        self._budget = budget
+            raise self._host.too_large(budget) from None
+        self._note_evictions()
 
     @property
     def evicted(self) -> int:
@@ -427,7 +458,8 @@ class Session:
         """
         self._check_usable()
         at_least("window", window, 0)
-        return self._store.thaw(rung, window, self._position)
+        with self._host.with_seat(self._seat) as store:
+            return store.thaw(rung, window, self._position)
 
     def note_climb(self, climb: Climb) -> None:
         """Take down a climb of the recovery ladder, and tell `on_climb`."""
@@ -438,9 +470,12 @@ class Session:
         if self.on_climb:
             self.on_climb(climb)
 
-    def _note_evictions(self, before: int) -> None:
-        if self.evicted != before:
+    def _note_evictions(self) -> None:
+        """Note where the text ended when something was evicted, also to make room for others."""
+        evicted = self.evicted
+        if evicted != self._evicted_before:
             self._reusable_from = max(self._reusable_from, self._position)
+        self._evicted_before = evicted
 
     @property
     def reusable_from(self) -> int:
@@ -450,6 +485,7 @@ class Session:
         After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
         session that never read on would have, until reset().
         """
+        self._note_evictions()
         return self._reusable_from
 
     def can_return_to(self, position: int) -> bool:
@@ -460,9 +496,19 @@ class Session:
         """
         if position == 0:
             return True
-        if self._broken or not self._reusable_from <= position <= self._position:
+        if self._broken or not self.reusable_from <= position <= self._position:
             return False
         return position == self._position or self._store.can_return_to(position)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no decode has failed half-way since the last reset()."""
+        return not self._broken
+
+    @property
+    def sure_entries(self) -> int:
+        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+        return self._store.sure_entries
 
     def repeatable_from(self, position: int, end: int) -> int:
         """Return where to truncate to, so that the text after it is read as it would be from 0.
@@ -471,7 +517,7 @@ class Session:
         long it may get. It is 0 where something may be evicted before `end`: what is kept then
         depends on all queries that were ever asked.
         """
-        if min(end, self.n_ctx) > self._store.sure_entries:
+        if min(end, self.n_ctx) > self.sure_entries:
             return 0
         begin = self._parts.begin_before(position)
         return begin if self.can_return_to(begin) else 0
@@ -483,7 +529,7 @@ class Session:
         something may be evicted before `end`: see repeatable_from().
         """
         logits = self._parts.logits_at(position)
-        sure = min(end, self.n_ctx) <= self._store.sure_entries
+        sure = min(end, self.n_ctx) <= self.sure_entries
         if logits is None or not sure or not self.can_return_to(position):
             return False
         self.truncate(position)
@@ -503,17 +549,28 @@ class Session:
             raise ContextError(
                 f"cannot truncate to position {position}; give 0 to {self._position}"
             )
+        self._note_evictions()
         if position == 0 or position < self._position:
-            self._store.truncate(position)
+            self._truncate_store(position)
             del self._tokens[position - self._position :]
             self._position, self._logits = position, None
             self._parts.truncate(position)
+            self._echoed = min(self._echoed, position)
             if self.trajectory:
                 self.trajectory.truncate(position)
             if position == 0:
                 self._reusable_from = 0
             elif position < self._reusable_from:
                 self._reusable_from = self.n_ctx + 1  # what is missing stays so, wherever it goes
+
+    def _truncate_store(self, position: int) -> None:
+        if position == 0 and self._host.core_pool is not None:
+            with self._host.scheduler.between_steps():
+                self._host.forget(self._seat)
+        else:
+            with self._host.with_seat(self._seat) as store:
+                store.truncate(position)
+        self._seat.position = position
 
     def reset(self) -> None:
         """Forget every token; counters start again."""
@@ -558,27 +615,32 @@ class Session:
             self._store,
             self.policy,
             self.n_ctx,
-            self._budget,
+            self._host.budget,
             self.freezing,
         )
 
     def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
         self._check_usable()
-        read = ReadSoFar(self._position, self._tokens, self._logits)
-        return write_state(file, self._saved_settings(), self._store, read, chat)
+        read = ReadSoFar(self._position, self._tokens, self._logits, self._echoed)
+        with self._host.with_seat(self._seat) as store:
+            return write_state(file, self._saved_settings(), store, read, chat)
 
     def _load(self, reader: SessionReader) -> SavedContents:
         self._check_usable()
         self._broken = True
         try:
-            read = load_state(reader, self._saved_settings(), self._store, self.n_vocab)
-        except (FreezeError, SessionFileError):
+            with self._host.with_seat(self._seat) as store:
+                read = load_state(reader, self._saved_settings(), store, self.n_vocab)
+        except (FreezeError, PoolError, SessionFileError):
             self._broken = False
             raise
         self._clear_counters()
         self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
+        self._seat.position = read.position
+        self._echoed = read.echoed
         self._parts = ReadParts(self._n_ubatch)  # no file tells how its text was cut
         self._reusable_from = self._position if self.evicted else 0  # nobody knows when it last did
+        self._evicted_before = self.evicted
         self._broken = False
         return reader.contents
 
@@ -608,7 +670,7 @@ class Session:
             model=self._model.name,
             store=store.name,
             policy=self.policy.name,
-            kv_budget=str(self._budget),
+            kv_budget=str(self._host.budget),
             n_ctx=self.n_ctx,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,

@@ -40,6 +40,8 @@ class ReadSoFar:
     tokens: array[int]
     logits: Logits | None
     """Of the last token, (n_vocab,)."""
+    echoed: int
+    """Tokens from the first on whose entries echoes have scored: see session/echo.py."""
 
 
 def saved_settings(
@@ -81,6 +83,7 @@ def write_state(
     logits = np.empty(0) if sequence.logits is None else sequence.logits
     contents = SavedContents(
         position=sequence.position,
+        echoed=sequence.echoed,
         n_tokens=tokens.size,
         n_logits=logits.size,
         entries=state.entries,
@@ -140,14 +143,16 @@ def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -
         raise reader.damaged("an impossible shift")
 
 
-def _sequence(
-    reader: SessionReader, tokens: bytearray, logits: bytearray, n_vocab: int
-) -> ReadSoFar:
+def _sequence(reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab: int) -> ReadSoFar:
     contents = reader.contents
     ids = np.frombuffer(tokens, "<i4")
-    row = np.frombuffer(logits, "<f4")
+    row = np.frombuffer(last, "<f4")
+    if contents.echoed > ids.size:
+        raise reader.damaged("echoes of text that it does not hold")
     if contents.position > ids.size or not np.all((ids >= 0) & (ids < n_vocab)):
         raise reader.damaged("tokens that cannot be")
     if row.size not in (0, n_vocab) or np.isnan(row).any():
         raise reader.damaged("logits that cannot be")
-    return ReadSoFar(contents.position, array("i", ids.tolist()), row if row.size else None)
+    logits = row if row.size else None
+    echoed = min(contents.echoed, contents.position)
+    return ReadSoFar(contents.position, array("i", ids.tolist()), logits, echoed)

@@ -33,7 +33,15 @@ from entropykv.policy.plan import FlatPlan, plan_flat
 from entropykv.profile.belongs import check_model
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget, Settings
-from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store, StoreState
+from entropykv.store.protocol import (
+    CacheLook,
+    DamagedState,
+    SavedState,
+    Shares,
+    StateDoesNotFit,
+    Store,
+    StoreState,
+)
 
 Q8_0_BLOCK = 32
 """llama.cpp's: no block holds values of two heads."""
@@ -84,6 +92,7 @@ class FlatStore(Store):
         self._hooked = n_gates > 0 or reads_blocks()
         plan = self._plan(budget)
         self._cells = plan.cells
+        self.recent_window = plan.protection.recent_window
         self.context = self._new_context(plan.cells)
         self._store = _core.FlatStore(
             context=_address(self.context),
@@ -135,7 +144,7 @@ class FlatStore(Store):
             let_hook_change(parameters, self._hook)
         return self._model.new_context(parameters)
 
-    def before(self, n_tokens: int, position: int) -> None:
+    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:  # noqa: ARG002
         """Compact where holes would cost attention time; rotate keys where positions run out."""
         self._store.make_room(n_tokens)
         shift = self.rope.shift_for(self.shift, position, n_tokens)
@@ -154,7 +163,8 @@ class FlatStore(Store):
         plan = self._plan(budget)
         if plan.cells > self._cells:
             self._move_to(plan.cells)
-        self._store.set_budget(plan.entries, plan.protection.n_sinks, plan.protection.recent_window)
+        self.recent_window = plan.protection.recent_window
+        self._store.set_budget(plan.entries, plan.protection.n_sinks, self.recent_window)
 
     def _move_to(self, cells: int) -> None:
         """Go on in a larger context. BudgetError, and nothing has changed, where that fails."""
@@ -174,6 +184,11 @@ class FlatStore(Store):
     @property
     def sure_entries(self) -> int:
         """The budget, which is the same for all KV heads."""
+        return self._store.budget
+
+    @property
+    def whole_entries(self) -> int:
+        """The budget again."""
         return self._store.budget
 
     def truncate(self, position: int) -> None:
@@ -200,6 +215,17 @@ class FlatStore(Store):
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
         """Positions kept, ascending: the same for every layer and head."""
         return self._store.positions
+
+    def cache_map(self) -> CacheLook:
+        """One row, since every KV head keeps the same; nothing of it is frozen."""
+        return self._look
+
+    def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
+        columns = (self._store.positions - first) // per_column
+        inside = columns[(columns >= 0) & (columns < n_columns)]
+        counts = np.bincount(inside, minlength=n_columns)
+        held = np.ceil(255 * counts / per_column).astype(np.uint8)[np.newaxis]
+        return held, np.zeros_like(held), np.zeros_like(held)
 
     def budgets(self) -> list[tuple[int, ...]]:
         """[layer][KV head] in entries."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import ContextError, SettingsError
-from entropykv.llamacpp.context import relu2_layers
+from entropykv.errors import BudgetError, ContextError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
-from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back, is_recurrent
+from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
 from entropykv.policy.names import Policy
 from entropykv.policy.online import changes_budgets, is_observed, online_budgets
 from entropykv.policy.plan import HeadwisePlan, own_windows, plan_headwise
@@ -22,17 +21,19 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget, Settings
 from entropykv.store.cold import ColdSide
-from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
+from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_state import HeadwiseState
-from entropykv.store.protocol import Rung, SavedState, Store, StoreState
+from entropykv.store.protocol import CacheLook, Rung, SavedState, Store, StoreState
 
 
 class HeadwiseStore(Store):
-    """Paged entries per (layer, KV head); llama.cpp's own cells only count one micro-batch."""
+    """Paged entries per (layer, KV head) of one sequence, in a context that others may share."""
 
     name = "headwise"
     shift = 0
     rebases = 0
+    share_pages = 0
+    """Of the pool, where several sequences share one."""
 
     def __init__(
         self,
@@ -45,24 +46,29 @@ class HeadwiseStore(Store):
         profile: EntropyProfile | None,
         *,
         freezing: Freezing | None = None,
+        host: HeadwiseContext | None = None,
     ) -> None:
-        """Probe the model's graph and take over its attention.
+        """Make a store in a context; None: in one of its own, which it frees.
 
-        Raises UnsupportedModelError where the graph has something that this store does not serve,
-        SettingsError where the policy needs what the model does not have.
+        In a context of several sequences, `budget` is that of all together; the store holds
+        nothing before resize() gives it a share. `n_ubatch`: tokens of text in a micro-batch; with
+        an echo, there may be as many as the context takes. Raises UnsupportedModelError where the
+        model's graph has something that this store does not serve, SettingsError where the policy
+        needs what the model does not have.
         """
         self._settings = settings
         self._policy = policy
         self._profile = profile
         self._n_ctx = n_ctx
         self._n_ubatch = n_ubatch
-        refuse_by_kind(model, settings)
         self._model = model
-        self._hook = _core.GraphHook(relu2_layers(model, settings), settings.most_threads)
-        self.context = hooked_context(model, settings, self._hook, n_ubatch)
+        self._own_host = host is None
+        self._host = host or HeadwiseContext(model, settings, n_ubatch)
+        self._hook = self._host.hook
+        self.context = self._host.handle
+        self.layers = self._host.layers
         try:
-            self._recurrent = RecurrentState(self.context) if is_recurrent(model) else None
-            self.layers = probed_layers(model, settings, self._hook, self.context)
+            self._recurrent = RecurrentState(self.context) if self._host.recurrent else None
             self._check_profile()
             self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
             self._check_importance(model)
@@ -72,7 +78,7 @@ class HeadwiseStore(Store):
             self._windowed = any(s.window for s in self.layers)
             self._loaded = 0
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
-            plan = self._plan(budget)
+            plan = self.plan_of(budget)
             self.cold = ColdSide(freezing, model, self.layers, settings.kv_type, policy)
             self._store = _core.HeadwiseStore(
                 layers=self.layers,
@@ -82,24 +88,31 @@ class HeadwiseStore(Store):
                 ),
                 n_sinks=plan.protection.n_sinks,
                 recent_window=plan.protection.recent_window,
-                max_tokens=n_ubatch,
+                max_tokens=self._host.n_ubatch,
                 max_entries=n_ctx,
                 n_threads=settings.most_threads,
                 own_windows=own_windows(policy, settings.recent_window),
                 shared_choice=policy.rule.by_layer,
                 ropes=[node.rope for node in self._hook.nodes],
                 freezing=self.cold.settings,
+                pool=self._host.pool,
             )
             self.cold.serve(self._store)
             self._online = online_budgets(policy, self._store, self.layers, n_ctx)
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, self._online, self._recurrent
             )
-            self._follow(plan)
+            self._followed = plan
+            self.recent_window = plan.protection.recent_window
+            self._least_sure: int | None = None
+            self._whole_entries = 0
+            if self._host.pool is None:
+                self._follow(plan)
+            else:
+                self._least_sure = self._sure_in_company(plan)
         except BaseException:
             self.close()
             raise
-        self._hook.serve(self._store)
 
     def _check_profile(self) -> None:
         if self._profile is None:
@@ -117,7 +130,8 @@ class HeadwiseStore(Store):
                 f"this model does not allow: {obstacle}; use measure mass"
             )
 
-    def _plan(self, budget: Budget) -> HeadwisePlan:
+    def plan_of(self, budget: Budget) -> HeadwisePlan:
+        """Return what a budget means for every KV head. BudgetError where it holds too little."""
         settings = self._settings
         return plan_headwise(
             budget,
@@ -132,6 +146,7 @@ class HeadwiseStore(Store):
 
     def _follow(self, plan: HeadwisePlan) -> None:
         self._followed = plan
+        self.recent_window = plan.protection.recent_window
         if self._online:
             self._online.expect(plan)
         self._share()
@@ -144,40 +159,86 @@ class HeadwiseStore(Store):
 
     def _share(self) -> None:
         """Apply the plan."""
-        plan = self._followed
-        self._store.set_budgets(
-            budgets=self._shares(),
-            pool_pages=plan.pool_pages,
-            n_sinks=plan.protection.n_sinks,
-            recent_window=plan.protection.recent_window,
-        )
+        self._set_budgets(self._shares(), self._followed.pool_pages)
 
     def keep_everything(self) -> None:
         """Drop nothing, not even what has left a window: for those who look at whole texts."""
         pages = sum(_core.pages_for(self._n_ctx, n) for n in self._followed.entries_per_page)
+        self._set_budgets([self._n_ctx] * self.n_kv_heads, pages)
+
+    def _set_budgets(self, budgets: list[int], pages: int) -> None:
         protection = self._followed.protection
-        self._store.set_budgets(
-            [self._n_ctx] * self.n_kv_heads, pages, protection.n_sinks, protection.recent_window
-        )
+        self._store.set_budgets(budgets, pages, protection.n_sinks, protection.recent_window)
+        # Every token asks for it; looking at all KV heads each time would take longer.
+        limits = self._followed.limits
+        short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
+        self._whole_entries = min(short, default=self._n_ctx)
+
+    def _sure_in_company(self, plan: HeadwisePlan) -> int:
+        """Return what sure_entries is in the smallest share that a sequence may come down to."""
+        pages = plan.pool_pages // self._host.n_sequences
+        try:
+            return self._sure_of(self.plan_of(Budget("bytes", max(1, pages * plan.page_bytes))))
+        except BudgetError:  # so many sequences are never held together
+            return 0
+
+    @property
+    def plan(self) -> HeadwisePlan:
+        """The plan that is followed."""
+        return self._followed
+
+    def set_aside(self) -> None:
+        """Forget everything, and leave the pool's pages to others until resize()."""
+        self.truncate(0)
+        self._store.give_up_share()
+        self.share_pages = 0
+        if self._recurrent:
+            self._recurrent.forget()
+
+    def await_state(self, position: int) -> None:
+        """Know what truncate() can go back to once a state that ends at `position` is loaded."""
+        self._loaded = position if self._windowed else 0  # what has left windows is not in it
+
+    def take_place(self, sequence: int) -> None:
+        """Be llama.cpp's sequence of this number from now on."""
+        self.sequence = sequence
+        if self._recurrent:
+            self._recurrent.sequence = sequence
 
     def _forget_cells(self) -> None:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
+        """Free llama.cpp's cells of this sequence, and its recurrent state."""
+        if self._host.pool is None:
+            self._host.forget_cells()
+        elif self._recurrent:
+            self._recurrent.forget()
+
+    def begin_step(self) -> None:
+        """See HeadwiseContext."""
+        self._host.begin_step()
+
+    def end_step(self) -> None:
+        """See HeadwiseContext."""
+        self._host.end_step()
 
     @property
     def core(self) -> _core.HeadwiseStore:
         """The extension's store, for those who look at attention rows."""
         return self._store
 
-    def before(self, n_tokens: int, position: int) -> None:
+    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
-        self._budgets_change = changes_budgets(n_tokens, position, self._n_ubatch)
+        alone = n_tokens == 0  # an echo of text that was read before
+        self._budgets_change = alone or (
+            changes_budgets(n_tokens, position, self._n_ubatch)
+            and not self._awaits_echo(position + n_tokens)
+        )
         if self._online:
             self._online.prepare(budgets_change=self._budgets_change)
         with self.cold.growing():
-            self._store.begin(n_tokens, position, self.rope_position(position))
-        self._hook.begin_step()
+            rope_position = self.rope_position(position)
+            self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)
 
     def _rebase(self, shift: int) -> None:
         if shift == self.shift:
@@ -188,17 +249,26 @@ class HeadwiseStore(Store):
         self.rebases += 1
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
-        """Free llama.cpp's cells, check that every layer was served, and share the budget again."""
+        """Share the budget again, where the policy follows the text."""
         if self._recurrent:
             self._recurrent.forget_cells()
-        else:
-            self._forget_cells()
-        self._hook.check_step()
-        if self._online and is_observed(n_tokens, self._n_ubatch):
+        if self._online is None:
+            return
+        if n_tokens == 0:
+            self._online.observe_again()
+        elif is_observed(n_tokens, self._n_ubatch):
             self._online.observe(n_tokens, budgets_change=self._budgets_change)
             if self._budgets_change:
-                with self.cold.growing_later():
-                    self._share()
+                self.share_again()
+
+    def _awaits_echo(self, end: int) -> bool:
+        """Whether budgets stay as they are, since what was read is still to be scored."""
+        return self._policy.importance.repeats and end <= self.whole_entries
+
+    def share_again(self) -> None:
+        """Share the budget by what was seen of the text."""
+        with self.cold.growing_later():
+            self._share()
 
     def check(self) -> None:
         """Raise FreezeError where cold storage failed; what was frozen is given up."""
@@ -206,17 +276,24 @@ class HeadwiseStore(Store):
 
     def resize(self, budget: Budget) -> None:
         """Share the new budget among the heads, evicting where they hold more."""
-        plan = self._plan(budget)
+        plan = self.plan_of(budget)
         with self.cold.growing():
             self._follow(plan)
 
     @property
     def sure_entries(self) -> int:
         """Sinks and recent window, or all; none where a schedule may freeze any of them."""
+        return self._sure_of(self._followed) if self._least_sure is None else self._least_sure
+
+    def _sure_of(self, plan: HeadwisePlan) -> int:
         if self.cold.settings is not None:
             return 0
-        plan = self._followed
         return self._n_ctx if plan.mean_entries >= self._n_ctx else plan.floor_entries
+
+    @property
+    def whole_entries(self) -> int:
+        """The smallest budget, but for heads that can hold all that they will ever see."""
+        return self._whole_entries
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
@@ -253,6 +330,10 @@ class HeadwiseStore(Store):
         """Positions kept, ascending."""
         return self._store.positions(layer, kv_head)
 
+    def cache_map(self) -> CacheLook:
+        """Rows are the KV heads of all layers."""
+        return partial(_core.CacheMap().look, self._store)
+
     def budgets(self) -> list[tuple[int, ...]]:
         """[layer][KV head] in entries."""
         return [
@@ -272,7 +353,7 @@ class HeadwiseStore(Store):
         """Get the pages, then copy; heads that hold more than their budget evict."""
         self._state.load(state, self._shares, self._share)
         self.shift = state.shift
-        self._loaded = state.position if self._windowed else 0  # what left is not in the file
+        self.await_state(state.position)
 
     @property
     def evicted(self) -> int:
@@ -302,7 +383,9 @@ class HeadwiseStore(Store):
         return self.cold.thaw(rung, window, position)
 
     def close(self) -> None:
-        """Free the context, and remove the file of what is frozen."""
-        super().close()
+        """Free the context, if it is its own, and remove the file of what is frozen."""
+        if self._own_host:
+            self._host.close()
+        self.context = None
         if hasattr(self, "cold"):
             self.cold.close()

@@ -37,11 +37,17 @@ def refuse_by_kind(model: Model, settings: Settings) -> None:
             raise _unsupported(model, why)
 
 
-def hooked_context(model: Model, settings: Settings, hook: _core.GraphHook, n_ubatch: int) -> Any:
-    """A context that counts one micro-batch, and whose graphs the hook changes."""
-    # Of a hybrid model, the last cell of a micro-batch stays until the next one is read.
-    cells = n_ubatch + is_recurrent(model)
-    parameters = context_parameters(model, settings, n_ubatch, cells)
+def hooked_context(
+    model: Model, settings: Settings, hook: _core.GraphHook, n_ubatch: int, n_sequences: int
+) -> Any:
+    """A context that counts one micro-batch, and whose graphs the hook changes.
+
+    A micro-batch has up to `n_ubatch` tokens of one sequence, and one of each other.
+    """
+    n_tokens = n_ubatch + n_sequences - 1
+    # Of a hybrid model, the last cell of a sequence stays until more of it is read.
+    cells = n_tokens + n_sequences * is_recurrent(model)
+    parameters = context_parameters(model, settings, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
     let_hook_change(parameters, hook)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -12,10 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import UnsupportedModelError
-from entropykv.llamacpp.batch import MicroBatch
+from entropykv.errors import EntropyKVError, FreezeError, UnsupportedModelError
+from entropykv.llamacpp.batch import SEQUENCE, BatchPart, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
+
+Shares = npt.NDArray[np.uint8]
+CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
+"""See Session.cache_map()."""
 
 
 class Rung(IntEnum):
@@ -83,6 +87,8 @@ class Store(Protocol):
     """Why the session cannot go on beyond them; empty if it can."""
     rebases: int
     """How often stored keys were moved to other positions."""
+    sequence: int = SEQUENCE
+    """llama.cpp's number of its sequence."""
 
     @property
     def shift(self) -> int:
@@ -95,11 +101,26 @@ class Store(Protocol):
         """Where RoPE sees a position of the text."""
         return _core.rope_position(position, self.rope.n_sinks, self.shift)
 
-    def before(self, n_tokens: int, position: int) -> None:
-        """Make room for a micro-batch, below the positions that RoPE may see."""
+    def begin_step(self) -> None:
+        """Begin a micro-batch, before the stores of all its sequences make room for it."""
+        return  # a store that is alone in its context has nothing to tell it
+
+    def end_step(self) -> None:
+        """End it after llama_decode, before the stores bring themselves in order."""
+        return
+
+    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
+        """Make room for a micro-batch, below the positions that RoPE may see.
+
+        `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then.
+        """
 
     def after(self, n_tokens: int, position: int) -> None:
         """Bring the store in order after llama_decode; raises where the graph was not as served."""
+
+    def share_again(self) -> None:
+        """Share the budget by what echoes have shown of text that was read before."""
+        return  # equal budgets of all heads stay as they are
 
     def check(self) -> None:
         """Raise what went wrong beside a micro-batch that was read well: FreezeError."""
@@ -116,6 +137,13 @@ class Store(Protocol):
     def sure_entries(self) -> int:
         """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
 
+    @property
+    def whole_entries(self) -> int:
+        """How long a text may get before the budgets of now evict anything; n_ctx: they do not."""
+
+    recent_window: int
+    """The newest entries, which every KV head keeps."""
+
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position; ContextError, and nothing has changed, where that
         would leave other entries than are needed to go on.
@@ -130,6 +158,9 @@ class Store(Protocol):
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Positions kept, ascending."""
+
+    def cache_map(self) -> CacheLook:
+        """Return a function that looks at what is held: see Session.cache_map()."""
 
     def budgets(self) -> list[tuple[int, ...]]:
         """[layer][KV head] in entries."""
@@ -160,6 +191,91 @@ class Store(Protocol):
             self.context = None
 
 
+@dataclass
+class Part:
+    """Tokens of one sequence in a micro-batch, and what came of them."""
+
+    store: Store
+    tokens: Sequence[int]
+    position: int
+    n_rows: int
+    """So many of the last tokens get logits."""
+    echo: Sequence[int] = ()
+    """Tokens that follow, of which nothing is kept."""
+    logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
+    """(n_rows, n_vocab); None for n_rows 0."""
+    error: BaseException | None = field(default=None, init=False)
+    untouched: bool = field(default=True, init=False)
+    """Whether the store is still what it was, although there is an error."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one token, as those that are written."""
+        return len(self.tokens) + len(self.echo) == 1
+
+    def result(self) -> npt.NDArray[np.float32] | None:
+        """Return the logits, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.logits
+
+
+def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> None:
+    """Decode one micro-batch, whose parts are of sequences in one context; single tokens first.
+
+    What goes wrong is the error of those parts that it concerns.
+    """
+    host = parts[0].store
+    host.begin_step()
+    ready = [part for part in parts if _made_room(part, model_name)]
+    if not ready:
+        return
+    try:
+        rows = batch.decode_parts(
+            host.context,
+            [
+                BatchPart(
+                    part.tokens,
+                    part.store.rope_position(part.position),
+                    part.n_rows,
+                    part.echo,
+                    part.store.sequence,
+                )
+                for part in ready
+            ],
+        )
+        host.end_step()
+        for part, logits in zip(ready, rows, strict=True):
+            part.store.after(len(part.tokens), part.position)
+            part.logits = logits
+    except Exception as error:
+        for part in ready:
+            part.error = _as_ours(error, model_name)
+
+
+def _made_room(part: Part, model_name: str) -> bool:
+    try:
+        part.store.before(len(part.tokens), part.position, len(part.echo))
+    except FreezeError as error:
+        part.error = error
+    except Exception as error:
+        part.untouched = False
+        part.error = _as_ours(error, model_name)
+    else:
+        part.untouched = False
+        return True
+    return False
+
+
+def _as_ours(error: Exception, model_name: str) -> Exception:
+    """Turn what the extension says of a graph that is not as it needs it into a typed error."""
+    if isinstance(error, EntropyKVError) or not isinstance(error, RuntimeError):
+        return error
+    converted = UnsupportedModelError(f"{model_name}: {error}")
+    converted.__cause__ = error
+    return converted
+
+
 def decode_inside(
     store: Store,
     batch: MicroBatch,
@@ -168,15 +284,12 @@ def decode_inside(
     *,
     n_rows: int,
     model_name: str,
+    echo: Sequence[int] = (),
 ) -> npt.NDArray[np.float32] | None:
-    """Decode one micro-batch inside a store; logits as MicroBatch.decode returns them.
+    """Decode one micro-batch of one sequence; logits as MicroBatch.decode returns them.
 
     Raises UnsupportedModelError where the graph is not what the store must change.
     """
-    try:
-        store.before(len(tokens), position)
-        logits = batch.decode(store.context, tokens, store.rope_position(position), n_rows=n_rows)
-        store.after(len(tokens), position)
-    except RuntimeError as error:  # the extension: the graph or the cache is not as it needs it
-        raise UnsupportedModelError(f"{model_name}: {error}") from error
-    return logits
+    part = Part(store, tokens, position, n_rows, echo)
+    decode_parts([part], batch, model_name)
+    return part.result()

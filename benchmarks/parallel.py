@@ -1,0 +1,222 @@
+"""Many conversations at a time: one pool against stock llama.cpp's batched decoding, in one run.
+
+python benchmarks/parallel.py [-m model.gguf] [--clients 1,2,4,8] [--prompt 1000] [--write 128]
+
+Both use the same threads. The pool has as many bytes as llama.cpp's cache, and with --kv-budget a
+part of them. Stock llama.cpp reads the prompts one after the other, then decodes one token of every
+sequence a step, through llama-cpp-python's low-level calls; it samples greedily, as the pool does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from entropykv import Pool
+from entropykv.llamacpp.batch import BatchPart, MicroBatch
+from entropykv.llamacpp.model import Model
+from entropykv.model import shipped
+from inputs import read_texts
+
+PIECE = 128
+
+
+@dataclass
+class Streams:
+    """What clients saw: when each of their tokens came."""
+
+    starts: list[float] = field(default_factory=list)
+    times: list[list[float]] = field(default_factory=list)
+
+    def first_tokens(self) -> list[float]:
+        """Seconds from each client's request to its first token."""
+        return [times[0] - start for start, times in zip(self.starts, self.times, strict=True)]
+
+    def longest_pause(self) -> float:
+        """Seconds between two tokens of one stream, at most."""
+        return max(float(np.diff(times).max()) for times in self.times if len(times) > 1)
+
+    def speed(self) -> float:
+        """Tokens per second of all streams, from the first token of the last one to come."""
+        begin = max(times[0] for times in self.times)
+        end = min(times[-1] for times in self.times)
+        written = sum(sum(begin < at <= end for at in times) for times in self.times)
+        return written / (end - begin) if end > begin else 0.0
+
+    def seconds(self) -> float:
+        """From the first request to the last token."""
+        return max(times[-1] for times in self.times) - min(self.starts)
+
+
+def in_a_pool(
+    path: str, prompts: list[list[int]], write: int, budget: str, threads: int
+) -> Streams:
+    """All clients come at once, and write; half-way, one more comes."""
+    n_ctx = max(map(len, prompts)) + write + 1
+    streams = Streams([0.0] * len(prompts), [[] for _ in prompts])
+    options: dict[str, Any] = {"n_sequences": len(prompts), "n_ctx": n_ctx, "n_ubatch": PIECE}
+    with Pool(path, kv_budget=budget, kv_type="f16", n_threads=threads, **options) as pool:
+
+        def client(i: int) -> None:
+            with pool.session() as session:
+                streams.starts[i] = time.perf_counter()
+                for _ in session.generate(prompts[i], max_tokens=write, temperature=0):
+                    streams.times[i].append(time.perf_counter())
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            list(clients.map(client, range(len(prompts))))
+        stats = pool.stats()
+        if stats.kv_bytes_peak > stats.kv_bytes_budget:
+            raise SystemExit(f"{stats.kv_bytes_peak} bytes are more than the budget")
+    return streams
+
+
+def in_stock(model: Model, prompts: list[list[int]], write: int, threads: int) -> Streams:
+    """Prompts one after the other, then a token of every sequence a step."""
+    n, longest = len(prompts), max(map(len, prompts)) + write + 1
+    parameters = model.context_defaults()
+    parameters.n_ctx = n * (-(-longest // 256) * 256)
+    parameters.n_batch = parameters.n_ubatch = 512
+    parameters.n_seq_max, parameters.kv_unified = n, True
+    parameters.n_threads = parameters.n_threads_batch = threads
+    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    context = model.new_context(parameters)
+    batch = MicroBatch(512, model.n_vocab)
+    start = time.perf_counter()
+    streams = Streams([start] * n, [[] for _ in prompts])
+    tokens = [0] * n
+    for i, prompt in enumerate(prompts):
+        for first in range(0, len(prompt), 512):
+            part = prompt[first : first + 512]
+            last = first + len(part) == len(prompt)
+            (rows,) = batch.decode_parts(context, [BatchPart(part, first, int(last), sequence=i)])
+        tokens[i] = int(np.argmax(rows[-1])) if rows is not None else 0
+        streams.times[i].append(time.perf_counter())
+    for step in range(write - 1):
+        parts = [BatchPart([tokens[i]], len(prompts[i]) + step, 1, sequence=i) for i in range(n)]
+        for i, rows in enumerate(batch.decode_parts(context, parts)):
+            tokens[i] = int(np.argmax(rows)) if rows is not None else 0
+            streams.times[i].append(time.perf_counter())
+    batch.close()
+    llama_cpp.llama_free(context)
+    return streams
+
+
+def cache_bytes(model: Model, n_tokens: int) -> int:
+    """K and V of so many tokens in f16."""
+    geometry = model.geometry
+    width = geometry.head_dim_k + geometry.head_dim_v
+    return 2 * n_tokens * width * sum(geometry.kv_heads_per_layer)
+
+
+def report(name: str, n: int, streams: Streams) -> None:
+    """One line of figures."""
+    first = streams.first_tokens()
+    print(
+        f"{name:<14} {n:>3} clients  {streams.seconds():7.2f} s in all  "
+        f"{streams.speed():7.1f} tokens/s while all write  first token "
+        f"{statistics.median(first):6.2f} s (worst {max(first):6.2f})  longest pause "
+        f"{streams.longest_pause():6.3f} s",
+        flush=True,
+    )
+
+
+def newcomer(path: str, prompts: list[list[int]], budget: str, threads: int) -> None:
+    """Somebody comes with a prompt while all the others write without an end."""
+    n, n_ctx = len(prompts), max(map(len, prompts)) + 1024
+    pauses: list[list[float]] = [[] for _ in prompts]
+    waits: list[float] = []
+    done = threading.Event()
+    options: dict[str, Any] = {"n_sequences": n, "n_ctx": n_ctx, "n_ubatch": PIECE}
+    with Pool(path, kv_budget=budget, kv_type="f16", n_threads=threads, **options) as pool:
+
+        def write(i: int) -> None:
+            with pool.session() as session:
+                for _ in session.generate(prompts[i][:50], max_tokens=1000, temperature=0):
+                    pauses[i].append(time.perf_counter())
+                    if done.is_set():
+                        return
+
+        with ThreadPoolExecutor(n) as clients:
+            writers = [clients.submit(write, i) for i in range(n - 1)]
+            while not all(pauses[: n - 1]):
+                time.sleep(0.01)
+            for _ in range(3):
+                with pool.session() as session:
+                    start = time.perf_counter()
+                    next(session.generate(prompts[-1], max_tokens=1, temperature=0))
+                    waits.append(time.perf_counter() - start)
+            done.set()
+            for writer in writers:
+                writer.result()
+    longest = max(float(np.diff(times).max()) for times in pauses[: n - 1])
+    print(
+        f"a newcomer with {len(prompts[-1])} tokens beside {n - 1} writers: first token after "
+        f"{statistics.median(waits):.2f} s (worst {max(waits):.2f}); longest pause of a writer "
+        f"{longest:.3f} s",
+        flush=True,
+    )
+
+
+def forks(path: str, prompt: list[int], n: int, threads: int) -> None:
+    """Questions about one document: by forks, and each reading it."""
+    seconds = {}
+    options: dict[str, Any] = {"n_ctx": len(prompt) + 64, "n_ubatch": PIECE, "kv_type": "f16"}
+    for forked in (True, False):
+        tokens = n * (len(prompt) + 64)
+        with Pool(path, n_sequences=n, kv_budget=tokens, n_threads=threads, **options) as pool:
+            start = time.perf_counter()
+            first = pool.session()
+            first.decode(prompt)
+            others = [first.fork() if forked else pool.session() for _ in range(n - 1)]
+            for session in others if not forked else ():
+                session.decode(prompt)
+            for token, session in enumerate([first, *others], start=5):
+                session.decode([token])
+            seconds[forked] = time.perf_counter() - start
+            n_bytes = pool.stats().kv_bytes_now
+    print(
+        f"{n} questions about {len(prompt)} tokens: {seconds[True]:.2f} s by forks, "
+        f"{seconds[False]:.2f} s reading it {n} times; {n_bytes:,} bytes either way (a fork is a "
+        "copy)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-m", "--model", default=str(shipped.smollm2().path))
+    parser.add_argument("--clients", default="1,2,4,8")
+    parser.add_argument("--prompt", type=int, default=1000)
+    parser.add_argument("--write", type=int, default=128)
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument(
+        "--kv-budget", type=float, default=1.0, help="of the bytes of stock's cache"
+    )
+    options = parser.parse_args()
+    model = Model(options.model, n_gpu_layers=0, verbose=False)
+    prose = "\n".join(read_texts("heldout_prose_*.txt").values())
+    text = model.tokenize(prose, add_bos=False, special=False)[: options.prompt * 2]
+    for n in map(int, options.clients.split(",")):
+        prompts = [text[i * 7 : i * 7 + options.prompt] for i in range(n)]
+        of_stock = cache_bytes(model, n * (options.prompt + options.write + 1))
+        # Whole pages, so that the pool holds what the cache of stock does.
+        budget = f"{int(options.kv_budget * of_stock * 1.1)}B"
+        arguments = (prompts, options.write)
+        for _ in range(2):  # in alternation: the machine is the same for both
+            report("stock", n, in_stock(model, *arguments, options.threads))
+            report("pool", n, in_a_pool(options.model, *arguments, budget, options.threads))
+    if n > 1:
+        newcomer(options.model, prompts, budget, options.threads)
+        forks(options.model, text[: options.prompt], n, options.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+#include "attention/attention_batch.hpp"
+
+#include <stdexcept>
+
+namespace entropykv {
+
+void AttentionBatch::clear() {
+    parts_.clear();
+    n_tokens_ = 0;
+    n_pages_ = 0;
+}
+
+void AttentionBatch::add(Attention& sequence, int n_text, std::int32_t base_position,
+                         std::int32_t rope_position, int n_echo) {
+    for (const Part& part : parts_)
+        if (part.sequence == &sequence)
+            throw std::invalid_argument("a sequence has one part of a micro-batch");
+    const Staging& staging = sequence.store().staging_area();
+    if (n_text < 0 || n_echo < 0 || n_text > kMostPositions - n_echo)
+        throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
+    const int n_tokens = n_text + n_echo;
+    const std::size_t pages = staging.pages_of(n_tokens);
+    if (n_pages_ + pages > staging.row_pages())
+        throw std::invalid_argument("more tokens than the staging area holds");
+    if (n_tokens == 1 && n_pages_ >= staging.single_pages())
+        throw std::invalid_argument("sequences with a single token come first");
+    parts_.reserve(parts_.size() + 1);
+    sequence.begin(n_text, base_position, rope_position, n_echo);
+    sequence.store().stage_at(n_pages_);
+    parts_.push_back({&sequence, n_tokens_});
+    n_tokens_ += n_tokens;
+    n_pages_ += pages;
+}
+
+void AttentionBatch::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {
+    for (const Part& part : parts_)
+        part.sequence->stage_k(layer, k.from(part.first), thread, n_threads);
+}
+
+void AttentionBatch::stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept {
+    for (const Part& part : parts_)
+        part.sequence->stage_v(layer, v.from(part.first), thread, n_threads);
+}
+
+// The last part first, since it may be a prompt's, and what is short fills the time of threads that
+// are done with it. Nobody commits, and waits for heads to be ready, before all are attended to.
+void AttentionBatch::attend(int layer, int reader, const AttentionParams& params,
+                            const RowsView& query, float* output, int thread) noexcept {
+    for (auto part = parts_.rbegin(); part != parts_.rend(); ++part) {
+        const auto first = static_cast<std::size_t>(part->first);
+        const auto values = static_cast<std::size_t>(part->sequence->output_values(layer));
+        part->sequence->attend(layer, reader, params, query.from(part->first),
+                               output + first * values, thread);
+    }
+    for (const Part& part : parts_) part.sequence->finish(thread);
+}
+
+}  // namespace entropykv

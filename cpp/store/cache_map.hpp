@@ -1,0 +1,29 @@
+// A picture of what every KV head holds, for those who watch: positions counted in columns.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "store/head_store.hpp"
+
+namespace entropykv {
+
+class CacheMap {
+public:
+    // Looks at every head: n_columns columns of per_column positions each, from `first` on.
+    void look(const HeadStore& store, std::int32_t first, int per_column, int n_columns);
+
+    // Of the last look, [KV head of all layers][column]: which share of a column's positions is
+    // held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+    const std::vector<std::uint8_t>& held() const { return held_; }
+    const std::vector<std::uint8_t>& frozen() const { return frozen_; }
+    const std::vector<std::uint8_t>& restored() const { return restored_; }
+
+private:
+    std::vector<std::uint8_t> held_;
+    std::vector<std::uint8_t> frozen_;
+    std::vector<std::uint8_t> restored_;
+    std::vector<std::vector<bool>> was_frozen_;  // [KV head of all layers][position]
+};
+
+}  // namespace entropykv

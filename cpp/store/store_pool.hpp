@@ -1,0 +1,48 @@
+// What sequences of one model share: the pages of a hard budget, of which every sequence has a
+// share, and the staging area. The shares together are never more than the pool has.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "page/page_pool.hpp"
+#include "store/staging.hpp"
+
+namespace entropykv {
+
+class HeadStore;
+
+class StorePool {
+public:
+    // Of one store, whose share is all of it: the pool's budget follows.
+    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens);
+    // Of up to n_sequences that are read at a time; set_pages() gives it a budget.
+    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences);
+
+    PagePool& pages() { return pages_; }
+    const PagePool& pages() const { return pages_; }
+    const Staging& staging() const { return staging_; }
+    std::size_t shared_pages() const { return shared_pages_; }
+
+    // Gives the pool so many pages; what the system gets back of a smaller one is told by
+    // mapped_bytes(). Throws std::invalid_argument where the shares are more than that.
+    void set_pages(std::size_t pages);
+
+    // For stores. Throws std::invalid_argument where the other shares do not leave so many pages.
+    void check_share(std::size_t before, std::size_t pages) const;
+    void set_share(std::size_t before, std::size_t pages);
+    void join(HeadStore& store) { stores_.push_back(&store); }
+    void leave(HeadStore& store, std::size_t share);
+
+private:
+    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
+              bool follows_share);
+
+    PagePool pages_;
+    Staging staging_;
+    bool follows_share_;
+    std::size_t shared_pages_ = 0;
+    std::vector<HeadStore*> stores_;
+};
+
+}  // namespace entropykv

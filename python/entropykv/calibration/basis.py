@@ -1,0 +1,72 @@
+"""What a profile rests on, so that a worse one does not take the place of a better one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.errors import CalibrationError, ProfileError
+from entropykv.profile.parts import Fingerprint
+from entropykv.profile.profile import EntropyProfile
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Of which model a profile is, and how much was read for it."""
+
+    geometry: tuple[int, int, int]
+    """Layers, query heads and KV heads."""
+    fingerprint: Fingerprint | None
+    """None: unknown, as of a model that transformers ran."""
+    texts: int
+    """For the entropies."""
+    curve_texts: int = 0
+    """For the loss curves; 0: there are none."""
+    curve_length: int = 0
+    """Tokens of each of them."""
+
+    @classmethod
+    def of(cls, profile: EntropyProfile) -> Basis:
+        """Return what a profile says about itself."""
+        measured, curves = profile.measurement, profile.curves
+        return cls(
+            (profile.n_layer, profile.n_head, profile.n_head_kv),
+            profile.fingerprint,
+            0 if measured is None else len(measured.texts),
+            0 if curves is None else curves.n_texts,
+            0 if curves is None else curves.length,
+        )
+
+    def is_of_the_model_of(self, other: Basis) -> bool:
+        """Whether both can be of one model file."""
+        known = self.fingerprint is not None and other.fingerprint is not None
+        same = self.fingerprint == other.fingerprint or not known
+        return self.geometry == other.geometry and same
+
+    def advantage_over(self, other: Basis) -> str | None:
+        """What this one has that the other one has less of, in words; None: nothing."""
+        if self.curve_texts * self.curve_length > other.curve_texts * other.curve_length:
+            has = f"loss curves from {self.curve_texts} texts of {self.curve_length} tokens"
+            theirs = f"from {other.curve_texts} of {other.curve_length}"
+            return f"{has}, the new one {theirs if other.curve_texts else 'none'}"
+        if self.texts > other.texts:
+            return f"entropies from {self.texts} texts, the new one from {other.texts}"
+        return None
+
+
+def refuse_worse(path: str | os.PathLike[str], new: Basis) -> None:
+    """Raise CalibrationError where a better profile of the same model is at the path already.
+
+    A file that is no profile has nothing to lose.
+    """
+    if not Path(path).exists():
+        return
+    with suppress(ProfileError):
+        old = Basis.of(EntropyProfile.load(path))
+        if old.is_of_the_model_of(new) and (advantage := old.advantage_over(new)) is not None:
+            raise CalibrationError(
+                f"{path}: the profile there has {advantage}; use --force to replace it, or -o for "
+                "another file"
+            )

@@ -1,0 +1,120 @@
+"""`entropykv chat --web`: the conversation in a browser, from a server on this machine alone."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import webbrowser
+from typing import TYPE_CHECKING, Any
+
+from entropykv.cli.engine import kv_type_of
+from entropykv.cli.model_options import model_options_of
+from entropykv.cli.notes import say
+from entropykv.cli.options import demo_of
+from entropykv.errors import ContextError, SettingsError
+from entropykv.files import read_text
+from entropykv.llamacpp.model_options import ModelOptions as ModelTuning
+from entropykv.session.sampling import Sampling
+
+if TYPE_CHECKING:
+    from entropykv.server import ModelOptions
+
+_SAME = (
+    *("kv_budget", "policy", "store", "entropy_config", "sinks", "recent_window", "n_gpu_layers"),
+    *("freeze", "freeze_limit", "freeze_type", "recall_interval", "freeze_window"),
+    *("freeze_threshold", "freeze_rate", "freeze_history", "verbose"),
+)
+"""Options of `chat` that `serve` has under the same name."""
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Those of `chat` that are fields of a request, and are shown by the page."""
+_ELSEWHERE = {
+    "load_session": "--load-session",
+    "no_chat": "--no-chat",
+    "reverse_prompt": "-r",
+    "ignore_eos": "--ignore-eos",
+    "recovery": "--recovery",
+}
+"""What the page has no place for, or `serve` spells otherwise."""
+
+
+def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
+    """Serve the page on a free port of this machine, and open it; returns at Ctrl-C.
+
+    SettingsError for options that only the terminal has.
+    """
+    _check(options, sampling)
+    from entropykv.server import ServerOptions  # noqa: PLC0415
+    from entropykv.server.running import serve  # noqa: PLC0415
+    from entropykv.server.web_page import WebDefaults  # noqa: PLC0415
+
+    demo = demo_of(options)
+    page = WebDefaults(system=options.system, sampling=_sampling_of(options))
+    if demo is not None and page.system is None:
+        page.system, page.question = read_text(str(demo.document), ContextError), demo.question
+    server = ServerOptions(host="127.0.0.1", port=0, api_key=None, log_requests=False)
+    serve(_model_options(options), server, page, _open)
+    return 0
+
+
+def _check(options: argparse.Namespace, sampling: Sampling) -> None:
+    """Raise SettingsError for what was asked for, and would be left out."""
+    for name, option in _ELSEWHERE.items():
+        if getattr(options, name):
+            raise SettingsError(f"{option} is of the terminal; leave it out with --web")
+    shown = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed")}
+    if sampling != Sampling(**shown):
+        raise SettingsError(
+            "the page of --web has temperature, top-p, top-k, min-p, penalties and seed; leave "
+            "other samplers, biases and grammars out"
+        )
+    tuning = ModelTuning(use_mmap=not options.no_mmap, use_mlock=options.mlock, adapters=[])
+    if model_options_of(options) != tuning:
+        raise SettingsError(
+            "--web loads the model as its file says; for LoRA adapters, RoPE and chat templates "
+            "use entropykv serve, whose page is the same"
+        )
+
+
+def _model_options(options: argparse.Namespace) -> ModelOptions:
+    from entropykv.server import ModelOptions  # noqa: PLC0415
+
+    given: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
+    return ModelOptions(
+        model=str(options.model),
+        n_ctx=options.ctx_size,
+        n_batch=options.batch_size,
+        n_ubatch=min(options.ubatch_size, options.batch_size),
+        n_threads=options.threads,
+        n_threads_batch=options.threads_batch,
+        use_mmap=not options.no_mmap,
+        use_mlock=options.mlock,
+        kv_type=kv_type_of(options),
+        **given,
+    )
+
+
+def _sampling_of(options: argparse.Namespace) -> dict[str, Any]:
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
+    if options.n_predict > 0:
+        sampling["max_tokens"] = options.n_predict
+    if options.seed >= 0:
+        sampling["seed"] = options.seed
+    return sampling
+
+
+def _open(url: str) -> None:
+    """Open the page, in a thread: a browser of the terminal returns when it ends."""
+    threading.Thread(target=_open_now, args=(f"{url}/",), daemon=True).start()
+
+
+def _open_now(url: str) -> None:
+    if not webbrowser.open(url):
+        say(f"there is no browser here: open {url} in one")

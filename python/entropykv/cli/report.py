@@ -1,0 +1,51 @@
+"""`entropykv report`: what was measured as one page that can be passed on."""
+
+from __future__ import annotations
+
+import argparse
+
+from entropykv.cli.options import check_output
+from entropykv.cli.plots import check_matplotlib
+from entropykv.errors import SettingsError
+from entropykv.files import new_file
+from entropykv.report.page import report_page
+from entropykv.report.sources import read_sources
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "report",
+        help="make a page of what was measured",
+        description="Write one self-contained page of HTML from the JSON of eval, bench, "
+        "calibrate, profile and run: tables, quality over bytes, speed over context, heads as heat "
+        "map. Several files of one kind are compared. Needs entropykv[plot].",
+    )
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="what `eval --json`, `bench --json`, `calibrate`, `profile --convert` or "
+        "`run --stats-json` wrote",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="report.html", help="(default: %(default)s)"
+    )
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    check_matplotlib()
+    check_output(options.output)
+    sources = read_sources(options.files)
+    text = report_page(sources)
+    try:
+        with new_file(options.output) as file:
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(
+            f"{options.output}: {error.strerror}; give a file that can be written"
+        ) from None
+    print(f"{options.output}: {len(text.encode('utf-8')):,} bytes, of {len(sources)} files")
+    return 0

@@ -1,0 +1,181 @@
+"""RULER as a part of an evaluation: samples in tokens, answers, and their scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entropykv.errors import ContextError
+from entropykv.evaluation.combination import grow
+from entropykv.evaluation.part import Item, Values, kept_values
+from entropykv.evaluation.reading import Logits, Reader, Tick, read, write
+from entropykv.evaluation.ruler.prompts import Prompt
+from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, make_prompts, make_task
+from entropykv.evaluation.texts import EvaluationText, digest_of
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.stock import StockSession
+from entropykv.session.session import Session
+
+
+@dataclass(frozen=True)
+class RulerItem(Item):
+    """A sample: `tokens` are the context, and the question too where that is known."""
+
+    task: str
+    question: tuple[int, ...]
+    """What is read after the context; empty where it is among its tokens."""
+    references: tuple[str, ...]
+    n_generated: int
+
+
+class RulerPart:
+    """The samples of one length, all with a question that is known or all with one that is not."""
+
+    name = "ruler"
+    needs_reference = False
+
+    def __init__(
+        self,
+        items: Sequence[RulerItem],
+        length: int,
+        question: str,
+        haystacks: Sequence[str],
+        *,
+        inside: bool,
+    ) -> None:
+        """Items as ruler_parts() makes them; haystacks are the names of the texts.
+
+        `inside`: the budget does not grow for question and answer.
+        """
+        self.items = items
+        self.tasks = list(dict.fromkeys(item.task for item in items))
+        self.n_ctx = max(item.n_steps for item in items)
+        self._length = length
+        self._question = question
+        self._haystacks = haystacks
+        self._inside = inside
+
+    @property
+    def title(self) -> str:
+        """What its table shows, with what stands for RULER's essays."""
+        return (
+            f"RULER, {self._length} tokens, question {self._question} while the context is read; "
+            f"essays replaced by {', '.join(self._haystacks)}"
+        )
+
+    def reference(self, stock: StockSession, item: RulerItem, tick: Tick) -> Values:
+        """Answer with the full cache."""
+        stock.reset()
+        last, _ = read(stock, item.tokens, tick)
+        return self._answer(stock, last, item, tick)
+
+    def measure(self, session: Session, item: RulerItem, tick: Tick) -> Values:
+        """Answer after a context that was read inside the budget.
+
+        Then the budget grows by question and answer, unless all is to be inside.
+        """
+        last, _ = read(session, item.tokens, tick)
+        kept = kept_values(session)
+        if not self._inside:
+            grow(session, len(item.question) + item.n_generated)
+        return {**self._answer(session, last, item, tick), **kept}
+
+    def _answer(self, reader: Reader, last: Logits, item: RulerItem, tick: Tick) -> Values:
+        if item.question:
+            last, _ = read(reader, item.question, tick)
+        written = write(reader, last, item.n_generated, tick, stops=True)
+        answer = reader.detokenize(written.tokens)
+        return {
+            "task": item.task,
+            "length": self._length,
+            "question": self._question,
+            "answer": answer,
+            "score": string_match_all(answer, item.references),
+        }
+
+
+def string_match_all(answer: str, references: Sequence[str]) -> float:
+    """The share of references that an answer contains, whatever their case."""
+    return sum(each.lower() in answer.lower() for each in references) / len(references)
+
+
+def ruler_parts(
+    suite: Suite, model: Model, texts: Sequence[EvaluationText], *, seed: int, inside: bool
+) -> list[RulerPart]:
+    """Make the samples; ContextError for a length that is too much or too little."""
+    trained = model.geometry.n_ctx_train
+    if max(suite.lengths) > trained:
+        raise ContextError(
+            f"prompts of {max(suite.lengths)} tokens are longer than the {trained} that the model "
+            "was trained for, and so would be those of the full cache; use smaller --lengths"
+        )
+    names = [text.name for text in texts]
+    parts = []
+    for length in suite.lengths:
+        samples = _samples(suite, length, model, texts, seed)
+        for question in suite.questions:
+            known = question == QUESTIONS[1]
+            items = [_item(sample, model, known=known) for sample in samples]
+            parts.append(RulerPart(items, length, question, names, inside=inside))
+    return parts
+
+
+@dataclass(frozen=True)
+class _Sample:
+    name: str
+    task: str
+    prompt: Prompt
+    n_generated: int
+
+
+def _samples(
+    suite: Suite, length: int, model: Model, texts: Sequence[EvaluationText], seed: int
+) -> list[_Sample]:
+    def count_tokens(text: str) -> int:
+        return len(model.tokenize(text, add_bos=False, special=True))
+
+    def count_prompt(prompt: Prompt) -> int:
+        return sum(map(len, prompt_tokens(prompt, model)))
+
+    samples = []
+    for name in suite.tasks:
+        task = make_task(name, length, texts, seed, count_tokens)
+        prompts = make_prompts(name, task, suite, length, seed, count_prompt)
+        samples += [
+            _Sample(f"{name} {length} {number}", name, prompt, task.n_generated)
+            for number, prompt in enumerate(prompts)
+        ]
+    return samples
+
+
+def _item(sample: _Sample, model: Model, *, known: bool) -> RulerItem:
+    tokens, question = prompt_tokens(sample.prompt, model)
+    if known:
+        tokens, question = (*tokens, *question), ()
+    references, n_generated = sample.prompt.references, sample.n_generated
+    return RulerItem(
+        sample.name,
+        digest_of(json.dumps([tokens, question, references, n_generated])),
+        tokens,
+        len(tokens) + len(question) + n_generated,
+        sample.task,
+        question,
+        references,
+        n_generated,
+    )
+
+
+def prompt_tokens(prompt: Prompt, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of the context, and those from the question on, with the model's chat template.
+
+    The beginning of the answer follows the template, as in RULER: the model goes on with it.
+    """
+    context, question, add_bos = prompt.context, prompt.question, model.adds_bos
+    chat = model.chat_prompt(context + question)
+    if chat is not None and (cut := chat.rfind(question)) >= 0:
+        context, question, add_bos = chat[:cut], chat[cut:], False
+    return (
+        tuple(model.tokenize(context, add_bos=add_bos, special=True)),
+        tuple(model.tokenize(question + prompt.answer_prefix, add_bos=False, special=True)),
+    )

@@ -1,0 +1,132 @@
+"""Which of RULER's tasks are measured, at which lengths, and the samples that this means."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from entropykv.calibration.texts import read_texts
+from entropykv.errors import ContextError, SettingsError
+from entropykv.evaluation.ruler.chains import ChainTask
+from entropykv.evaluation.ruler.counts import CommonWordsTask, FrequentWordsTask
+from entropykv.evaluation.ruler.needles import NeedleTask
+from entropykv.evaluation.ruler.prompts import Prompt, Task
+from entropykv.evaluation.ruler.vocabulary import load_vocabulary
+from entropykv.evaluation.texts import EvaluationText
+
+_NEEDLES: dict[str, dict[str, str | int]] = {
+    "niah_single_1": {"haystack": "noise"},
+    "niah_single_2": {"haystack": "essay"},
+    "niah_single_3": {"haystack": "essay", "value_kind": "uuids"},
+    "niah_multikey_1": {"haystack": "essay", "n_keys": 4},
+    "niah_multikey_2": {"haystack": "needles"},
+    "niah_multikey_3": {"haystack": "needles", "key_kind": "uuids", "value_kind": "uuids"},
+    "niah_multivalue": {"haystack": "essay", "n_values": 4},
+    "niah_multiquery": {"haystack": "essay", "n_keys": 4, "n_queries": 4},
+}
+TASKS = (*_NEEDLES, "vt", "cwe", "fwe")
+QUESTIONS = ("unknown", "known")
+"""Whether the context is read before the question is known, or in one prompt with it."""
+
+_OWN_PROSE = ("encyclopedia", "fiction", "news", "manual", "abstract", "history")
+_SHRINKING = 64
+"""A sample that is too long gets smaller by one part of so many of its size, until it fits."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured; raises SettingsError for what cannot be."""
+
+    lengths: Sequence[int] = (4096,)
+    """In tokens, each with the answer."""
+    tasks: Sequence[str] = TASKS
+    n_samples: int = 10
+    """Of each task at each length."""
+    questions: Sequence[str] = QUESTIONS[:1]
+
+    def __post_init__(self) -> None:
+        """Check the names of the tasks; each counts once."""
+        for name in self.tasks:
+            if name not in TASKS:
+                raise SettingsError(
+                    f"RULER has no task {name!r} here; give some of {', '.join(TASKS)}"
+                )
+        object.__setattr__(self, "tasks", [name for name in TASKS if name in self.tasks])
+        object.__setattr__(self, "lengths", sorted(set(self.lengths)))
+
+
+def own_texts() -> list[EvaluationText]:
+    """English prose of the texts that come with entropykv, for haystacks of essays."""
+    texts = read_texts(None)
+    prose = (text for text in texts if text.name.removesuffix(".txt")[3:] in _OWN_PROSE)
+    return [EvaluationText(text.name, text.content) for text in prose]
+
+
+def make_task(
+    name: str,
+    length: int,
+    texts: Sequence[EvaluationText],
+    seed: int,
+    count_tokens: Callable[[str], int],
+) -> Task:
+    """Prepare one of TASKS for prompts of `length` tokens; texts stand for the essays."""
+    if name == "vt":
+        return ChainTask(count_tokens, f"{seed} {name}")
+    if name == "cwe":
+        return CommonWordsTask(load_vocabulary(), length)
+    if name == "fwe":
+        return FrequentWordsTask(length)
+    words = re.split(r"\s+", " ".join(text.content for text in texts).strip())
+    return NeedleTask(load_vocabulary(), tuple(words), **_NEEDLES[name])  # type: ignore[arg-type]
+
+
+def make_prompts(
+    name: str,
+    task: Task,
+    suite: Suite,
+    length: int,
+    seed: int,
+    count_tokens: Callable[[Prompt], int],
+) -> list[Prompt]:
+    """Make samples of up to `length` tokens with the answer, nearly as large as they can be.
+
+    The largest size is that of the first sample. Names, length, seed and its number decide on a
+    sample, not how many there are. ContextError where not even the smallest prompt fits.
+    """
+
+    def prompt(number: int, size: int) -> Prompt:
+        return task.prompt(size, random.Random(f"{seed} {name} {length} {number}"))  # noqa: S311
+
+    def fits(made: Prompt) -> bool:
+        return count_tokens(made) + task.n_generated <= length
+
+    largest = _largest(task, lambda size: fits(prompt(0, size)))
+    prompts = []
+    for number in range(suite.n_samples if largest else 0):
+        size = largest
+        while size >= task.least and not fits(prompt(number, size)):
+            size -= max(1, size // _SHRINKING)
+        if size >= task.least:
+            prompts.append(prompt(number, size))
+    if len(prompts) < suite.n_samples:
+        raise ContextError(
+            f"{length} tokens are too few for prompts of {name} with this model; use larger "
+            "--lengths or leave the task out of --tasks"
+        )
+    return prompts
+
+
+def _largest(task: Task, fits: Callable[[int], bool]) -> int:
+    """The largest size that fits, found by doubling and halving; 0 where none does."""
+    if not fits(task.least):
+        return 0
+    low, high = task.least, 2 * task.least
+    while high <= task.most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, task.most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

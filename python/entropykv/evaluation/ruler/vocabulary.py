@@ -1,0 +1,60 @@
+"""Random words, numbers and uuids of the tasks."""
+
+from __future__ import annotations
+
+import functools
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from entropykv.errors import MissingExtraError
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The English words that RULER takes its own from: those of the package wonderwords."""
+
+    nouns: tuple[str, ...]
+    adjectives: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+    @functools.cached_property
+    def all(self) -> tuple[str, ...]:
+        """Every word once, in alphabetical order."""
+        return tuple(sorted({*self.nouns, *self.adjectives, *self.verbs}))
+
+    def value(self, kind: str, rng: random.Random) -> str:
+        """Draw one of `words` (an adjective and a noun), `numbers` (7 digits) or `uuids`."""
+        if kind == "words":
+            return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
+        if kind == "numbers":
+            return str(rng.randrange(10**6, 10**7))
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+@functools.cache
+def load_vocabulary() -> Vocabulary:
+    """Read the words; MissingExtraError where wonderwords is not installed."""
+    try:
+        from wonderwords import Defaults, RandomWord  # noqa: PLC0415
+    except ImportError:
+        raise MissingExtraError(
+            "RULER's words come from wonderwords; install it with: pip install 'entropykv[eval]'"
+        ) from None
+    kinds = (Defaults.NOUNS, Defaults.ADJECTIVES, Defaults.VERBS)
+    nouns, adjectives, verbs = (RandomWord(words=kind).filter() for kind in kinds)
+    return Vocabulary(tuple(nouns), tuple(adjectives), tuple(verbs))
+
+
+def random_letters(alphabet: str, n: int, rng: random.Random) -> str:
+    """A word of random letters."""
+    return "".join(rng.choices(alphabet, k=n))
+
+
+def distinct(draw: Callable[[], str], n: int) -> list[str]:
+    """Draw until there are n different words, in the order in which they came."""
+    words: dict[str, None] = {}
+    while len(words) < n:
+        words[draw()] = None
+    return list(words)

@@ -1,0 +1,44 @@
+"""Sampling from the logits of one sequence, where several share a context."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import _internals as internals
+
+_KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class SamplerOfSequence:
+    """A chain of samplers as llama_cpp.Llama uses it; the context's logits are not looked at."""
+
+    def __init__(
+        self,
+        chain: internals.LlamaSampler,
+        logits_at: Callable[[int], npt.NDArray[np.float32]],
+    ) -> None:
+        """`logits_at` returns those of a token, counted from the end: -1 is the last one."""
+        self._chain = chain
+        self._logits_at = logits_at
+
+    def sample(self, _: Any, row: int = -1) -> int:
+        """Choose a token by the logits of a row, and tell the chain."""
+        logits = self._logits_at(row)
+        data = np.zeros(logits.size, _KIND)
+        data["id"] = np.arange(logits.size)
+        data["logit"] = logits
+        pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)
+        array = llama_cpp.llama_token_data_array(pointer, data.size, -1, False)
+        llama_cpp.llama_sampler_apply(self._chain.sampler, ctypes.byref(array))
+        token = int(array.data[array.selected].id)
+        llama_cpp.llama_sampler_accept(self._chain.sampler, token)
+        return token
+
+    def close(self) -> None:
+        """Free the chain."""
+        self._chain.close()  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Reports of what was measured: figures, tables, and a page of both."""

@@ -1,0 +1,32 @@
+"""What a profile makes of some budgets."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.errors import BudgetError
+from entropykv.policy.names import POLICIES
+from entropykv.policy.plan import plan_headwise
+from entropykv.profile.curves import N_SINKS
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.options import Budget
+
+BUDGETS = (0.5, 0.2, 0.1)
+
+
+def budget_tables(profile: EntropyProfile, policy: str) -> dict[float, npt.NDArray[np.int64]]:
+    """Entries per KV head, (n_layer, n_head_kv), for the BUDGETS that the context can hold."""
+    layers = [_core.LayerShape(profile.n_head, profile.n_head_kv, 64, 64)] * profile.n_layer
+    tables = {}
+    for fraction in BUDGETS:
+        budget, chosen = Budget("fraction", fraction), POLICIES[policy]
+        with contextlib.suppress(BudgetError):
+            plan = plan_headwise(
+                budget, layers, profile.n_ctx, "f16", chosen, profile, N_SINKS, None
+            )
+            tables[fraction] = np.array(plan.budgets)
+    return tables

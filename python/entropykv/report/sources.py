@@ -1,0 +1,106 @@
+"""The JSON that commands write, read for a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from entropykv.errors import SettingsError
+from entropykv.evaluation.bench import BenchRow
+from entropykv.evaluation.rows import EvalRow
+from entropykv.profile.profile import EntropyProfile
+
+Kind = Literal["eval", "bench", "profile", "run"]
+_WRITERS = (
+    "`eval --json`, `bench --json`, `calibrate`, `profile --convert` or `run --stats-json` write"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: what wrote it, and what is in it."""
+
+    kind: Kind
+    name: str
+    """What it is called in the report: no path of the machine."""
+    n_bytes: int
+    data: Any
+    """The JSON object; of a profile, an EntropyProfile."""
+    rows: Sequence[Any] = ()
+    """EvalRow or BenchRow."""
+
+
+def read_sources(paths: Sequence[str | os.PathLike[str]]) -> list[Source]:
+    """Read files. SettingsError, or ProfileError, names the one that cannot be read."""
+    files = [Path(path) for path in paths]
+    return [_read(path, name) for path, name in zip(files, _names(files), strict=True)]
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """Return the names of files, with a number where several have the same."""
+    names: list[str] = []
+    for file in files:
+        stem = file.name.removesuffix(".json").removesuffix(".entropy")
+        count = sum(name == stem or name.startswith(f"{stem} (") for name in names)
+        names.append(f"{stem} ({count + 1})" if count else stem)
+    return names
+
+
+def _read(path: Path, name: str) -> Source:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is no text"
+        raise SettingsError(f"{path}: {why}; give JSON that {_WRITERS}") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise SettingsError(f"{path}: is no JSON; give what {_WRITERS}") from None
+    kind = _kind_of(data)
+    if kind is None:
+        raise SettingsError(f"{path}: is of no kind that a report shows; give what {_WRITERS}")
+    size = len(text.encode("utf-8"))
+    if kind == "profile":
+        return Source(kind, name, size, EntropyProfile.from_dict(data, str(path)))
+    try:
+        return Source(kind, name, size, data, _rows_of(kind, data))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise SettingsError(
+            f"{path}: is damaged, or of another version of entropykv; measure it again"
+        ) from None
+
+
+def _kind_of(data: Any) -> Kind | None:
+    if not isinstance(data, dict):
+        return None
+    if "head_entropies" in data:
+        return "profile"
+    if "entries_kept" in data and "kv_bytes_peak" in data:
+        return "run"
+    rows = data.get("rows")
+    if isinstance(rows, list) and "settings" in data:
+        return "eval"
+    if isinstance(rows, list) and "read_bandwidth" in data:
+        return "bench"
+    return None
+
+
+def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
+    """Return the rows; raises TypeError or KeyError where a field is missing."""
+    if kind == "run":
+        for name in ("positions", "hot", "frozen", "climbs"):
+            _ = data.get("trajectory", {name: []})[name]
+        return ()
+    made = EvalRow if kind == "eval" else BenchRow
+    known = {field.name for field in dataclasses.fields(made)}
+    return [made(**{key: row[key] for key in row.keys() & known}) for row in data["rows"]]
+
+
+def of_kind(sources: Sequence[Source], kind: Kind) -> list[Source]:
+    """Return those of one kind."""
+    return [source for source in sources if source.kind == kind]

@@ -1,0 +1,102 @@
+"""Routes for those who watch the KV cache: pictures of it as events, and the text that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+
+from entropykv.server.engine import Engine
+from entropykv.server.errors import RequestError
+from entropykv.server.kv_pictures import Camera, Picture, Window, about, held_tokens
+
+INTERVAL = 0.25
+"""Seconds between two pictures at least."""
+MOST_SHARE = 0.02
+"""Of the model's time that a viewer may cost: where pictures take long, there are fewer."""
+MOST_VIEWERS = 16
+MOST_COLUMNS = 2048
+MOST_TOKENS = 4096
+_PING_INTERVAL = 15.0
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+def kv_stream_routes(engine: Engine) -> APIRouter:
+    """Return the routes. Without viewers, nothing of them costs the model any time."""
+    router = APIRouter(tags=["KV cache"])
+    viewers = _Viewers(engine)
+
+    @router.get("/v1/kv/stream", response_class=StreamingResponse)
+    async def stream(
+        request: Request,
+        columns: Annotated[int, Query(ge=1, le=MOST_COLUMNS)] = 512,
+        first: Annotated[int, Query(ge=0)] = 0,
+        last: Annotated[int | None, Query(ge=1)] = None,
+    ) -> StreamingResponse:
+        """Server-sent events: `model` once, then `kv` where something has changed.
+
+        Every `kv` has a list of conversations, each with its figures and `planes`: a byte for every
+        KV head and column of positions, deflated and in base64, of what is held, what is frozen,
+        and what came back since the event before.
+        """
+        if viewers.count >= MOST_VIEWERS:
+            raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
+        model = await engine.looks.look(about)
+        events = viewers.events(request, model, Window(first, last, columns))
+        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+
+    @router.get("/v1/kv/text")
+    async def text(
+        conversation: str = "0",
+        first: Annotated[int, Query(ge=0)] = 0,
+        count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
+    ) -> dict[str, Any]:
+        """Tokens of a conversation, and how many KV heads hold each of them, or have it frozen."""
+        look = partial(held_tokens, name=conversation, first=first, count=count)
+        return (await engine.looks.look(look)).to_json()
+
+    return router
+
+
+class _Viewers:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.count = 0
+
+    async def events(
+        self, request: Request, model: dict[str, Any], window: Window
+    ) -> AsyncIterator[str]:
+        """Yield events until the viewer has gone, or the server shuts down."""
+        self.count += 1
+        try:
+            looks, camera = self._engine.looks, Camera(window)
+            yield _event("model", model)
+            told = time.monotonic()
+            while not await request.is_disconnected():
+                picture = await looks.look(camera.take)
+                now = time.monotonic()
+                if picture is not None:
+                    yield _event("kv", await asyncio.to_thread(self._json, picture))
+                    told = now
+                elif now - told > _PING_INTERVAL:
+                    yield ": ping\n\n"
+                    told = now
+                spent = 0.0 if picture is None else picture.seconds
+                await asyncio.sleep(max(INTERVAL, spent / MOST_SHARE))
+        except RequestError:  # the server shuts down
+            return
+        finally:
+            self.count -= 1
+
+    def _json(self, picture: Picture) -> dict[str, Any]:
+        return {**picture.to_json(), "requests": self._engine.waiting}
+
+
+def _event(name: str, data: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n"

@@ -1,0 +1,60 @@
+"""Looks at the model between two steps of whatever runs, for those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.errors import RequestError
+
+Result = TypeVar("Result")
+
+
+class Looks:
+    """Calls that change nothing, and need not wait for the end of a generation.
+
+    The model's thread answers them: between two micro-batches, or at once where nothing runs.
+    Without any, a step costs one look at an empty queue.
+    """
+
+    def __init__(self, llama: EntropyLlama, submit: Callable[[Callable[[], None]], object]) -> None:
+        """`submit` has the model's thread call something once nothing runs."""
+        self._llama = llama
+        self._submit = submit
+        self._waiting: deque[tuple[Callable[[EntropyLlama], Any], Future[Any]]] = deque()
+        self._is_submitted = False
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let nobody look any more: who watches would keep the server from stopping."""
+        self._is_closed = True
+
+    async def look(self, function: Callable[[EntropyLlama], Result]) -> Result:
+        """Return what the function returns. RequestError once the server shuts down."""
+        if self._is_closed:
+            raise RequestError(503, "the server is shutting down; try again later")
+        future: Future[Result] = Future()
+        self._waiting.append((function, future))
+        if not self._is_submitted:
+            self._is_submitted = True
+            self._submit(self._answer_when_idle)
+        return await asyncio.wrap_future(future)
+
+    def _answer_when_idle(self) -> None:
+        self._is_submitted = False
+        self.answer()
+
+    def answer(self) -> None:
+        """Make the calls that wait; of the model's thread, between two steps."""
+        while self._waiting:
+            function, future = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(self._llama))
+            except Exception as error:  # it is for whoever looks
+                future.set_exception(error)

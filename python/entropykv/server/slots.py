@@ -1,0 +1,42 @@
+"""What those who answer requests side by side have read and written, and how it adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from entropykv.session.pool import Pool
+from entropykv.session.stats import SessionStats
+
+
+@dataclass
+class Totals:
+    """Tokens and seconds of one that answers one request after the other."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def add(self, before: SessionStats, now: SessionStats) -> None:
+        """Count what was done with a session meanwhile."""
+        for name in vars(self):
+            done = getattr(now, name) - getattr(before, name)
+            setattr(self, name, getattr(self, name) + done)
+
+
+def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
+    """Return the figures of all conversations as if they were one; `one`: those of any of them."""
+    now = pool.stats()
+    return dataclasses.replace(
+        one,
+        kv_bytes_budget=now.kv_bytes_budget,
+        kv_bytes_now=now.kv_bytes_now,
+        kv_bytes_peak=now.kv_bytes_peak,
+        kv_bytes_staging=now.kv_bytes_staging,
+        kv_bytes_scratch=now.kv_bytes_scratch,
+        entries_kept=now.entries_kept,
+        evictions=now.evictions,
+        **{name: sum(getattr(each, name) for each in totals) for name in vars(Totals())},
+    )

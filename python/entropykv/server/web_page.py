@@ -1,0 +1,43 @@
+"""The page at /: its routes, and what a conversation of it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from entropykv.server.engine import Engine
+from entropykv.server.web_files import page_file, page_files
+
+
+class WebDefaults(BaseModel):
+    """What the page begins a conversation with; None: as the server's routes have it."""
+
+    system: str | None = None
+    question: str | None = None
+    """One that the page proposes."""
+    sampling: dict[str, Any] = {}
+    """Fields of a request for a chat completion."""
+
+
+def web_routes(engine: Engine, defaults: WebDefaults) -> APIRouter:
+    """Return the routes of the page, which need no key, and of what it begins with, which does."""
+    router = APIRouter(include_in_schema=False)
+    for path in page_files():
+        router.add_api_route(path, _route(path), response_model=None)
+
+    @router.get("/v1/web/defaults")
+    async def begin_with() -> dict[str, Any]:
+        return {"model": engine.llama.served_name, **defaults.model_dump()}
+
+    return router
+
+
+def _route(path: str) -> Callable[[Request], Awaitable[Response]]:
+    async def file(request: Request) -> Response:
+        return page_file(path, request.headers.get("if-none-match"))
+
+    return file

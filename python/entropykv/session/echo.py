@@ -1,0 +1,51 @@
+"""Echoes: a stretch of text once more behind a request to repeat it, read only to be observed.
+
+Nothing tells, while a text is read, what it will be asked for; but to answer, a model looks up what
+it would need to say the text again. So every stretch is followed, in the same micro-batch, by a
+request and the stretch once more. Only these queries tell what the stretch's entries are worth, and
+nothing of the echo is kept: the stretch is whole in the micro-batch alone, so that the budget holds
+while the text is read. That is the measure `reconstruct`, after KVzip (Kim et al. 2025,
+arXiv:2505.23416), which reads a whole context again after it was read with a full cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REQUEST = "\n\nRepeat the previous context exactly:\n"
+OVERLAP = 16
+"""Tokens before a stretch with which its repetition begins, so that its first ones are sought."""
+LEAST_TOKENS = 16
+"""Shorter pieces of text wait for an echo: what is asked, or single tokens of an answer."""
+LEAST_STRETCH = 32
+"""Budgets follow what so many tokens show, and micro-batches of fewer show nothing: online.py."""
+
+
+class Echo:
+    """The echoes of one model's text."""
+
+    def __init__(self, tokenize: Callable[[str], list[int]], n_ubatch: int) -> None:
+        """Cut texts so that a stretch and its echo fit into a micro-batch of `n_ubatch` tokens.
+
+        Where that is too small for LEAST_STRETCH, micro-batches are larger.
+        """
+        self._request = tokenize(REQUEST)
+        besides = len(self._request) + OVERLAP
+        self.stretch = max(LEAST_STRETCH, (n_ubatch - besides) // 2)
+        """Tokens of text that are read at once."""
+        self.n_ubatch = besides + 2 * self.stretch
+        """Tokens of a stretch and its echo."""
+
+    def least_pending(self, n_tokens: int, recent_window: int) -> int:
+        """Return how much text must be without an echo for one before `n_tokens` more are read.
+
+        Where text is written token by token, echoes of single tokens would take long: they wait
+        until they are as many as the recent window holds, or a stretch.
+        """
+        if n_tokens >= LEAST_TOKENS:
+            return LEAST_TOKENS
+        return max(LEAST_TOKENS, min(recent_window, self.stretch))
+
+    def of(self, text: Sequence[int], stretch: Sequence[int]) -> list[int]:
+        """Return the echo of a stretch that follows `text`."""
+        return [*self._request, *text[-OVERLAP:], *stretch]

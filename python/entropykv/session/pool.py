@@ -1,0 +1,180 @@
+"""Many conversations with one model, in one hard budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from entropykv.errors import EntropyKVError
+from entropykv.llamacpp.model import Model
+from entropykv.policy.names import AUTO
+from entropykv.profile.profile import EntropyProfile
+from entropykv.session.host import Host, HostOptions
+from entropykv.session.pool_session import PoolSession
+from entropykv.session.recovery import Climb, Recovery
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """What a pool holds now; bytes are bytes."""
+
+    kv_bytes_budget: int
+    """What all conversations together can never exceed."""
+    kv_bytes_now: int
+    kv_bytes_peak: int
+    """Most bytes that were in use."""
+    kv_bytes_staging: int
+    """Besides the pool: one micro-batch of one layer."""
+    kv_bytes_scratch: int
+    """Besides both: what the threads of the attention op work with."""
+    sessions: int
+    """All that are open."""
+    live: int
+    """Those that hold entries in the pool."""
+    parked: int
+    """Those that are kept outside of it."""
+    parked_bytes: int
+    waiting: int
+    """Those whose next tokens wait to be read."""
+    entries_kept: int
+    """Entries of all that are live, in all KV heads."""
+    evictions: int
+    """Entries evicted so far, of all that are or were open."""
+
+
+class Pool:
+    """One model, and one budget of bytes for all sessions that session() makes.
+
+    Each session has the interface of Session, and may be used by a thread of its own: the tokens of
+    all that are waiting are read together. `n_sequences`: how many of them hold entries at a time;
+    there may be more sessions, which are parked while they are idle: what they hold goes to `park`,
+    `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
+    hold entries share the budget: `kv_budget` is that of all together, and each has an equal part
+    of it, but for weights. Another one that comes costs the others their least important entries;
+    one that goes, or is parked, leaves its part to them. The other arguments are those of Session.
+
+    Raises what Session raises, and UnsupportedModelError where only the flat store serves the
+    model, which holds one conversation.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Model,
+        *,
+        n_sequences: int = 4,
+        n_ctx: int = 0,
+        kv_budget: Budget | str | float = 1.0,
+        policy: str = AUTO,
+        kv_type: str = "auto",
+        store: str = "auto",
+        entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
+        n_ubatch: int = 128,
+        n_threads: int = 0,
+        n_threads_batch: int = 0,
+        n_gpu_layers: int = 0,
+        n_sinks: int = 4,
+        recent_window: int | None = None,
+        freeze: Freezing | str | None = None,
+        park: str = "ram",
+        park_limit: str | int | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """Load the model; `n_ubatch`: tokens of a prompt between two tokens of those who write."""
+        self._closed = True
+        self._host = Host(
+            model,
+            HostOptions(
+                n_ctx=n_ctx,
+                kv_budget=kv_budget,
+                policy=policy,
+                kv_type=kv_type,
+                store=store,
+                entropy_config=entropy_config,
+                n_ubatch=n_ubatch,
+                n_threads=n_threads,
+                n_threads_batch=n_threads_batch,
+                n_gpu_layers=n_gpu_layers,
+                n_sinks=n_sinks,
+                recent_window=recent_window,
+                freeze=freeze,
+                verbose=verbose,
+                shared=True,
+                n_sequences=n_sequences,
+                park=park,
+                park_limit=park_limit,
+            ),
+        )
+        self._closed = False
+
+    def __enter__(self) -> Pool:
+        """Use the pool as a context manager: it closes at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pool."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Free what close() was not called for."""
+        self.close()
+
+    @property
+    def host(self) -> Host:
+        """What the sessions share."""
+        return self._host
+
+    def session(
+        self,
+        *,
+        weight: float = 1.0,
+        recovery: Recovery | None = None,
+        on_climb: Callable[[Climb], object] | None = None,
+    ) -> PoolSession:
+        """Make a session; close() gives its part of the budget to the others.
+
+        `weight`: its part, relative to those of the others. `recovery`, `on_climb`: see Session.
+        """
+        return PoolSession(self._host, weight=weight, recovery=recovery, on_climb=on_climb)
+
+    def resize(self, kv_budget: Budget | str | float) -> None:
+        """Change the budget of all: it grows at once, and shrinks by evicting.
+
+        BudgetError where it would not hold those that are being read; idle ones are parked before.
+        """
+        self._host.resize(Budget.parse(kv_budget))
+
+    def stats(self) -> PoolStats:
+        """Counts and bytes of the moment."""
+        host, core = self._host, self._host.core_pool
+        if core is None:
+            raise EntropyKVError("the pool is closed; make a new one")
+        with host.scheduler.between_steps():
+            counters = [seat.store.counters() for seat in host.seats]
+            return PoolStats(
+                kv_bytes_budget=core.budget_bytes,
+                kv_bytes_now=core.used_bytes,
+                kv_bytes_peak=core.peak_bytes,
+                kv_bytes_staging=core.staging_bytes,
+                kv_bytes_scratch=_sum(counters, "kv_bytes_scratch") + core.scratch_bytes,
+                sessions=len(host.seats),
+                live=len(host.live),
+                parked=host.parking.count,
+                parked_bytes=host.parking.bytes,
+                waiting=host.scheduler.n_waiting,
+                entries_kept=_sum(counters, "entries_kept"),
+                evictions=host.evictions,
+            )
+
+    def close(self) -> None:
+        """Free everything; the sessions cannot be used any more."""
+        if not self._closed:
+            self._closed = True
+            self._host.close()
+
+
+def _sum(counters: Sequence[Mapping[str, Any]], name: str) -> int:
+    return sum(each[name] for each in counters)

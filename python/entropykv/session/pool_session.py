@@ -1,0 +1,102 @@
+"""A session of a pool: one conversation of several with a model."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.session.host import Host, Seat, nothing_to_restore
+from entropykv.session.read_parts import ReadParts
+from entropykv.session.recovery import Climb, Recovery
+from entropykv.session.session import Session
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a session that is forked goes on from."""
+
+    seat: Seat
+    position: int
+    tokens: array[int]
+    logits: npt.NDArray[np.float32] | None
+    parts: ReadParts
+    reusable_from: int
+    evicted: int
+    echoed: int
+
+
+class PoolSession(Session):
+    """A Session whose entries are in a pool; see Pool.session(), which makes it."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        weight: float = 1.0,
+        recovery: Recovery | None = None,
+        on_climb: Callable[[Climb], object] | None = None,
+        origin: _Origin | None = None,
+    ) -> None:
+        """Take a seat; `origin`: whose entries are copied."""
+        self._closed = True
+        if recovery and not host.freezing:
+            raise nothing_to_restore()
+        self._take_part(host, recovery, on_climb, weight=weight, alone=False)
+        if origin is None or origin.position == 0:
+            return
+        try:
+            host.copy(origin.seat, self._seat)
+        except BaseException:
+            self.close()
+            raise
+        self._position, self._tokens = origin.position, origin.tokens[:]
+        self._logits, self._parts = origin.logits, origin.parts.copy()
+        self._evicted_before = origin.evicted
+        self._reusable_from = origin.reusable_from
+        self._echoed = origin.echoed
+
+    @property
+    def weight(self) -> float:
+        """Its part of the pool, relative to those of the others."""
+        return self._seat.weight
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it holds entries in the pool, and is not parked or empty."""
+        return self._seat.live
+
+    def park(self) -> None:
+        """Leave its part of the pool to the others until it is used again. PoolError."""
+        self._check_usable()
+        with self._host.scheduler.between_steps():
+            self._host.park(self._seat)
+            self._host.share_pages()
+
+    def fork(self) -> PoolSession:
+        """Return another session of the pool, which goes on from what this one has read.
+
+        Its entries are copied: it is parked until it reads, and then has a part of the pool of its
+        own. Raises PoolError where no more can be parked.
+        """
+        self._check_usable()
+        origin = _Origin(
+            self._seat,
+            self._position,
+            self._tokens,
+            self._logits,
+            self._parts,
+            self.reusable_from,
+            self.evicted,
+            self._echoed,
+        )
+        return PoolSession(
+            self._host,
+            weight=self.weight,
+            recovery=self.recovery,
+            on_climb=self.on_climb,
+            origin=origin,
+        )

@@ -1,0 +1,229 @@
+"""Whose tokens are read next: one decision a step, for all sequences of a pool.
+
+Every thread that decodes hands in its next tokens and waits. One of them leads: it makes the step
+for all that are waiting, hers among them, until her own tokens are read, and then another leads. A
+step reads the single token of everybody who writes, and one piece of a prompt: that of who came
+first. So no stream stalls for more than one piece, and the products of many single tokens cost
+little more than those of one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from entropykv.errors import EntropyKVError, PoolError
+from entropykv.store.protocol import Part
+
+MOST_PATIENCE = 0.05
+"""Seconds that a step waits, at most, for the next tokens of those who were in the last one."""
+PATIENCE = 0.5
+"""The same, as a part of what the last step took."""
+_LOOK_AGAIN = 0.02
+"""Seconds after which a leader who cannot do anything looks whether somebody is idle."""
+
+
+@dataclass(eq=False)
+class Work:
+    """The next tokens of a sequence."""
+
+    owner: Hashable
+    part: Part
+    arrival: int
+    """Of the text that they are a part of: the number that arrive() gave it."""
+    thread: int = field(default_factory=threading.get_ident)
+    done: bool = False
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one token, as those that are written."""
+        return self.part.is_single
+
+
+def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> list[Work]:
+    """Return the works of one step: all single tokens, then the first piece of a prompt.
+
+    Not `together`: the one or the other, in turns. Recurrent layers take only sequences of one
+    length at a time.
+    """
+    singles = [work for work in waiting if work.is_single]
+    pieces = [work for work in waiting if not work.is_single]
+    first = sorted(pieces, key=lambda work: work.arrival)[:1]
+    if together or not singles or not first:
+        return [*singles, *first]
+    return singles if singles_turn else first
+
+
+class Scheduler:
+    """Steps of all sequences of a pool, one after the other."""
+
+    def __init__(
+        self,
+        admit: Callable[[Work], bool],
+        run: Callable[[list[Work]], None],
+        *,
+        together: bool,
+    ) -> None:
+        """`admit` makes a sequence live, or says that it has to wait; `run` does a step.
+
+        `together`: see choose().
+        """
+        self._admit = admit
+        self._run = run
+        self._together = together
+        self._changed = threading.Condition()
+        self._waiting: list[Work] = []
+        self._step: list[Work] = []
+        """What is being read."""
+        self._expected: dict[Hashable, int] = {}
+        """Owners that were in the last step, and their threads: they may come again at once."""
+        self._leader: int | None = None
+        """The thread that does a step, or something between two."""
+        self._guests = 0
+        self._arrivals = 0
+        self._patience = 0.0
+        self._singles_turn = True
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences whose tokens wait to be read."""
+        return len(self._waiting)
+
+    def arrive(self) -> int:
+        """Return the number of a new text: earlier ones are read first."""
+        with self._changed:
+            self._arrivals += 1
+            return self._arrivals
+
+    def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
+        """Have a part read; returns when it was, whatever came of it."""
+        work = Work(owner, part, arrival)
+        with self._changed:
+            self._waiting.append(work)
+            self._expected.pop(owner, None)
+            self._changed.notify_all()
+            try:
+                while not work.done:
+                    if self._leader is not None or self._guests:
+                        self._changed.wait()
+                    else:
+                        self._lead()
+            except BaseException:
+                if work in self._waiting:
+                    self._waiting.remove(work)
+                raise
+
+    def rest(self, owner: Hashable) -> None:
+        """Let nobody wait for an owner's next tokens: there may be none for long."""
+        with self._changed:
+            if self._expected.pop(owner, None) is not None:
+                self._changed.notify_all()
+
+    def cancel(self, owner: Hashable) -> None:
+        """Call off what of an owner waits to be read: its thread gets PoolError."""
+        self._drop(lambda work: work.owner is owner, PoolError("the decode was called off"))
+
+    def refuse(self, error: EntropyKVError) -> None:
+        """Call off everything that waits to be read."""
+        self._drop(lambda _: True, error)
+
+    def _drop(self, concerns: Callable[[Work], bool], error: EntropyKVError) -> None:
+        """Take works from those that wait; what is being read is read to its end."""
+        with self._changed:
+            for work in [each for each in self._waiting if concerns(each)]:
+                if work not in self._step:
+                    work.part.error = error
+                    self._waiting.remove(work)
+                    work.done = True
+            self._changed.notify_all()
+
+    def leads(self) -> bool:
+        """Whether the calling thread does a step, or something between two."""
+        return self._leader == threading.get_ident()
+
+    def is_waiting(self, owner: Hashable) -> bool:
+        """Whether tokens of an owner wait to be read."""
+        return any(work.owner is owner for work in self._waiting)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Do something with the pool while nobody else does; may be nested."""
+        if self.leads():
+            yield
+            return
+        with self._changed:
+            self._guests += 1
+            try:
+                while self._leader is not None:
+                    self._changed.wait()
+                self._leader = threading.get_ident()
+            finally:
+                self._guests -= 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._leader = None
+                self._changed.notify_all()
+
+    def _lead(self) -> None:
+        """Do one step, or wait for somebody to become idle."""
+        self._gather()
+        if self._leader is not None or self._guests or not self._waiting:  # since it has waited
+            return
+        self._leader = threading.get_ident()
+        waiting = sorted(self._waiting, key=lambda work: work.arrival)
+        self._changed.release()
+        try:
+            ready = [work for work in waiting if self._admit(work)]
+            self._do(ready)
+        finally:
+            self._changed.acquire()
+            done = [work for work in waiting if work in self._step or work.part.error is not None]
+            self._step = []
+            self._leader = None
+            self._end(done)
+        if not done:
+            self._changed.wait(_LOOK_AGAIN)
+
+    def _do(self, ready: Sequence[Work]) -> None:
+        """Read those of the next step; all others wait on."""
+        self._singles_turn = not self._singles_turn
+        with self._changed:
+            possible = [work for work in ready if work.part.error is None]
+            self._step = choose(possible, together=self._together, singles_turn=self._singles_turn)
+        if not self._step:
+            return
+        start = time.monotonic()
+        try:
+            self._run(self._step)
+        except BaseException:
+            for work in self._step:
+                work.part.untouched = False
+                work.part.error = PoolError("a step was interrupted; call reset() first")
+            raise
+        self._patience = min(MOST_PATIENCE, PATIENCE * (time.monotonic() - start))
+
+    def _end(self, works: Sequence[Work]) -> None:
+        for work in works:
+            work.done = True
+            if work in self._waiting:
+                self._waiting.remove(work)
+            if work.part.error is None:
+                self._expected[work.owner] = work.thread
+        self._changed.notify_all()
+
+    def _gather(self) -> None:
+        """Wait a little for those who were in the last step, so that they are in this one."""
+        own = threading.get_ident()
+        end = time.monotonic() + self._patience
+        while self._leader is None and not self._guests:
+            others = [owner for owner, thread in self._expected.items() if thread != own]
+            left = end - time.monotonic()
+            if not others or left <= 0:
+                break
+            self._changed.wait(left)
+        self._expected.clear()

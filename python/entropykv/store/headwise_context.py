@@ -1,0 +1,80 @@
+"""The llama_context of the headwise store, which one sequence has for itself or several share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_cpp
+
+from entropykv import _core
+from entropykv.llamacpp.context import relu2_layers
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.settings.options import Settings
+from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
+
+
+class HeadwiseContext:
+    """A context whose attention is ours; llama.cpp's own cells only count one micro-batch."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        n_ubatch: int,
+        *,
+        n_sequences: int = 1,
+        shared: bool = False,
+    ) -> None:
+        """Probe the model's graph, and change it from then on.
+
+        `shared`: stores share its pages; otherwise there is one, which has pages of its own.
+        Raises UnsupportedModelError where the graph has something that this store does not serve.
+        """
+        refuse_by_kind(model, settings)
+        self.n_sequences = n_sequences
+        self.n_ubatch = n_ubatch
+        self.hook = _core.GraphHook(
+            relu2_layers(model, settings), settings.most_threads, in_company=shared
+        )
+        self.handle: Any = hooked_context(model, settings, self.hook, n_ubatch, n_sequences)
+        self.recurrent = is_recurrent(model)
+        """Whether sequences have a state that llama.cpp keeps."""
+        try:
+            self.layers = probed_layers(model, settings, self.hook, self.handle)
+            self.pool: _core.SequencePool | None = None
+            """What the stores share; one that is alone has pages of its own."""
+            if shared:
+                self.pool = _core.SequencePool(self.layers, settings.kv_type, n_ubatch, n_sequences)
+        except BaseException:
+            self.close()
+            raise
+        self.batch = _core.AttentionBatch()
+        self.hook.serve(self.batch)
+        self._unfinished = False
+
+    def begin_step(self) -> None:
+        """Before the stores of a micro-batch's sequences are told of it."""
+        if self._unfinished and self.pool is not None and not self.recurrent:
+            self.forget_cells()  # those of a decode that failed
+        self._unfinished = True
+        self.batch.clear()
+        self.hook.begin_step()
+
+    def end_step(self) -> None:
+        """After llama_decode: free llama.cpp's cells, and check that every layer was served."""
+        self.batch.clear()
+        if not self.recurrent:  # or their store does it, sequence by sequence
+            self.forget_cells()
+        self._unfinished = False
+        self.hook.check_step()
+
+    def forget_cells(self) -> None:
+        """Free the cells and states of all sequences."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.handle), False)
+
+    def close(self) -> None:
+        """Free the context."""
+        if self.handle:
+            llama_cpp.llama_free(self.handle)
+            self.handle = None

@@ -1,0 +1,233 @@
+// Several sequences in one pool of pages, read together: every one of them computes and keeps what
+// it does alone, and all together never hold more than the pool has.
+#include "attention/attention_batch.hpp"
+
+#include <array>
+
+#include "testing.hpp"
+
+namespace {
+
+constexpr int kSequences = 5;
+constexpr int kLayers = 3;
+constexpr int kPiece = 40;
+
+// A sequence in the pool, and the same one alone.
+struct Pair {
+    Pair(const std::vector<LayerShape>& layers, const StoreSettings& settings,
+         const std::shared_ptr<StorePool>& pool, const std::shared_ptr<Attention::Workers>& workers,
+         int n_threads)
+        : together(layers, settings, pool),
+          attention(together, *available_kernels().back(), n_threads, workers),
+          alone(layers, settings),
+          attention_alone(alone, *available_kernels().back(), 1) {}
+
+    HeadStore together;
+    Attention attention;
+    HeadStore alone;
+    Attention attention_alone;
+    std::int32_t end = 0;
+};
+
+// What a micro-batch of one sequence reads in one layer.
+struct Rows {
+    std::vector<float> q, k, v;
+};
+
+struct Machine {
+    Machine(const LayerShape& shape, const StoreSettings& settings, int n_threads, unsigned seed)
+        : shape(shape),
+          layers(kLayers, shape),
+          n_threads(n_threads),
+          random(seed),
+          pool(std::make_shared<StorePool>(layers, settings.type, kPiece, kSequences)) {
+        const auto workers = std::make_shared<Attention::Workers>();
+        for (int i = 0; i < kSequences; ++i)
+            pairs.push_back(std::make_unique<Pair>(layers, settings, pool, workers, n_threads));
+        resize(below(400) + 200);
+    }
+
+    int below(int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); }
+
+    // Another budget of the pool, and equal shares of it; those that shrink come first.
+    void resize(int pages) {
+        const std::size_t before = pool->pages().budget_bytes() / pool->pages().page_bytes();
+        if (index(pages) > before) pool->set_pages(index(pages));
+        const int share = pages / kSequences;
+        const auto apply = [&](Pair& pair, HeadStore& store) {
+            const int per_head = share / (kLayers * shape.n_head_kv);
+            const int entries = std::min(kMaxEntries, per_head * pair.alone.layout(0).entries);
+            const std::vector<int> budgets(index(kLayers * shape.n_head_kv), std::max(entries, 12));
+            store.set_budgets(budgets, index(share), kProtection);
+        };
+        for (const std::unique_ptr<Pair>& pair : pairs) {
+            apply(*pair, pair->together);
+            apply(*pair, pair->alone);
+        }
+        pool->set_pages(index(pages));
+        CHECK(pool->shared_pages() <= index(pages));
+    }
+
+    Rows rows(int n) {
+        return {random_rows(random, n * shape.n_head * shape.k_dim),
+                random_rows(random, n * shape.n_head_kv * shape.k_dim),
+                random_rows(random, n * shape.n_head_kv * shape.v_dim)};
+    }
+
+    // A single token of some, and a piece of one.
+    void step() {
+        std::vector<std::pair<Pair*, int>> parts;
+        const int reader = below(2) == 0 ? below(kSequences) : -1;
+        for (int i = 0; i < kSequences; ++i)
+            if (i != reader && below(3) > 0) parts.emplace_back(pairs[index(i)].get(), 1);
+        if (reader >= 0) parts.emplace_back(pairs[index(reader)].get(), 2 + below(kPiece - 1));
+        for (auto& [pair, n] : parts)
+            if (pair->end + n > kMaxEntries) truncate(*pair, 0);
+        if (parts.empty()) return;
+        batch.clear();
+        for (auto& [pair, n] : parts) {
+            batch.add(pair->attention, n, pair->end, pair->end);
+            pair->attention_alone.begin(n, pair->end, pair->end);
+        }
+        for (int layer = 0; layer < kLayers; ++layer) read(parts, layer);
+        for (auto& [pair, n] : parts) pair->end += n;
+        CHECK(pool->pages().used_bytes() <= pool->pages().budget_bytes());
+    }
+
+    void read(const std::vector<std::pair<Pair*, int>>& parts, int layer) {
+        Rows all;
+        std::vector<Rows> each;
+        for (const auto& [pair, n] : parts) {
+            each.push_back(rows(n));
+            for (const auto member : {&Rows::q, &Rows::k, &Rows::v})
+                (all.*member)
+                    .insert((all.*member).end(), (each.back().*member).begin(),
+                            (each.back().*member).end());
+        }
+        AttentionParams params;
+        params.scale = 0.2f;
+        std::vector<float> output(index(batch.n_tokens() * shape.n_head * shape.v_dim), NAN);
+        const RowsView k = view(all.k, shape.n_head_kv, shape.k_dim);
+        const RowsView v = view(all.v, shape.n_head_kv, shape.v_dim);
+        const RowsView q = view(all.q, shape.n_head, shape.k_dim);
+        run_node(n_threads, [&](int t) { batch.stage_k(layer, k, t, n_threads); });
+        run_node(n_threads, [&](int t) { batch.stage_v(layer, v, t, n_threads); });
+        for (int reader = 0; reader < shape.readers; ++reader) {
+            run_node(n_threads,
+                     [&](int t) { batch.attend(layer, reader, params, q, output.data(), t); });
+        }
+        const float* found = output.data();
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            const std::vector<float> expected =
+                read_alone(parts[i].first->attention_alone, each[i], parts[i].second, layer);
+            CHECK(std::equal(expected.begin(), expected.end(), found));
+            found += expected.size();
+        }
+    }
+
+    std::vector<float> read_alone(Attention& attention, const Rows& own, int n, int layer) {
+        AttentionParams params;
+        params.scale = 0.2f;
+        std::vector<float> output(index(n * shape.n_head * shape.v_dim), NAN);
+        attention.stage_k(layer, view(own.k, shape.n_head_kv, shape.k_dim), 0, 1);
+        attention.stage_v(layer, view(own.v, shape.n_head_kv, shape.v_dim), 0, 1);
+        for (int reader = 0; reader < shape.readers; ++reader) {
+            attention.attend(layer, reader, params, view(own.q, shape.n_head, shape.k_dim),
+                             output.data(), 0);
+            attention.finish(0);
+        }
+        return output;
+    }
+
+    void truncate(Pair& pair, std::int32_t end) {
+        pair.end = end;
+        pair.together.truncate(end);
+        pair.alone.truncate(end);
+    }
+
+    void compare() {
+        std::size_t used = 0;
+        for (const std::unique_ptr<Pair>& pair : pairs) {
+            used += pair->together.used_bytes();
+            CHECK(pair->together.used_bytes() <= pair->together.budget_bytes());
+            CHECK(pair->together.evicted() == pair->alone.evicted());
+            CHECK(pair->together.frozen() == pair->alone.frozen());
+            for (int layer = 0; layer < kLayers; ++layer) {
+                for (int head = 0; head < shape.n_head_kv; ++head) {
+                    CHECK(pair->together.positions(layer, head) ==
+                          pair->alone.positions(layer, head));
+                    CHECK(pair->together.importance(layer, head) ==
+                          pair->alone.importance(layer, head));
+                }
+            }
+        }
+        CHECK(used == pool->pages().used_bytes());
+    }
+
+    LayerShape shape;
+    std::vector<LayerShape> layers;
+    int n_threads;
+    std::mt19937 random;
+    std::shared_ptr<StorePool> pool;
+    std::vector<std::unique_ptr<Pair>> pairs;
+    AttentionBatch batch;
+};
+
+void test_random_company(KvType type, ScoreKind score, unsigned seed) {
+    LayerShape shape{6, 2, 24, 40, seed % 3 == 2 ? 60 : 0};
+    shape.readers = 1 + static_cast<int>(seed % 4 == 3);
+    StoreSettings settings = settings_of(type, score);
+    settings.ropes.assign(kLayers, settings.ropes.front());
+    if (seed % 3 != 2) settings.freezing = freezings()[seed % 3];
+    Machine machine(shape, settings, 1 + static_cast<int>(seed % 3), seed);
+    for (int step = 0; step < 60; ++step) {
+        const int kind = machine.below(12);
+        Pair& pair = *machine.pairs[index(machine.below(kSequences))];
+        if (kind == 0) {
+            machine.resize(machine.below(400) + 200);
+        } else if (kind == 1) {
+            machine.truncate(pair, machine.below(pair.end + 1));
+        } else {
+            machine.step();
+        }
+        machine.compare();
+    }
+}
+
+void test_what_is_impossible_is_refused() {
+    const LayerShape shape{2, 1, 32, 32};
+    const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
+    const auto pool =
+        std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16, 32, 2);
+    HeadStore first({shape}, settings, pool), second({shape}, settings, pool);
+    Attention one(first, *available_kernels().back(), 1);
+    Attention two(second, *available_kernels().back(), 1);
+    pool->set_pages(10);
+    first.set_budgets({64}, 6, kProtection);
+    CHECK(refused([&] { second.set_budgets({64}, 6, kProtection); }));
+    second.set_budgets({64}, 4, kProtection);
+    CHECK(refused([&] { pool->set_pages(9); }));
+    AttentionBatch batch;
+    batch.add(one, 32, 0, 0);
+    CHECK(refused([&] { batch.add(one, 1, 32, 32); }));  // it is in it already
+    CHECK(refused([&] { batch.add(two, 1, 0, 0); }));    // single tokens come first
+    CHECK(refused([&] { batch.add(two, 32, 0, 0); }));   // no room
+    CHECK(batch.n_tokens() == 32);
+    batch.clear();
+    batch.add(two, 1, 0, 0);
+    batch.add(one, 32, 0, 0);
+    CHECK(refused([&] { first.give_up_share(); }));
+    first.truncate(0);
+    first.give_up_share();
+    second.set_budgets({64}, 10, kProtection);
+}
+
+}  // namespace
+
+int main() {
+    test_what_is_impossible_is_refused();
+    for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::expected})
+        for (const KvType type : {KvType::f16, KvType::q8_0})
+            for (unsigned seed = 0; seed < 8; ++seed) test_random_company(type, score, seed);
+    return summary();
+}

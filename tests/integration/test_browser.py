@@ -1,0 +1,236 @@
+"""The page of the server in a real browser: chat, cache, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropykv.model import shipped
+from tests.support.browser import Watched, chromium
+from tests.support.running_server import KEY, Server
+from tests.support.tiny_models import write_llama
+
+pytestmark = pytest.mark.browser
+DEMO = shipped.DEMOS["bitnet"]
+CONTEXT: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
+GONE = "net::ERR_"
+REFUSED = "status of 401"
+LOADING = "status of 503"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server("--freeze", "ram")
+    yield running
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Watched]:
+    watched = Watched(browser, server.url, **CONTEXT)
+    yield watched
+    watched.check(LOADING)
+
+
+def test_a_document_and_a_question_about_it(page: Watched) -> None:
+    page.settings(Temperature=0, Longest_answer=8)
+    page.page.set_input_files("input[type=file]", str(DEMO.document))
+    page.ask(DEMO.question)
+    page.finished()
+    (answer,) = page.answers()
+    assert answer
+    assert "tokens" in page.page.locator("article.answer small").inner_text()
+    assert page.page.locator(".bubble .chip").inner_text().startswith("bitnet-facts.txt")
+    page.page.get_by_role("button", name="Answer again").click()
+    page.finished()
+    assert page.answers() == [answer], "greedy answers to one request differ"
+
+
+def write_on(route: Any) -> None:
+    """Have the model not end the answer by itself."""
+    route.continue_(post_data=json.dumps(route.request.post_data_json | {"min_tokens": 9000}))
+
+
+def test_stop_edit_and_answers_again(page: Watched) -> None:
+    page.settings(Longest_answer=9000)
+    page.page.route("**/v1/chat/completions", write_on)
+    page.ask("The old garden")
+    page.page.locator(".markdown").wait_for()
+    page.page.get_by_role("button", name="Stop").click()
+    page.finished()
+    assert "stopped" in page.page.locator("article.answer small").inner_text()
+    page.page.unroute("**/v1/chat/completions")
+    page.settings(Longest_answer=4)
+    page.page.get_by_label("Your message").press("ArrowUp")
+    field = page.page.get_by_label("Edit this turn")
+    assert field.input_value() == "The old garden"
+    field.fill("In the harbour")
+    field.press("Enter")
+    page.finished()
+    assert page.page.locator(".plain").all_inner_texts() == ["In the harbour"]
+    assert "cut off" in page.page.locator("article.answer small").inner_text()
+
+
+def test_two_conversations_outlive_a_reload(page: Watched) -> None:
+    page.settings(Longest_answer=4, System_prompt="Be short.")
+    for text in ("The old garden", "A quiet market"):
+        page.page.get_by_role("button", name="New conversation").first.click()
+        page.ask(text)
+        page.finished()
+    kept = page.answers()
+    page.page.wait_for_timeout(500)
+    page.page.reload()
+    assert page.page.locator(".conversations .title").all_inner_texts() == [
+        "A quiet market",
+        "The old garden",
+    ]
+    assert page.answers() == kept
+    page.page.get_by_role("button", name="The old garden", exact=True).click()
+    assert page.page.locator(".plain").all_inner_texts() == ["The old garden"]
+    page.page.get_by_role("button", name="Settings").click()
+    assert page.page.get_by_label("System prompt").input_value() == "Be short."
+    page.page.get_by_role("button", name="Cancel").click()
+    page.page.once("dialog", lambda dialog: dialog.accept())
+    page.page.get_by_role("button", name="Delete “The old garden”").click()
+    assert page.page.locator(".conversations .title").count() == 1
+
+
+def test_answers_cannot_do_anything(page: Watched) -> None:
+    evil = (
+        "<img src=x onerror=alert(1)> ![a](http://127.0.0.9/x.png) [b](javascript:alert(1)) **c**"
+    )
+    chunk = {"choices": [{"delta": {"content": evil}, "finish_reason": None}]}
+    page.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+        ),
+    )
+    page.ask("x")
+    page.finished()
+    markdown = page.page.locator(".markdown")
+    assert markdown.locator("strong").inner_text() == "c"
+    assert markdown.locator("img, script, [onerror], a[href^='javascript']").count() == 0
+
+
+def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
+    page.settings(Longest_answer=4)
+    page.page.set_input_files("input[type=file]", str(DEMO.document))
+    page.ask(DEMO.question)
+    page.finished()
+    assert "of 432 KiB" in page.page.locator(".budget h2").inner_text()
+    surface = page.page.get_by_role("slider", name="Position in the text")
+    surface.focus()
+    page.page.keyboard.press("Home")
+    page.page.keyboard.press("ArrowRight")
+    readout = page.page.locator(".readout")
+    readout.get_by_text("of 12 heads").wait_for()
+    position = int(re.findall(r"Position ([\d,]+)", readout.inner_text())[0].replace(",", ""))
+    told = json.loads(page.page.request.get(f"{page.url}/v1/kv/text?first={position}").text())
+    assert f"held by {told['held'][0]} of 12 heads" in readout.inner_text()
+    page.page.keyboard.press("+")
+    page.page.get_by_role("button", name="Show the whole text").wait_for()
+    page.page.keyboard.press("0")
+    shaded = page.page.locator(".tokens .t")
+    assert shaded.count() > 100
+    shaded.nth(3).click()
+    page.page.locator(".t.pointed").wait_for()
+
+
+def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:
+    server = Server(ENTROPYKV_API_KEY=KEY)
+    try:
+        watched = Watched(browser, server.url, **CONTEXT)
+        for key, says in (("wrong", "wants its API key"), (KEY, "refuses this key")):
+            dialog = watched.page.get_by_role("dialog")
+            dialog.get_by_text(says).wait_for()
+            dialog.get_by_role("textbox").fill(key)
+            dialog.get_by_role("button").click()
+        watched.page.get_by_text("bitnet-facts.gguf").wait_for()
+        watched.settings(Longest_answer=4)
+        watched.ask("The old garden")
+        watched.finished()
+        assert KEY not in watched.page.evaluate("JSON.stringify(localStorage)")
+        assert KEY in watched.page.evaluate("JSON.stringify(sessionStorage)")
+        watched.check(REFUSED, LOADING)
+    finally:
+        server.end()
+
+
+def test_the_server_goes_and_comes_back(browser: Any) -> None:
+    server = Server()
+    watched = Watched(browser, server.url, **CONTEXT)
+    watched.settings(Longest_answer=4)
+    watched.page.get_by_text("of 432 KiB").wait_for()
+    port = int(server.url.rpartition(":")[2])
+    server.end()
+    watched.ask("The old garden")
+    watched.page.get_by_text("The server does not answer. Trying again…").wait_for()
+    again = Server(port=port)
+    try:
+        watched.page.locator(".notice").wait_for(state="hidden")
+        watched.page.get_by_role("button", name="Answer again").click()
+        watched.finished()
+        assert watched.answers()
+        watched.page.get_by_text("12 of 12 heads").or_(
+            watched.page.locator(".tokens .t")
+        ).first.wait_for()
+        watched.check(GONE, LOADING)
+    finally:
+        again.end()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [CONTEXT, PHONE], ids=["wide", "phone"])
+def test_axe_finds_nothing_serious(
+    browser: Any, server: Server, scheme: str, size: dict[str, Any]
+) -> None:
+    watched = Watched(browser, server.url, color_scheme=scheme, **size)
+    watched.settings(Longest_answer=4)
+    watched.ask("The old garden")
+    watched.finished()
+    assert watched.findings() == []
+    if size is PHONE:
+        watched.page.get_by_role("button", name="Cache", exact=True).click()
+        watched.page.get_by_role("slider").wait_for()
+        assert watched.findings() == []
+    watched.page.get_by_role("button", name="Settings").click()
+    assert watched.findings() == []
+    watched.check(LOADING)
+
+
+def test_a_hundred_thousand_positions(browser: Any, tmp_path: Path) -> None:
+    model = tmp_path / "long.gguf"
+    write_llama(model, n_layer=1, n_head=2, n_head_kv=2, head_dim=16, weight_type="F32")
+    server = Server(model=model, usual=("--n_ctx", 131072, "--kv-budget", 128, "-t", 1, "-b", 512))
+    try:
+        watched = Watched(browser, server.url, **CONTEXT)
+        tokens = [7 + i % 90 for i in range(100_000)]
+        server.post("/v1/completions", json.dumps({"prompt": tokens, "max_tokens": 1}))
+        watched.page.locator(".budget dd", has_text="100,00").first.wait_for()
+        surface = watched.page.get_by_role("slider")
+        box = surface.bounding_box()
+        start = time.monotonic()
+        for step in range(20):
+            watched.page.mouse.move(box["x"] + 60 + 20 * step, box["y"] + 40)
+        watched.page.locator(".readout", has_text="of 2 heads").wait_for()
+        assert time.monotonic() - start < 20
+        assert int(surface.get_attribute("aria-valuemax")) >= 99_999
+        watched.check(LOADING)
+    finally:
+        server.end()

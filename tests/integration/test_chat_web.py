@@ -1,0 +1,69 @@
+"""`entropykv chat --web`: a server of its own, and a browser that is told where it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from entropykv.model import shipped
+
+CHAT = [sys.executable, "-m", "entropykv.cli", "chat", "--demo", "bitnet", "--web"]
+
+
+def test_the_page_is_opened_with_what_chat_was_told(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {told}\n', encoding="utf-8")
+    browser.chmod(0o755)
+    process = subprocess.Popen(
+        [*CHAT, "--temp", "0.3", "-n", "50", "--kv-budget", "200", "-t", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "BROWSER": str(browser)},
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/ in a browser", line)
+        assert found, line
+        url = found[0].split()[0]
+        deadline = time.monotonic() + 20
+        while not told.exists() or not told.read_text(encoding="ascii").strip():
+            assert time.monotonic() < deadline, "no browser was opened"
+            time.sleep(0.05)
+        assert told.read_text(encoding="ascii").strip() == url
+        begins = httpx.get(f"{url}v1/web/defaults").json()
+        assert begins["question"] == shipped.DEMOS["bitnet"].question
+        assert begins["system"].startswith("The heavy harbour")
+        assert begins["sampling"]["temperature"] == 0.3
+        assert begins["sampling"]["max_tokens"] == 50
+        assert httpx.get(f"{url}v1/kv").json()["kv_budget"] == "200"
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=30) == 0
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--no-chat",), "--no-chat is of the terminal"),
+        (("--mirostat", "2"), "leave other samplers"),
+        (("--rope-freq-base", "1000"), "use entropykv serve"),
+    ],
+)
+def test_what_the_page_does_not_have_is_refused(options: tuple[str, ...], says: str) -> None:
+    result = subprocess.run([*CHAT, *options], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr

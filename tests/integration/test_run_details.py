@@ -1,0 +1,140 @@
+"""What users of `run` meet besides the answer: hints, notes, outputs that end early."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from entropykv.cli import answer as answers
+from entropykv.cli import main
+from entropykv.cli.interrupts import Interrupts
+from tests.integration.test_cli import assert_refused, entropykv
+
+SMALL = ("-c", "64", "-n", "4", "-t", "1", "--temp", "0")
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "entropykv.cli", "run", *map(str, arguments)]
+
+
+def test_a_directory_is_pointed_to_convert(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert_refused(
+        entropykv("run", "-m", tmp_path, "-p", "x"), f"entropykv convert {tmp_path} OUT.gguf"
+    )
+
+
+def test_a_pipe_that_is_not_read_is_told_how(tiny_llama: Path) -> None:
+    result = entropykv("run", "-m", tiny_llama, *SMALL, stdin="a question")
+    assert_refused(result, "-f - reads what is piped in")
+
+
+def test_models_go_by_the_names_that_models_lists(
+    smollm2: Path,  # noqa: ARG001 - skips where it is not installed
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "-m", "smollm2", "-c", "512"]) == 0
+    assert "135M" in capsys.readouterr().out
+    assert main(["plan", "-m", "smollm3"]) == 2
+    assert "smollm3" in capsys.readouterr().err
+
+
+def test_a_demo_asks_about_a_file_only_with_a_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "facts.txt"
+    text.write_text("Tom lives in Oslo.\n")
+    assert main(["run", "--demo", "bitnet", "-f", str(text), "--no-chat", *SMALL]) == 0
+    assert "asking" not in capsys.readouterr().err
+    assert main(["run", "--demo", "bitnet", *SMALL, "-c", "4096"]) == 0
+    assert "asking" in capsys.readouterr().err
+
+
+def test_an_answer_begins_with_its_first_word() -> None:
+    question, options = "What does Simon like?", ("--demo", "bitnet", "--temp", "0")
+    for result in (
+        entropykv("run", *options, "-p", question),
+        entropykv("chat", *options, stdin=question + "\n"),
+    ):
+        assert result.returncode == 0
+        assert result.stdout
+        assert not result.stdout[0].isspace()
+
+
+def test_a_full_disk_ends_with_one_sentence(tiny_llama: Path) -> None:
+    with open("/dev/full", "w", encoding="ascii") as full:
+        result = subprocess.run(
+            command("-m", tiny_llama, "-p", "the", *SMALL),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "No space left on device: the output cannot be written" in result.stderr
+
+
+def test_a_closed_pipe_ends_with_one_sentence(tiny_llama: Path) -> None:
+    with subprocess.Popen(
+        command("-m", tiny_llama, "-p", "the", *SMALL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert errors.count("the reader of the output is gone") == 1
+
+
+def test_ctrl_c_while_reading_tells_how_far_it_came(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def pressed_at_once() -> Iterator[Interrupts]:
+        interrupts = Interrupts()
+        interrupts.requested = True
+        yield interrupts
+
+    monkeypatch.setattr(answers, "noted_interrupts", pressed_at_once)
+    options = ["-m", str(tiny_llama), "-p", "the and " * 50, "--no-chat", "-c", "512", "-ub", "16"]
+    assert main(["run", *options, "-t", "1"]) == 128 + signal.SIGINT
+    told = capsys.readouterr().err
+    assert "Ctrl-C: 16 of " in told
+    assert "tokens of the prompt were read" in told
+
+
+def test_a_file_of_errors_has_no_carriage_returns(tiny_llama: Path, tmp_path: Path) -> None:
+    with open(tmp_path / "errors", "w+b") as errors:
+        subprocess.run(
+            command("-m", tiny_llama, *SMALL, "-c", "8192", "-f", __file__),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            timeout=120,
+            check=True,
+        )
+        errors.seek(0)
+        written = errors.read()
+    assert b"KV cache" in written
+    assert b"\r" not in written
+
+
+def test_a_budget_near_the_trained_context_is_warned_of(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["run", "-m", str(tiny_llama), "-p", "the", "-n", "1", "-t", "1", "--temp", "0"]
+    assert main([*options, "-c", "100000", "--kv-budget", "0.9"]) == 0
+    assert "more than 3/4 of the" in capsys.readouterr().err
+    assert main([*options, "-c", "100000", "--kv-budget", "64"]) == 0
+    assert "more than 3/4 of the" not in capsys.readouterr().err

@@ -1,0 +1,193 @@
+"""`entropykv serve --parallel`: many clients at a time, in one budget."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.test_cli import entropykv
+from tests.support.running_server import KEY, MODEL, N_CTX, Server
+
+PARALLEL = ("--parallel", 3, "--kv-budget", 6000, "--kv-type", "f16")
+PROMPTS = ["The old garden", "Simon likes", "The house on the hill", "A cat and a dog", "In May"]
+ENDLESS = {"max_tokens": N_CTX - 100, "extra_body": {"min_tokens": N_CTX}}
+LONG = {"max_tokens": 2000, "extra_body": {"min_tokens": 2000}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server(*PARALLEL, ENTROPYKV_API_KEY=KEY)
+    yield running
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
+
+
+@contextmanager
+def ended(server: Server) -> Iterator[openai.OpenAI]:
+    """A client of a server that ends well, whatever happens."""
+    try:
+        with server.client() as client:
+            yield client
+    finally:
+        assert server.end()[0] == 0
+
+
+def complete(client: openai.OpenAI, prompt: str, **options: Any) -> Any:
+    options = {"max_tokens": 24, "temperature": 0.0, **options}
+    return client.completions.create(model="any", prompt=prompt, **options)
+
+
+def figure(server: Server, name: str) -> float:
+    found = re.search(rf"^entropykv_{name} (\S+)$", server.get("/metrics").text, re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def test_answers_side_by_side_are_those_of_one_alone(server: Server) -> None:
+    alone = Server("--kv-budget", 2000, "--kv-type", "f16", ENTROPYKV_API_KEY=KEY)
+    with alone.client() as client:
+        expected = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
+    assert alone.end()[0] == 0
+    with server.client() as client, ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = list(threads.map(lambda prompt: complete(client, prompt), PROMPTS))
+    assert [answer.choices[0].text for answer in answers] == expected
+
+
+def test_streams_are_interleaved(server: Server) -> None:
+    times: dict[int, list[float]] = {}
+
+    def read(i: int) -> None:
+        with server.client() as client:
+            stream = complete(client, PROMPTS[i], stream=True, **{**LONG, "max_tokens": 600})
+            times[i] = [time.monotonic() for _ in stream]
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(read, range(3)))
+    starts, ends = [t[0] for t in times.values()], [t[-1] for t in times.values()]
+    assert max(starts) < min(ends)  # the last one has begun before the first one is done
+    assert figure(server, "first_tokens_total") >= 3
+    assert figure(server, "first_token_seconds_total") > 0
+
+
+def test_the_next_turn_reads_only_what_is_new(server: Server) -> None:
+    with server.client() as client:
+        texts = [f"{prompt} was here {'and there ' * 30}" for prompt in PROMPTS]
+        first = [complete(client, text) for text in texts]
+        resumed = figure(server, "resumed_total")
+        for text, answer in zip(texts, first, strict=True):
+            before = server.idle_figures(60)["prompt_tokens"]
+            complete(client, f"{text}{answer.choices[0].text} And then")
+            read = server.idle_figures(60)["prompt_tokens"] - before
+            assert read < answer.usage.prompt_tokens / 4
+        assert figure(server, "resumed_total") == resumed + len(texts)
+        assert figure(server, "conversations_parked") > 0  # more than the 3 that fit
+        assert figure(server, "conversations") >= len(texts)
+
+
+def test_what_begins_as_another_one_goes_on_with_a_copy(server: Server) -> None:
+    document = "In the garden there is a tree, and a bird sings. " * 12
+    with server.client() as client:
+        first = complete(client, f"{document} The tree is old, and so on. " + "It was so. " * 120)
+        before = server.idle_figures(60)["prompt_tokens"]
+        forked = figure(server, "forked_total")
+        complete(client, f"{document} The bird")
+        assert figure(server, "forked_total") == forked + 1
+        read = server.idle_figures(60)["prompt_tokens"] - before
+        assert read < first.usage.prompt_tokens / 4
+
+
+def test_slots_and_figures_of_conversations(server: Server) -> None:
+    assert server.get("/props").json()["total_slots"] == 3
+    with server.client() as client:
+        stream = complete(client, PROMPTS[0], stream=True, **LONG)
+        next(iter(stream))
+        slots = server.get("/slots").json()
+        assert [slot["id"] for slot in slots] == [0, 1, 2]
+        assert sum(slot["is_processing"] for slot in slots) == 1
+        assert figure(server, "requests_running") == 1
+        stream.close()
+    figures = server.idle_figures(20)
+    assert not any(slot["is_processing"] for slot in server.get("/slots").json())
+    assert figures["kv_bytes_now"] <= figures["kv_bytes_peak"] <= figures["kv_bytes_budget"]
+    kept = figures["conversations"]
+    assert all(each["kv_bytes_now"] <= each["kv_bytes_budget"] for each in kept if each["live"])
+
+
+def test_who_leaves_stops_nobody_else(server: Server) -> None:
+    with server.client() as client:
+        expected = complete(client, PROMPTS[1], max_tokens=60).choices[0].text
+        going = [complete(client, prompt, stream=True, **LONG) for prompt in PROMPTS[:2]]
+        for stream in going:
+            next(iter(stream))
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(complete, client, PROMPTS[1], max_tokens=60)
+            for stream in going:
+                stream.close()
+            assert answer.result().choices[0].text == expected
+    server.idle_figures(20)
+
+
+def test_conversations_have_names(server: Server) -> None:
+    text = "The river is long and slow. " * 20
+    with server.client() as client:
+        for name in ("anna", "ben"):
+            named = client.with_options(default_headers={"X-Session-Id": name})
+            complete(named, text)
+    names = [each["name"] for each in server.kv()["conversations"]]
+    assert {"anna", "ben"} <= set(names)
+
+
+def test_too_many_requests_are_told_so() -> None:
+    with ended(Server(*PARALLEL, "--max-waiting", 0, ENTROPYKV_API_KEY=KEY)) as client:
+        streams = [complete(client, prompt, stream=True, **ENDLESS) for prompt in PROMPTS[:3]]
+        for stream in streams:
+            next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            complete(client, PROMPTS[3])
+        assert int(refused.value.response.headers["retry-after"]) > 0
+        for stream in streams:
+            stream.close()
+
+
+def test_a_request_that_takes_too_long_is_told_so() -> None:
+    server = Server(*PARALLEL, "--request-seconds", 1, ENTROPYKV_API_KEY=KEY)
+    too_long = pytest.raises(openai.APIError, match="longer than the server lets it")
+    with ended(server) as client, too_long:
+        list(complete(client, PROMPTS[0], stream=True, **ENDLESS))
+
+
+def test_running_answers_end_before_the_server_does() -> None:
+    server = Server(*PARALLEL, "--drain-seconds", 60, ENTROPYKV_API_KEY=KEY)
+    pieces: list[int] = []
+
+    def read() -> None:
+        with server.client() as client:
+            stream = complete(
+                client, PROMPTS[0], stream=True, max_tokens=150, extra_body={"min_tokens": 150}
+            )
+            for _ in stream:
+                pieces.append(len(pieces))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not pieces:
+        time.sleep(0.01)
+    assert server.end(signal.SIGTERM)[0] == 0
+    thread.join()
+    assert len(pieces) >= 150
+
+
+def test_replicas_hold_one_conversation_each() -> None:
+    result = entropykv("serve", "-m", MODEL, "--parallel", "2", "--replicas", "2")
+    assert result.returncode != 0
+    assert "--replicas" in result.stderr

@@ -1,0 +1,96 @@
+"""A page of `entropykv serve` in Chromium, whose errors and requests are noted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"
+_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SECONDS = 60
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Yield a headless browser; skip where there is none."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs entropykv[browser]")
+    if _CHROMIUM is None:
+        pytest.skip("needs Chromium: install the package chromium of Debian")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=_CHROMIUM)
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, with what went wrong in it and what it asked other machines."""
+
+    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+        """Open the page; `context`: as Playwright's new_context()."""
+        self.url = url
+        self.problems: list[str] = []
+        self.foreign: list[str] = []
+        self.context = browser.new_context(**context)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(1000 * SECONDS)
+        self.page.on("console", self._note)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", self._note_request)
+        self.page.goto(url)
+
+    def _note(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(message.text)
+
+    def _note_request(self, request: Any) -> None:
+        if not request.url.startswith((self.url, "data:", "blob:")):
+            self.foreign.append(request.url)
+
+    def check(self, *expected: str) -> None:
+        """Assert that nothing went wrong but what is `expected`, and close the page."""
+        wrong = [text for text in self.problems if not any(each in text for each in expected)]
+        self.context.close()
+        assert not wrong
+        assert not self.foreign
+
+    # --- what a user does -------------------------------------------------------------------------
+
+    def ask(self, text: str) -> None:
+        self.page.get_by_label("Your message").fill(text)
+        self.page.keyboard.press("Enter")
+
+    def answers(self) -> list[str]:
+        return [
+            str(text) for text in self.page.locator("article.answer .markdown").all_inner_texts()
+        ]
+
+    def finished(self) -> None:
+        """Wait until the answer is complete."""
+        self.page.locator("article.answer .actions").last.wait_for()
+
+    def settings(self, **fields: object) -> None:
+        """Fill fields of the dialog by their labels, with _ for a space."""
+        self.page.get_by_role("button", name="Settings").click()
+        for label, value in fields.items():
+            self.page.get_by_label(label.replace("_", " "), exact=True).fill(str(value))
+        self.page.get_by_role("button", name="Save").click()
+
+    def findings(self) -> list[str]:
+        """Return what axe calls serious or critical."""
+        if not AXE.is_file():
+            pytest.skip("needs axe-core: run `make web`")
+        # Scripts of the test are no part of the page: the policy of the page would refuse them.
+        self.page.evaluate(f"{AXE.read_text(encoding='utf-8')};0")
+        result = self.page.evaluate("axe.run(document)")
+        return [
+            f"{each['id']}: {node['html'][:200]}"
+            for each in result["violations"]
+            if each["impact"] in ("serious", "critical")
+            for node in each["nodes"]
+        ]

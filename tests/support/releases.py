@@ -1,0 +1,27 @@
+"""What a release of llama.cpp cannot serve, which tests of it skip by name: older ones lack some.
+
+Nothing is skipped in the release that the table of architectures was written for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+
+from entropykv.model.architectures import checked_architectures
+from tests.architectures import Architecture, write_architecture
+
+IS_CHECKED = checked_architectures().llama_cpp_python == LLAMA_CPP_PYTHON_VERSION
+"""Whether the release that runs is that of the table."""
+
+
+def write_known(path: Path, model: Architecture) -> None:
+    """Write a model; skip the test where this release does not know its architecture."""
+    try:
+        write_architecture(path, model)
+    except ValueError as error:
+        if not IS_CHECKED and "unknown model architecture" in str(error):
+            pytest.skip(f"llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}: {error}")
+        raise

@@ -1,0 +1,65 @@
+"""Notes to the user: where lines end, and what is said of a busy machine."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from entropykv.cli.notes import say
+from entropykv.evaluation.part import Values
+from entropykv.evaluation.results import Record
+from entropykv.evaluation.rounds import disagreement, disagreement_note
+from entropykv.evaluation.rows import summarize
+
+NOTE = "the answer was cut after 1024 tokens; raise -n for longer ones, or ask again in other words"
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_note_ends_its_lines_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "40")
+    say(NOTE)
+    lines = screen.getvalue().splitlines()
+    assert len(lines) > 1
+    assert all(len(line) <= 40 for line in lines)
+    assert " ".join(lines) == f"entropykv: {NOTE}"
+
+
+def test_a_note_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("COLUMNS", "40")
+    say(NOTE)
+    assert file.getvalue() == f"entropykv: {NOTE}\n"
+
+
+def test_rounds_that_disagree_are_told() -> None:
+    assert disagreement([]) == disagreement([3.0]) == 0.0
+    assert disagreement([2.0, 2.5, 3.0]) == pytest.approx(0.5)
+    assert disagreement_note([0.0, 0.19]) is None
+    assert disagreement_note([]) is None
+    note = disagreement_note([0.1, 0.5])
+    assert note is not None
+    assert note.startswith("rounds disagree by up to 50%")
+
+
+def test_texts_of_an_evaluation_are_its_rounds() -> None:
+    def record(seconds: float) -> Record:
+        values: Values = {"prompt_tokens": 100, "prompt_seconds": 1.0}
+        values |= {"decode_tokens": 10, "decode_seconds": seconds}
+        return Record("stock", "continuations", "a text", str(seconds), values)
+
+    assert summarize("full", "f16", "1", [record(1.0), record(1.3)]).disagreement == (
+        pytest.approx(0.3)
+    )
+    assert summarize("full", "f16", "1", [record(1.0)]).disagreement == 0.0
+    assert summarize("full", "f16", "1", []).disagreement is None

@@ -1,0 +1,184 @@
+"""Who is read next, and who waits for whom: the scheduler without a model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from entropykv.errors import EntropyKVError, PoolError
+from entropykv.session.scheduler import Scheduler, Work, choose
+from entropykv.store.protocol import Part
+
+NO_STORE: Any = None
+
+
+def part_of(n_tokens: int) -> Part:
+    return Part(NO_STORE, [0] * n_tokens, 0, 1)
+
+
+def work_of(name: str, n_tokens: int, arrival: int) -> Work:
+    return Work(name, part_of(n_tokens), arrival)
+
+
+WAITING = [
+    work_of("late prompt", 64, 7),
+    work_of("writer", 1, 1),
+    work_of("early prompt", 30, 4),
+    work_of("other writer", 1, 9),
+]
+
+
+@pytest.mark.parametrize(
+    ("together", "singles_turn", "chosen"),
+    [
+        (True, True, ["writer", "other writer", "early prompt"]),
+        (True, False, ["writer", "other writer", "early prompt"]),
+        (False, True, ["writer", "other writer"]),
+        (False, False, ["early prompt"]),
+    ],
+)
+def test_single_tokens_of_all_and_the_first_prompt(
+    together: bool, singles_turn: bool, chosen: list[str]
+) -> None:
+    step = choose(WAITING, together=together, singles_turn=singles_turn)
+    assert [work.owner for work in step] == chosen
+
+
+@pytest.mark.parametrize("singles_turn", [True, False])
+def test_nobody_waits_for_a_turn_that_is_nobodys(singles_turn: bool) -> None:
+    for waiting in (WAITING[:1], WAITING[1:2]):
+        assert choose(waiting, together=False, singles_turn=singles_turn) == waiting
+    assert choose([], together=True, singles_turn=singles_turn) == []
+
+
+class Recorded:
+    """A scheduler whose steps are recorded, and take some time."""
+
+    def __init__(
+        self, seconds: float = 0.0, admit: Callable[[Work], bool] = lambda _: True
+    ) -> None:
+        self.steps: list[list[Any]] = []
+        self.seconds = seconds
+        self.scheduler = Scheduler(admit, self.run, together=True)
+
+    def run(self, step: list[Work]) -> None:
+        self.steps.append([work.owner for work in step])
+        time.sleep(self.seconds)
+
+    def submit(self, owner: str, n_tokens: int, arrival: int) -> Part:
+        part = part_of(n_tokens)
+        self.scheduler.submit(owner, part, arrival)
+        return part
+
+
+def run_all(calls: list[Callable[[], Any]]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return errors
+
+
+def test_writers_come_into_one_step() -> None:
+    recorded = Recorded(seconds=0.02)
+
+    def write(name: str) -> None:
+        for _ in range(20):
+            recorded.submit(name, 1, 1)
+        recorded.scheduler.rest(name)
+
+    assert run_all([lambda n=name: write(n) for name in "abcd"]) == []
+    assert sum(map(len, recorded.steps)) == 80
+    assert len(recorded.steps) < 40  # 20 were it not for the beginning, 80 one by one
+
+
+def test_prompts_are_read_in_the_order_of_their_arrival_among_tokens() -> None:
+    recorded = Recorded(seconds=0.005)
+    scheduler = recorded.scheduler
+    arrivals = {name: scheduler.arrive() for name in ("first", "second", "writer")}
+    with scheduler.between_steps():  # until all of them wait
+        threads = [
+            threading.Thread(target=lambda n=name: read(n))
+            for name in ("second", "first", "writer")
+        ]
+
+        def read(name: str) -> None:
+            for _ in range(4):
+                recorded.submit(name, 1 if name == "writer" else 8, arrivals[name])
+
+        for thread in threads:
+            thread.start()
+        while scheduler.n_waiting < 3:
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(20)
+    pieces = [owner for step in recorded.steps for owner in step if owner != "writer"]
+    assert pieces[:2] == ["first", "first"]
+    assert pieces == sorted(pieces)
+    assert sum("writer" in step for step in recorded.steps) == 4
+
+
+def test_an_error_of_a_step_is_everybodys_and_the_next_one_goes_on() -> None:
+    recorded = Recorded()
+
+    def fail(_: list[Work]) -> None:
+        raise OSError("gone")
+
+    recorded.scheduler._run = fail
+    part = part_of(1)
+    with pytest.raises(OSError, match="gone"):
+        recorded.scheduler.submit("a", part, 1)
+    assert isinstance(part.error, PoolError)
+    assert not part.untouched
+    recorded.scheduler._run = recorded.run
+    assert recorded.submit("b", 1, 2).error is None
+
+
+def test_who_is_not_admitted_waits_and_keeps_nobody_else() -> None:
+    open_doors = threading.Event()
+    recorded = Recorded(admit=lambda work: work.owner != "late" or open_doors.is_set())
+    late = threading.Thread(target=recorded.submit, args=("late", 1, 1))
+    late.start()
+    for _ in range(3):
+        recorded.submit("early", 1, 2)
+    assert late.is_alive()
+    open_doors.set()
+    late.join(20)
+    assert recorded.steps == [["early"]] * 3 + [["late"]]
+
+
+def test_what_waits_can_be_called_off() -> None:
+    recorded = Recorded()
+    parts = {name: part_of(1) for name in ("a", "b")}
+    with recorded.scheduler.between_steps():
+        with recorded.scheduler.between_steps():  # may be nested
+            pass
+        threads = [
+            threading.Thread(target=recorded.scheduler.submit, args=(name, part, 1))
+            for name, part in parts.items()
+        ]
+        for thread in threads:
+            thread.start()
+        while recorded.scheduler.n_waiting < 2:
+            time.sleep(0.001)
+        recorded.scheduler.cancel("a")
+        threads[0].join(20)
+        assert isinstance(parts["a"].error, PoolError)
+        recorded.scheduler.refuse(EntropyKVError("closed"))
+    threads[1].join(20)
+    assert "closed" in str(parts["b"].error)
+    assert recorded.steps == []

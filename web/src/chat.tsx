@@ -1,0 +1,208 @@
+// The turns of the conversation that is chosen.
+import type { JSX } from "preact";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { edit, regenerate, say } from "./answers";
+import { Composer, sizeOf } from "./composer";
+import { chosen, defaults, type Message, state } from "./conversations";
+import { Button, Icon } from "./icons";
+import { render } from "./markdown";
+import { useStore } from "./store";
+
+const NEAR_END_PX = 60;
+
+export function Chat(): JSX.Element {
+  const { answering } = useStore(state);
+  const { id, messages } = chosen();
+  const scroller = useRef<HTMLDivElement>(null);
+  const atEnd = useRef(true);
+  const [editing, setEditing] = useState<number | null>(null);
+
+  useEffect(() => {
+    setEditing(null);
+    atEnd.current = true;
+  }, [id]);
+  useLayoutEffect(() => {
+    const element = scroller.current!;
+    if (atEnd.current) element.scrollTop = element.scrollHeight;
+  });
+  const busy = answering === id;
+  const last = messages.length - 1;
+  return (
+    <main class="chat">
+      <div
+        class="scroller"
+        ref={scroller}
+        tabIndex={0}
+        role="region"
+        aria-label="Messages"
+        onScroll={(event) => {
+          const { scrollHeight, scrollTop, clientHeight } = event.currentTarget;
+          atEnd.current = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
+        }}
+      >
+        <div class="messages" aria-live="polite" aria-busy={busy}>
+          {messages.length === 0 && <Welcome />}
+          {messages.map((message, index) =>
+            message.role === "user" ? (
+              <Question
+                key={index}
+                message={message}
+                isEdited={editing === index}
+                canEdit={answering === null}
+                onEdit={(on) => setEditing(on ? index : null)}
+                onSave={(text) => {
+                  setEditing(null);
+                  atEnd.current = true;
+                  void edit(index, text);
+                }}
+              />
+            ) : (
+              <Answer
+                key={index}
+                message={message}
+                isWritten={busy && index === last}
+                canRepeat={index === last && answering === null}
+              />
+            ),
+          )}
+        </div>
+      </div>
+      <Composer
+        key={id}
+        busy={busy}
+        blocked={answering !== null && !busy}
+        onEditLast={() => setEditing(messages.findLastIndex((each) => each.role === "user"))}
+        onSay={() => (atEnd.current = true)}
+      />
+    </main>
+  );
+}
+
+function Welcome(): JSX.Element {
+  const given = useStore(defaults);
+  return (
+    <div class="welcome">
+      <h1>What would you like to know?</h1>
+      <p>
+        The model keeps what its heads need of this conversation, inside a fixed budget. The cache
+        beside it shows what that is. Nothing leaves this server.
+      </p>
+      {given?.question && (
+        <button type="button" class="button" onClick={() => void say(given.question!, [])}>
+          {given.question}
+        </button>
+      )}
+    </div>
+  );
+}
+
+interface QuestionProps {
+  message: Message;
+  isEdited: boolean;
+  canEdit: boolean;
+  onEdit: (on: boolean) => void;
+  onSave: (text: string) => void;
+}
+
+function Question({ message, isEdited, canEdit, onEdit, onSave }: QuestionProps): JSX.Element {
+  const [text, setText] = useState(message.text);
+  const field = useRef<HTMLTextAreaElement>(null);
+  useEffect(() => {
+    setText(message.text);
+    if (isEdited) field.current?.focus();
+  }, [isEdited, message.text]);
+  if (isEdited)
+    return (
+      <form
+        class="turn user edited"
+        onSubmit={(event) => {
+          event.preventDefault();
+          onSave(text);
+        }}
+      >
+        <textarea
+          ref={field}
+          rows={3}
+          aria-label="Edit this turn"
+          value={text}
+          onInput={(event) => setText(event.currentTarget.value)}
+          onKeyDown={(event) => {
+            if (event.key === "Escape") onEdit(false);
+            if (event.key === "Enter" && !event.shiftKey) {
+              event.preventDefault();
+              onSave(text);
+            }
+          }}
+        />
+        <div class="row end">
+          <button type="button" class="button" onClick={() => onEdit(false)}>
+            Cancel
+          </button>
+          <button type="submit" class="button primary">
+            Ask this instead
+          </button>
+        </div>
+      </form>
+    );
+  return (
+    <article class="turn user" aria-label="You">
+      <div class="bubble">
+        {message.attachments?.map((each) => (
+          <div class="chip" title={each.name}>
+            <Icon name="document" />
+            <span>{each.name}</span>
+            <small>{sizeOf(each.text)}</small>
+          </div>
+        ))}
+        <div class="plain">{message.text}</div>
+      </div>
+      <div class="actions">
+        <Button
+          icon="edit"
+          label="Edit this turn"
+          disabled={!canEdit}
+          onClick={() => onEdit(true)}
+        />
+      </div>
+    </article>
+  );
+}
+
+interface AnswerProps {
+  message: Message;
+  isWritten: boolean;
+  canRepeat: boolean;
+}
+
+function Answer({ message, isWritten, canRepeat }: AnswerProps): JSX.Element {
+  const html = useMemo(() => render(message.text), [message.text]);
+  return (
+    <article class="turn answer" aria-label="Answer">
+      {message.text ? (
+        <div class="markdown" dangerouslySetInnerHTML={{ __html: html }} />
+      ) : (
+        isWritten && <p class="thinking">Reading…</p>
+      )}
+      {message.error && (
+        <p class="error" role="alert">
+          {message.error}
+        </p>
+      )}
+      {!isWritten && (
+        <div class="actions">
+          {canRepeat && (
+            <Button icon="again" label="Answer again" onClick={() => void regenerate()} />
+          )}
+          {message.text && (
+            <Button
+              icon="copy"
+              label="Copy the answer"
+              onClick={() => void navigator.clipboard?.writeText(message.text)}
+            />
+          )}
+          {message.note && <small>{message.note}</small>}
+        </div>
+      )}
+    </article>
+  );
+}
