@@ -208,6 +208,10 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
     tensors[Q_PROJ] = np.full((64, 64), np.nan, np.float32)
     source = write_hf(tmp_path / "nan", hf_config(TINY, quantization_config=None), tensors)
     refused(source, target, "q_proj.weight is not finite")
+    signalling = np.full(64, 0x7F800001, np.uint32).view(np.float32)
+    norm = "model.norm.weight"
+    write_safetensors(source / "model.safetensors", hf_tensors(TINY) | {norm: signalling})
+    refused(source, target, "output_norm.weight has values that are not finite")
     tensors[Q_PROJ] = np.full((64, 64), 1e6, np.float32)
     write_safetensors(source / "model.safetensors", tensors)
     refused(source, target, "too large for the type", weight_type="f16")

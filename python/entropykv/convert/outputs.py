@@ -122,13 +122,17 @@ def _copy(name: str, tensor: FileTensor) -> OutputTensor:
 def _plain(
     path: Path, name: str, tensor: Tensor, kind: Kind, divisor: TernaryTensor | None = None
 ) -> OutputTensor:
-    if isinstance(tensor, FileTensor) and tensor.kind == kind and divisor is None:
+    # F32, the type of norms, is looked through for damage instead of being copied.
+    if isinstance(tensor, FileTensor) and tensor.kind == kind != Kind.F32 and divisor is None:
         return _copy(name, tensor)
 
     def chunks() -> Iterator[Bytes]:
         scale = np.float32(1.0) if divisor is None else divisor.scale()
         for values in tensor.float_chunks():
-            yield quantized(f"{path}: tensor {name}", values / scale, kind)
+            # Damaged values are refused by name below, not warned of here.
+            with np.errstate(invalid="ignore", over="ignore"):
+                divided = values / scale
+            yield quantized(f"{path}: tensor {name}", divided, kind)
 
     return OutputTensor(name, kind, tensor.shape, chunks)
 
@@ -182,6 +186,7 @@ def quantized(label: str, values: Floats, kind: Kind) -> Bytes:
     """
     values = np.ascontiguousarray(values, dtype=np.float32)
     if kind == Kind.F32:
+        _check_finite(label, values)
         return values.astype("<f4", copy=False).view(np.uint8)
     if kind == Kind.F16:
         with np.errstate(over="ignore"):
