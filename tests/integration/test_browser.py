@@ -214,6 +214,41 @@ def test_axe_finds_nothing_serious(
     watched.check(LOADING)
 
 
+def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
+    server = Server("--parallel", 2, usual=("--kv-budget", "512KiB", "--n_ctx", 16384, "-t", 1))
+    watched = Watched(browser, server.url, **CONTEXT)
+    try:
+        page = watched.page
+        page.get_by_text("Nothing has been read yet.").wait_for()
+        watched.settings(Longest_answer=9000)
+        page.route("**/v1/chat/completions", write_on)
+        page.set_input_files("input[type=file]", str(DEMO.document))
+        watched.ask(DEMO.question)
+        holders = page.locator(".holders tbody tr")
+        holders.filter(has_text="writes").wait_for()
+        assert DEMO.question in holders.first.inner_text()
+        body = {"prompt": "A quiet market. " * 90, "max_tokens": 4, "user": "ben"}
+        server.post("/v1/completions", json.dumps(body))
+        own = page.locator(".holders tr.chosen")
+        given_up = own.locator("td").last
+        given_up.filter(has_text=re.compile(r"\d")).wait_for()
+        assert int(given_up.inner_text().replace(",", "")) > 0
+        page.get_by_role("slider", name="Position in the text").wait_for()
+        page.get_by_role("button", name="Stop").click()
+        watched.finished()
+        ben = page.locator(".holders").get_by_role("button", name="ben")
+        ben.focus()
+        page.keyboard.press("Enter")
+        page.locator(".tokens", has_text="A quiet market").wait_for()
+        server.post("/v1/completions", json.dumps({**body, "user": "cleo"}))
+        page.locator(".holders tr.parked", has_text="ben").wait_for()
+        page.get_by_text("Parked: others needed the room.").wait_for()
+        assert watched.findings() == []
+        watched.check(LOADING)
+    finally:
+        server.end()
+
+
 def test_a_hundred_thousand_positions(browser: Any, tmp_path: Path) -> None:
     model = tmp_path / "long.gguf"
     write_llama(model, n_layer=1, n_head=2, n_head_kv=2, head_dim=16, weight_type="F32")

@@ -187,9 +187,10 @@ def writing(server: Server) -> Iterator[None]:
     server.idle_figures(20)
 
 
-def planes_of(conversation: Any) -> Any:
-    data = zlib.decompress(base64.b64decode(conversation["planes"]))
-    shape = (3, conversation["rows"], conversation["columns"])
+def planes_of(picture: Any) -> Any:
+    shown = picture["map"]
+    data = zlib.decompress(base64.b64decode(shown["planes"]))
+    shape = (3, shown["rows"], shown["columns"])
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
@@ -205,7 +206,7 @@ def test_a_stream_begins_with_the_model_and_one_picture(server: Server) -> None:
     assert conversation["id"] == "0"
     assert conversation["entries"] == figures["entries_kept"] == conversation["position"] * 12
     assert picture["pool"]["budget"] == figures["kv_bytes_budget"]
-    held, frozen, restored = planes_of(conversation)
+    held, frozen, restored = planes_of(picture)
     assert (held == 255).all()
     assert not frozen.any()
     assert not restored.any()
@@ -231,9 +232,8 @@ def test_nothing_is_sent_twice(server: Server) -> None:
 def test_text_tells_who_holds_it(server: Server) -> None:
     server.post("/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 9}))
     (_, (_, _, picture)) = events(server, "first=100&last=164&columns=64", most=2)
-    conversation = picture["conversations"][0]
-    assert (conversation["first"], conversation["per_column"]) == (100, 1)
-    held, frozen, _ = planes_of(conversation)
+    assert (picture["map"]["first"], picture["map"]["per_column"]) == (100, 1)
+    held, frozen, _ = planes_of(picture)
     answer = server.get("/v1/kv/text?first=100&count=64").json()
     assert answer["heads"] == 12
     assert answer["held"] == np.count_nonzero(held, axis=0).tolist()
@@ -297,6 +297,84 @@ def test_a_viewer_does_not_keep_the_server_from_stopping() -> None:
         watching.exception()
     assert code == 0
     assert "Traceback" not in errors, errors
+
+
+# --- of a pool ------------------------------------------------------------------------------------
+
+POOL = ("--parallel", 2, "--kv-budget", "512KiB", "--n_ctx", 32768, "-t", 1)
+
+
+@pytest.fixture(scope="module")
+def pooled() -> Iterator[Server]:
+    running = Server(usual=POOL, ENTROPYKV_API_KEY=KEY)
+    yield running
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
+
+
+def say(server: Server, name: str, text: str, **options: Any) -> None:
+    body = {"prompt": text, "max_tokens": 9, "temperature": 0, "user": name, **options}
+    assert server.post("/v1/completions", json.dumps(body)).status_code == 200
+
+
+def of_name(picture: Any, name: str) -> Any:
+    (found,) = [each for each in picture["conversations"] if each["name"] == name]
+    return found
+
+
+def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
+    assert events(pooled, most=1)[0][2]["shared"]
+    for name, text in (
+        ("anna", PROMPT),
+        ("ben", "A quiet market. " * 90),
+        ("cleo", "In May " * 99),
+    ):
+        say(pooled, name, text)
+    (_, (_, _, picture)) = events(pooled, "columns=64", most=2)
+    states = {each["name"]: each["state"] for each in picture["conversations"]}
+    assert states == {"anna": "parked", "ben": "parked", "cleo": "idle"}
+    anna, cleo = of_name(picture, "anna"), of_name(picture, "cleo")
+    assert picture["map"]["id"] == cleo["id"], "the latest is not the one that is shown"
+    assert cleo["bytes"] == picture["pool"]["used"]
+    assert cleo["budget"] <= picture["pool"]["budget"]
+    assert (anna["bytes"], anna["budget"]) == (0, 0)
+    assert anna["entries"] > 0
+    parked = [each["parked_bytes"] for each in picture["conversations"]]
+    assert sum(parked) == picture["pool"]["parked_bytes"]
+    chosen = events(pooled, f"conversation={anna['id']}", most=2)[1][2]
+    assert chosen["map"] is None, "what is parked holds nothing in the pool"
+    text = pooled.get(f"/v1/kv/text?conversation={anna['id']}&count=4096").json()
+    assert text["parked"]
+    assert "".join(text["texts"]).removeprefix("<s>").strip().startswith("The old garden")
+
+
+def test_what_a_newcomer_costs_is_counted(pooled: Server) -> None:
+    body = {"prompt": PROMPT, "user": "dora", "stream": True, "max_tokens": 30000, "temperature": 0}
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = f"{pooled.url}/v1/completions"
+    with httpx.stream(
+        "POST", url, json=body | {"min_tokens": 30000}, headers=headers, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()  # once it is gone, the answer is closed
+        next(lines)
+        alone = of_name(events(pooled, most=2)[1][2], "dora")
+        assert (alone["state"], alone["given_up"]) == ("active", 0)
+        say(pooled, "emil", "A quiet market. " * 90)
+        beside = of_name(events(pooled, most=2)[1][2], "dora")
+    assert beside["given_up"] > 0
+    assert beside["budget"] <= alone["budget"] // 2
+    assert beside["bytes"] <= beside["budget"]
+
+
+def test_several_look_while_several_write(pooled: Server) -> None:
+    with ThreadPoolExecutor(6) as threads:
+        written = [
+            threads.submit(say, pooled, f"user {i}", PROMPT[i:], max_tokens=400) for i in range(4)
+        ]
+        seen = [threads.submit(events, pooled, most=4) for _ in range(2)]
+        for each in (*written, *seen):
+            each.result()
 
 
 # --- the page -------------------------------------------------------------------------------------

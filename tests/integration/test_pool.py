@@ -234,6 +234,9 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
         for other in others:
             other.decode([1, 2])
         assert first.evicted > 0
+        assert first.standing().given_up == first.evicted
+        assert pool.sessions() == [first, *others]
+        assert [other.standing().given_up for other in others] == [0, 0]
         assert first.reusable_from == len(PROMPTS[4])
         shares = [session.stats().kv_bytes_budget for session in (first, *others)]
         assert sum(shares) <= whole
@@ -242,6 +245,7 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
         kept = first.stats().entries_kept
         for other in others:
             other.close()
+        assert pool.sessions() == [first]
         assert first.stats().kv_bytes_budget == whole
         first.decode(PROMPTS[0])
         assert first.stats().entries_kept == kept + first.stats().entries_full // len(
@@ -319,7 +323,12 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
         logits = [written(s, p, 3)[-1] for s, p in zip(sessions, PROMPTS, strict=False)]
         assert [session.is_live for session in sessions] == [False, False, False, True]
         assert pool.stats().parked == 3
-        assert pool.stats().parked_bytes > 0
+        standings = [session.standing() for session in sessions]
+        assert [each.state for each in standings] == ["parked"] * 3 + ["idle"]
+        assert pool.stats().parked_bytes == sum(each.parked_bytes for each in standings) > 0
+        n_heads = pool.host.n_kv_heads
+        entries = [n_heads * session.position for session in sessions]
+        assert [each.parked_entries for each in standings] == [*entries[:3], 0]
         again = [
             written(s, [int(row.argmax())], 5) for s, row in zip(sessions, logits, strict=True)
         ]

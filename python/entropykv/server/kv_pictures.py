@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import base64
-import codecs
 import dataclasses
 import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from entropykv.llama.entropy_llama import EntropyLlama
-from entropykv.server.errors import RequestError
-from entropykv.session.session import Session
-from entropykv.session.stats import SessionStats
-from entropykv.store.protocol import Shares
-
-_COUNTERS = (
-    "prompt_tokens",
-    "generated_tokens",
-    "prompt_seconds",
-    "decode_seconds",
-    "evictions",
-    "entries_frozen",
-    "entries_restored",
-    "entries_recalled",
+from entropykv.server.kv_holders import (
+    Holder,
+    between_steps,
+    conversations,
+    pool_figures,
 )
-
-
-def conversations(llama: EntropyLlama) -> dict[str, Session]:
-    """Return the sessions that the model holds, by the id that routes know them by.
-
-    RequestError where they are several, whose steps are taken together.
-    """
-    if llama.pool is not None:
-        raise RequestError(501, "the cache is not shown with --parallel; leave it out to see it")
-    return {"0": llama._session}
+from entropykv.session.session import Session
+from entropykv.store.protocol import Shares
 
 
 def about(llama: EntropyLlama) -> dict[str, Any]:
     """Return what does not change: the model, and how many KV heads each layer has."""
-    (session,) = conversations(llama).values()
+    session = llama._session
     stats = session.stats()
     return {
         "model": getattr(llama, "served_name", stats.model),
@@ -53,6 +33,7 @@ def about(llama: EntropyLlama) -> dict[str, Any]:
         "freeze": stats.freeze is not None,
         "n_ctx": stats.n_ctx,
         "layers": [len(heads) for heads in session.budgets()],
+        "shared": llama.pool is not None,
     }
 
 
@@ -77,15 +58,13 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """The picture of one conversation, as the model's thread takes it."""
+    """What the KV heads of one conversation hold, as a thread of the model sees it."""
 
     id: str
-    position: int
     first: int
     per_column: int
     planes: Sequence[Shares]
     """What is held, frozen, and came back since the picture before: (rows, columns)."""
-    stats: SessionStats
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON, in which the planes are deflated bytes in base64, one after the other."""
@@ -93,19 +72,11 @@ class Map:
         rows, columns = self.planes[0].shape
         return {
             "id": self.id,
-            "position": self.position,
             "first": self.first,
             "per_column": self.per_column,
             "rows": rows,
             "columns": columns,
             "planes": base64.b64encode(packed).decode("ascii"),
-            "entries": self.stats.entries_kept,
-            "entries_full": self.stats.entries_full,
-            "frozen_entries": self.stats.frozen_entries,
-            "bytes": self.stats.kv_bytes_now,
-            "bytes_full": self.stats.kv_bytes_full,
-            "frozen_bytes": self.stats.frozen_bytes,
-            **dict(zip(_COUNTERS, _counts(self.stats), strict=True)),
         }
 
 
@@ -113,96 +84,70 @@ class Map:
 class Picture:
     """All that is shown at one moment."""
 
-    maps: Sequence[Map]
+    pool: dict[str, Any]
+    conversations: Sequence[Holder]
+    map: Map | None
+    """Of the conversation that is looked at; None where it is parked, or there is none."""
     seconds: float
     """CPU time that the thread of the model spent on it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON for the page."""
-        stats = self.maps[0].stats
         return {
             "time": time.time(),
-            "pool": {
-                "budget": stats.kv_bytes_budget,
-                "used": stats.kv_bytes_now,
-                "peak": stats.kv_bytes_peak,
-            },
-            "conversations": [each.to_json() for each in self.maps],
+            "pool": self.pool,
+            "conversations": [each.to_json() for each in self.conversations],
+            "map": None if self.map is None else self.map.to_json(),
         }
 
 
 class Camera:
     """Takes pictures for one viewer, who is shown nothing twice."""
 
-    def __init__(self, window: Window) -> None:
-        """`window`: what the viewer sees of every conversation."""
+    def __init__(self, window: Window, conversation: str | None = None) -> None:
+        """`window`: what the viewer sees of a conversation; None: of the latest, while it is there.
+
+        The figures of the others are in the picture, too.
+        """
         self._window = window
-        self._looks: dict[Session, Any] = {}
+        self._wanted = conversation
+        self._look: tuple[Session, Any] | None = None
         self._seen: object = None
 
     def take(self, llama: EntropyLlama) -> Picture | None:
         """Return a picture, or None where nothing has changed since the one before."""
         start = time.thread_time()
-        sessions = conversations(llama)
-        stats = {name: session.stats() for name, session in sessions.items()}
-        seen = [
-            (name, sessions[name].position, each.kv_bytes_budget, each.entries_kept, *_counts(each))
-            for name, each in stats.items()
-        ]
-        if seen == self._seen:
+        with between_steps(llama):
+            sessions = conversations(llama)
+            found = [Holder.of(name, session) for name, session in sessions.items()]
+            seen = [each.key() for each in found]
+            if seen == self._seen:
+                return None
+            self._seen = seen
+            pool = pool_figures(llama, found)
+            held = self._map(sessions, found)
+        return Picture(pool, found, held, time.thread_time() - start)
+
+    def _map(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Map | None:
+        shown = self._chosen(sessions, found)
+        if shown is None or shown.is_parked:
             return None
-        self._seen = seen
-        maps = [self._map(name, sessions[name], each) for name, each in stats.items()]
-        return Picture(maps, time.thread_time() - start)
+        session = sessions[shown.id]
+        first, per_column, n_columns = self._window.fit(shown.position)
+        if self._look is None or self._look[0] is not session:
+            self._look = session, session.cache_map()
+        return Map(shown.id, first, per_column, self._look[1](first, per_column, n_columns))
 
-    def _map(self, name: str, session: Session, stats: SessionStats) -> Map:
-        first, per_column, n_columns = self._window.fit(session.position)
-        look = self._looks.setdefault(session, session.cache_map())
-        planes = look(first, per_column, n_columns)
-        return Map(name, session.position, first, per_column, planes, stats)
-
-
-def _counts(stats: SessionStats) -> list[float]:
-    return [getattr(stats, name) for name in _COUNTERS]
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldTokens:
-    """Tokens of a range of positions, and how many KV heads hold each of them."""
-
-    session: Session
-    position: int
-    first: int
-    tokens: list[int]
-    heads: int
-    held: list[int]
-    frozen: list[int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON; a character of several tokens is in the text of the last one."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts = (self.session.token_bytes(token, special=True) for token in self.tokens)
-        return {
-            "position": self.position,
-            "first": self.first,
-            "heads": self.heads,
-            "texts": [decoder.decode(text) for text in texts],
-            "held": self.held,
-            "frozen": self.frozen,
-        }
+    def _chosen(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Holder | None:
+        """Return whom the viewer wants to see; else the one of before, or who reads or writes."""
+        if self._wanted is not None:
+            return next((each for each in found if each.id == self._wanted), None)
+        if self._look is not None:
+            for each in found:
+                if sessions[each.id] is self._look[0]:
+                    return each
+        return min(found, key=_idle_seconds, default=None)
 
 
-def held_tokens(llama: EntropyLlama, name: str, first: int, count: int) -> HeldTokens:
-    """Look at a range of positions. RequestError where there is no such conversation."""
-    session = conversations(llama).get(name)
-    if session is None:
-        raise RequestError(404, f"there is no conversation {name!r}; see /v1/kv/stream")
-    tokens = session.tokens[first : first + count]
-    heads = sum(len(layer) for layer in session.budgets())
-    held, frozen, _ = session.cache_map()(first, 1, max(len(tokens), 1))
-    scale = heads if len(held) == 1 else 1
-    counts = [
-        (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
-        for plane in (held, frozen)
-    ]
-    return HeldTokens(session, session.position, first, tokens, heads, *counts)
+def _idle_seconds(holder: Holder) -> float:
+    return holder.standing.idle_seconds if holder.standing else 0.0

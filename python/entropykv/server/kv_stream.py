@@ -14,7 +14,8 @@ from fastapi.responses import StreamingResponse
 
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
-from entropykv.server.kv_pictures import Camera, Picture, Window, about, held_tokens
+from entropykv.server.kv_pictures import Camera, Picture, Window, about
+from entropykv.server.kv_text import held_tokens
 
 INTERVAL = 0.25
 """Seconds between two pictures at least."""
@@ -38,22 +39,25 @@ def kv_stream_routes(engine: Engine) -> APIRouter:
         columns: Annotated[int, Query(ge=1, le=MOST_COLUMNS)] = 512,
         first: Annotated[int, Query(ge=0)] = 0,
         last: Annotated[int | None, Query(ge=1)] = None,
+        conversation: str | None = None,
     ) -> StreamingResponse:
         """Server-sent events: `model` once, then `kv` where something has changed.
 
-        Every `kv` has a list of conversations, each with its figures and `planes`: a byte for every
-        KV head and column of positions, deflated and in base64, of what is held, what is frozen,
-        and what came back since the event before.
+        Every `kv` has the figures of all conversations, and the `map` of one: of that which is
+        asked for, or the latest. Its `planes` are a byte for every KV head and column of positions,
+        deflated and in base64, of what is held, what is frozen, and what came back since the event
+        before. A conversation that is parked has no map.
         """
         if viewers.count >= MOST_VIEWERS:
             raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
         model = await engine.looks.look(about)
-        events = viewers.events(request, model, Window(first, last, columns))
+        camera = Camera(Window(first, last, columns), conversation)
+        events = viewers.events(request, model, camera)
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     @router.get("/v1/kv/text")
     async def text(
-        conversation: str = "0",
+        conversation: str | None = None,
         first: Annotated[int, Query(ge=0)] = 0,
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
     ) -> dict[str, Any]:
@@ -70,12 +74,12 @@ class _Viewers:
         self.count = 0
 
     async def events(
-        self, request: Request, model: dict[str, Any], window: Window
+        self, request: Request, model: dict[str, Any], camera: Camera
     ) -> AsyncIterator[str]:
         """Yield events until the viewer has gone, or the server shuts down."""
         self.count += 1
         try:
-            looks, camera = self._engine.looks, Camera(window)
+            looks = self._engine.looks
             yield _event("model", model)
             told = time.monotonic()
             while not await request.is_disconnected():

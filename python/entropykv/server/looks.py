@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class Looks:
     """Calls that change nothing, and need not wait for the end of a generation.
 
-    The model's thread answers them: between two micro-batches, or at once where nothing runs.
+    A thread of the model answers them: between two micro-batches, or at once where nothing runs.
     Without any, a step costs one look at an empty queue.
     """
 
@@ -49,9 +49,15 @@ class Looks:
         self.answer()
 
     def answer(self) -> None:
-        """Make the calls that wait; of the model's thread, between two steps."""
+        """Make the calls that wait; of a thread of the model, between two micro-batches of its own.
+
+        Where several answer requests, steps of the others may run: a look waits for their end.
+        """
         while self._waiting:
-            function, future = self._waiting.popleft()
+            try:
+                function, future = self._waiting.popleft()
+            except IndexError:  # another thread of the model was faster
+                return
             if not future.set_running_or_notify_cancel():
                 continue
             try:

@@ -50,6 +50,11 @@ class Shelf:
 
         A conversation with a name goes on under this name alone.
         """
+        session = self._take(tokens, name)
+        session.name = name
+        return session
+
+    def _take(self, tokens: list[int], name: str | None) -> PoolSession:
         with self._lock:
             best = self._best(tokens, name)
             if best is not None and self._goes_on(best, tokens):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from entropykv import _core
 from entropykv.errors import (
@@ -74,9 +75,11 @@ class HostOptions:
 class Seat:
     """A session's part of its host: a store, and whether it is live."""
 
-    def __init__(self, store: Store, weight: float, *, live: bool) -> None:
+    def __init__(self, store: Store, weight: float, number: int, *, live: bool) -> None:
         """A sequence that has read nothing yet."""
         self.store = store
+        self.number = number
+        """How many had a seat at this host before."""
         self.weight = weight
         """Its part of the pool, relative to the others'."""
         self.live = live
@@ -88,6 +91,8 @@ class Seat:
         self.last_step = 0.0
         self.inherited = 0
         """Entries that had been evicted of what it is a copy of."""
+        self.given_up = 0
+        """Entries that left because its share became smaller, for the sake of others."""
 
     @property
     def evicted(self) -> int:
@@ -140,6 +145,9 @@ class Host:
         """Why the flat store serves the model where either might."""
         self.closed = False
         self.seats: list[Seat] = []
+        self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Those of a pool by their numbers, for who looks at all; nothing keeps them here."""
+        self._seats_taken = 0
         self._evicted_by_gone = 0
         self._leaving: list[Seat] = []
         self._in_step = False
@@ -285,7 +293,8 @@ class Host:
             if self.closed:
                 raise EntropyKVError("the pool is closed; make a new one")
             store, self._spare = self._spare or self._make_store(), None
-            seat = Seat(store, weight, live=self.core_pool is None)
+            seat = Seat(store, weight, self._seats_taken, live=self.core_pool is None)
+            self._seats_taken += 1
             self.seats.append(seat)
             return seat
 
@@ -412,6 +421,7 @@ class Host:
     def _resume(self, seat: Seat, parked: Parked) -> None:
         state: SavedState = self.parking.take(parked)
         seat.store.load_state(state)
+        seat.given_up += parked.n_entries - _headwise(seat).core.entries
         self.parking.drop(parked)
         seat.parked = None
 
@@ -475,8 +485,10 @@ class Host:
         for seat in sorted(live, key=lambda each: shares[each] - _headwise(each).share_pages):
             store, share = _headwise(seat), shares[seat]
             if store.share_pages != share:
+                held = store.core.entries
                 store.resize(_budget_of(seat, share))
                 store.share_pages = share
+                seat.given_up += held - store.core.entries
 
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes; it grows at once, and shrinks by evicting. BudgetError."""

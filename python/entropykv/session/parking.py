@@ -24,6 +24,11 @@ class Parked:
     """Has no name: it goes with the process, however that ends."""
     section_bytes: list[int]
 
+    @property
+    def n_entries(self) -> int:
+        """Entries of all KV heads."""
+        return sum(map(sum, self.state.entries))
+
 
 class Parking:
     """Parked sequences, in `ram` or `disk:DIR`, of no more than `limit` bytes together.

@@ -140,6 +140,11 @@ class Pool:
         """
         return PoolSession(self._host, weight=weight, recovery=recovery, on_climb=on_climb)
 
+    def sessions(self) -> list[PoolSession]:
+        """Return those that are open, in the order in which they came."""
+        there = (reference() for reference in self._host.sessions.valuerefs())
+        return [each for each in there if each is not None and not each.is_closed]
+
     def resize(self, kv_budget: Budget | str | float) -> None:
         """Change the budget of all: it grows at once, and shrinks by evicting.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +31,26 @@ class _Origin:
     echoed: int
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How a session stands among the others of its pool."""
+
+    state: Literal["active", "idle", "parked", "waiting"]
+    """`waiting`: its tokens wait for room in the pool; `idle`: it may be parked for another."""
+    idle_seconds: float
+    """Since tokens of it were read."""
+    given_up: int
+    """Entries that left so far because its share became smaller, for the sake of others."""
+    parked_entries: int = 0
+    """Entries of all KV heads that are kept outside of the pool."""
+    parked_bytes: int = 0
+
+
 class PoolSession(Session):
     """A Session whose entries are in a pool; see Pool.session(), which makes it."""
+
+    name: str | None = None
+    """What those who use it call it, for who looks at all sessions of a pool."""
 
     def __init__(
         self,
@@ -46,6 +66,7 @@ class PoolSession(Session):
         if recovery and not host.freezing:
             raise nothing_to_restore()
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
+        host.sessions[self.number] = self
         if origin is None or origin.position == 0:
             return
         try:
@@ -68,6 +89,29 @@ class PoolSession(Session):
     def is_live(self) -> bool:
         """Whether it holds entries in the pool, and is not parked or empty."""
         return self._seat.live
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or its pool was."""
+        return self._closed or self._host.closed
+
+    @property
+    def number(self) -> int:
+        """How many sessions its pool had had before it."""
+        return self._seat.number
+
+    def standing(self) -> Standing:
+        """How it stands among the others of the pool."""
+        seat, scheduler, now = self._seat, self._host.scheduler, time.monotonic()
+        idle_seconds = now - seat.last_step
+        if seat.parked is not None:
+            state: Literal["parked", "waiting"] = (
+                "waiting" if scheduler.is_waiting(seat) else "parked"
+            )
+            parked = seat.parked
+            return Standing(state, idle_seconds, seat.given_up, parked.n_entries, parked.n_bytes)
+        is_idle = seat.is_idle(now) and not scheduler.is_waiting(seat)
+        return Standing("idle" if is_idle else "active", idle_seconds, seat.given_up)
 
     def park(self) -> None:
         """Leave its part of the pool to the others until it is used again. PoolError."""

@@ -4,7 +4,9 @@ import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { useStore } from "../store";
 import { colour, isDark } from "../theme";
-import { history, type Point } from "./stream";
+import { colourOf } from "./colours";
+import { type About, type Holder, history, type Picture, type Point, type Share } from "./stream";
+import { bytes, duration, short } from "./units";
 
 const HEIGHT = 92;
 const LEAST_SECONDS = 10;
@@ -15,20 +17,22 @@ interface Line {
   value: (point: Point) => number | null;
 }
 
-export const short = (value: number): string => {
-  for (const [size, unit] of [
-    [1e9, "G"],
-    [1e6, "M"],
-    [1e3, "k"],
-  ] as const)
-    if (value >= size) return `${(value / size).toFixed(value < 10 * size ? 1 : 0)}${unit}`;
-  return value < 10 && value % 1 ? value.toFixed(1) : `${Math.round(value)}`;
-};
+interface ChartProps {
+  title: string;
+  lines: Line[];
+  // One upon the other, as areas.
+  stacked?: boolean;
+  // Lines of conversations: their names are in the table above.
+  unnamed?: boolean;
+  // What can be reached, in bytes; null: a count of no limit.
+  limit?: number | null;
+}
 
-const agoOf = (seconds: number): string =>
-  seconds < 120 ? `−${Math.round(seconds)} s` : `−${Math.round(seconds / 60)} min`;
+const POWERS_OF_TWO = Array.from({ length: 50 }, (_, i) => 2 ** i);
 
-function options(lines: Line[], width: number): uPlot.Options {
+const agoOf = (seconds: number): string => `−${duration(seconds)}`;
+
+function options({ lines, stacked, limit = null }: ChartProps, width: number): uPlot.Options {
   const axis = {
     stroke: colour("quiet"),
     font: `10px ${colour("font")}`,
@@ -43,7 +47,7 @@ function options(lines: Line[], width: number): uPlot.Options {
     cursor: { show: false },
     scales: {
       x: { time: false, range: (_, least) => [Math.min(least, -LEAST_SECONDS), 0] },
-      y: { range: (_, __, most) => [0, Math.max(1, most * 1.05)] },
+      y: { range: (_, __, most) => [0, limit ?? Math.max(1, most * 1.05)] },
     },
     axes: [
       {
@@ -53,13 +57,21 @@ function options(lines: Line[], width: number): uPlot.Options {
         space: 60,
         values: (_, splits) => splits.map((each) => (each === 0 ? "now" : agoOf(-each))),
       },
-      { ...axis, size: 40, gap: 2, space: 26, values: (_, splits) => splits.map(short) },
+      {
+        ...axis,
+        size: limit === null ? 40 : 56,
+        gap: 2,
+        space: 26,
+        incrs: limit === null ? undefined : POWERS_OF_TWO,
+        values: (_, splits) => splits.map(limit === null ? short : bytes),
+      },
     ],
     series: [
       {},
       ...lines.map((line) => ({
         stroke: colour(line.colour),
-        width: 1.5,
+        fill: stacked ? colour(line.colour) : undefined,
+        width: stacked ? 0 : 1.5,
         spanGaps: false,
         points: { show: false },
       })),
@@ -67,7 +79,18 @@ function options(lines: Line[], width: number): uPlot.Options {
   };
 }
 
-function Chart({ title, lines }: { title: string; lines: Line[] }): JSX.Element {
+// Values of every line; of stacked ones the sums of those from each on, so that the first is drawn
+// first, and behind the others.
+function valuesOf({ lines, stacked }: ChartProps, points: Point[]): (number | null)[][] {
+  const values = lines.map((line) => points.map(line.value));
+  if (stacked)
+    for (let i = lines.length - 2; i >= 0; --i)
+      values[i] = values[i]!.map((value, at) => (value ?? 0) + (values[i + 1]![at] ?? 0));
+  return values;
+}
+
+function Chart(props: ChartProps): JSX.Element {
+  const { title, lines, unnamed } = props;
   const points = useStore(history);
   const dark = useStore(isDark);
   const place = useRef<HTMLDivElement>(null);
@@ -77,7 +100,7 @@ function Chart({ title, lines }: { title: string; lines: Line[] }): JSX.Element 
   useEffect(() => {
     const element = place.current!;
     const made = new uPlot(
-      options(lines, element.clientWidth || 200),
+      options(props, element.clientWidth || 200),
       [[], ...lines.map(() => [])],
       element,
     );
@@ -94,22 +117,23 @@ function Chart({ title, lines }: { title: string; lines: Line[] }): JSX.Element 
   useEffect(() => {
     plot.current?.setData([
       points.map((each) => each.time - last!.time),
-      ...lines.map((line) => points.map(line.value)),
-    ]);
+      ...valuesOf(props, points),
+    ] as uPlot.AlignedData);
   }, [points, dark]);
   return (
     <figure class="chart">
       <figcaption>
         <b>{title}</b>
-        {lines.map((line) => {
-          const value = last && line.value(last);
-          return (
-            <span key={line.name}>
-              <i class={`key ${line.colour}`} />
-              {line.name} {value !== null && value !== undefined && short(value)}
-            </span>
-          );
-        })}
+        {!unnamed &&
+          lines.map((line) => {
+            const value = last && line.value(last);
+            return (
+              <span key={line.name}>
+                <i class={`key ${line.colour}`} />
+                {line.name} {value !== null && value !== undefined && short(value)}
+              </span>
+            );
+          })}
       </figcaption>
       <div ref={place} aria-hidden="true" />
     </figure>
@@ -130,16 +154,63 @@ const SPEEDS: Line[] = [
   { name: "written", colour: "map-held", value: (each) => each.written },
 ];
 
-export function Charts({ freezes }: { freezes: boolean }): JSX.Element {
+// A line for every conversation.
+const linesOf = (
+  conversations: Holder[],
+  value: (of: Share) => number | null,
+  absent: number | null,
+): Line[] =>
+  conversations.map(({ id }) => ({
+    name: id,
+    colour: colourOf(id),
+    value: (point) => {
+      const of = point.of.get(id);
+      return of ? value(of) : absent;
+    },
+  }));
+
+function PoolCharts({ conversations, pool }: Picture): JSX.Element {
+  const of = (value: (of: Share) => number | null, absent: number | null = null): Line[] =>
+    linesOf(conversations, value, absent);
+  // Another conversation is another line: the figures are made anew.
+  const key = conversations.map((each) => `${each.id}-${colourOf(each.id)}`).join(" ");
   return (
-    <div class="charts">
+    <>
       <Chart
-        key={`held-${freezes}`}
-        title="Entries"
-        lines={freezes ? ENTRIES : ENTRIES.slice(0, 1)}
+        key={`bytes ${pool.budget} ${key}`}
+        title="Bytes of the pool"
+        lines={of((each) => each.bytes, 0)}
+        stacked
+        unnamed
+        limit={pool.budget}
       />
-      <Chart key={`${freezes}`} title="Entries per second" lines={freezes ? MOVES : EVICTED} />
-      <Chart title="Tokens per second" lines={SPEEDS} />
+      <Chart
+        key={`given ${key}`}
+        title="Entries given up for others"
+        lines={of((each) => each.givenUp)}
+        unnamed
+      />
+      <Chart
+        key={`written ${key}`}
+        title="Tokens written per second"
+        lines={of((each) => each.written)}
+        unnamed
+      />
+    </>
+  );
+}
+
+export function Charts({ model, now }: { model: About; now: Picture }): JSX.Element {
+  const { freeze } = model;
+  return (
+    <div class={`charts ${model.shared ? "of-pool" : ""}`}>
+      {model.shared ? (
+        <PoolCharts {...now} />
+      ) : (
+        <Chart key={`held-${freeze}`} title="Entries" lines={ENTRIES.slice(0, freeze ? 2 : 1)} />
+      )}
+      <Chart key={`${freeze}`} title="Entries per second" lines={freeze ? MOVES : EVICTED} />
+      {!model.shared && <Chart title="Tokens per second" lines={SPEEDS} />}
     </div>
   );
 }

@@ -6,6 +6,8 @@ const RETRY_MS = 2000;
 const MOST_POINTS = 1200;
 // What is shorter tells no speed: the first token of an answer costs nothing but its sampling.
 const LEAST_SECONDS = 0.02;
+// Speeds of conversations are those over so long: there are few tokens between two pictures.
+const SPEED_SECONDS = 1.5;
 
 export interface About {
   model: string;
@@ -15,21 +17,27 @@ export interface About {
   kv_budget: string;
   freeze: boolean;
   n_ctx: number;
+  // Whether several conversations share a pool.
+  shared: boolean;
   // KV heads of every layer.
   layers: number[];
 }
 
-interface Sent {
+// A conversation, and what it has of the pool.
+export interface Holder {
   id: string;
+  // What its client calls it: of conversations of this page, their own id.
+  name: string | null;
   position: number;
-  first: number;
-  per_column: number;
-  rows: number;
-  columns: number;
-  planes: string;
+  state: "active" | "idle" | "parked" | "waiting";
+  idle_seconds: number;
+  // Entries that left for the sake of others.
+  given_up: number;
+  parked_bytes: number;
   entries: number;
   entries_full: number;
   frozen_entries: number;
+  budget: number;
   bytes: number;
   bytes_full: number;
   frozen_bytes: number;
@@ -43,24 +51,51 @@ interface Sent {
   entries_recalled: number;
 }
 
-// What one conversation holds: planes have [row][column], in 255ths of a column's positions.
-export interface HeldMap extends Omit<Sent, "planes"> {
+interface Shape {
+  id: string;
+  first: number;
+  per_column: number;
+  rows: number;
+  columns: number;
+}
+
+// What the heads of one conversation hold: planes have [row][column], in 255ths of its positions.
+export interface HeldMap extends Shape {
+  position: number;
   held: Uint8Array;
   frozen: Uint8Array;
   restored: Uint8Array;
 }
 
-export interface Picture {
+interface Sent {
   time: number;
-  pool: { budget: number; used: number; peak: number };
+  pool: { budget: number; used: number; peak: number; sequences: number; parked_bytes: number };
   requests: number;
-  conversations: HeldMap[];
+  conversations: Holder[];
+  map: (Shape & { planes: string }) | null;
+}
+
+export interface Picture extends Omit<Sent, "map"> {
+  // When it came, by the clock of this page, in milliseconds.
+  received: number;
+  // null: what is looked at is parked, or nothing has been read yet.
+  map: HeldMap | null;
 }
 
 // Positions that are looked at; last null: as far as the text goes.
 export interface Range {
   first: number;
   last: number | null;
+}
+
+// One conversation at a moment; speeds are in tokens of a second.
+export interface Share {
+  bytes: number;
+  givenUp: number;
+  prompt: number;
+  generated: number;
+  read: number;
+  written: number;
 }
 
 export interface Point {
@@ -71,6 +106,7 @@ export interface Point {
   restored: number;
   read: number | null;
   written: number | null;
+  of: Map<string, Share>;
 }
 
 export const about = new Store<About | null>(null);
@@ -85,16 +121,25 @@ async function inflated(base64: string): Promise<Uint8Array> {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-async function mapOf({ planes, ...rest }: Sent): Promise<HeldMap> {
+async function mapOf(sent: Sent): Promise<HeldMap | null> {
+  if (!sent.map) return null;
+  const { planes, ...shape } = sent.map;
   const bytes = await inflated(planes);
-  const size = rest.rows * rest.columns;
+  const size = shape.rows * shape.columns;
   const plane = (i: number): Uint8Array => bytes.subarray(i * size, (i + 1) * size);
-  return { ...rest, held: plane(0), frozen: plane(1), restored: plane(2) };
+  const position = sent.conversations.find((each) => each.id === shape.id)?.position ?? 0;
+  return { ...shape, position, held: plane(0), frozen: plane(1), restored: plane(2) };
 }
 
-// Look until `signal` ends it; goes on where the server was gone.
-export async function watch(range: Range, columns: number, signal: AbortSignal): Promise<void> {
+// Look until `signal` ends it, at one conversation or the latest; goes on where the server was gone.
+export async function watch(
+  conversation: string | null,
+  range: Range,
+  columns: number,
+  signal: AbortSignal,
+): Promise<void> {
   const query = new URLSearchParams({ first: `${range.first}`, columns: `${columns}` });
+  if (conversation !== null) query.set("conversation", conversation);
   if (range.last !== null) query.set("last", `${range.last}`);
   while (!signal.aborted) {
     try {
@@ -113,35 +158,53 @@ export async function watch(range: Range, columns: number, signal: AbortSignal):
   }
 }
 
-async function show(data: Picture & { conversations: Sent[] }): Promise<void> {
-  const conversations = await Promise.all(data.conversations.map(mapOf));
+async function show(sent: Sent): Promise<void> {
   const before = picture.value;
-  const now = { ...data, conversations };
+  const now = { ...sent, received: performance.now(), map: await mapOf(sent) };
   history.set([...history.value.slice(1 - MOST_POINTS), pointOf(now, before)]);
   picture.set(now);
 }
 
-type Figure = Exclude<keyof Sent, "id" | "planes">;
-
-const total = (of: Picture | null, name: Figure): number =>
-  (of?.conversations ?? []).reduce((sum, each) => sum + each[name], 0);
+type Count = Exclude<keyof Holder, "id" | "name" | "state">;
 
 // What happened between two pictures; speeds only where something was read or written.
 function pointOf(now: Picture, before: Picture | null): Point {
-  const more = (name: Figure): number => Math.max(0, total(now, name) - total(before, name));
+  const former = new Map(before?.conversations.map((each) => [each.id, each]));
+  const of = (each: Holder, name: Count): number =>
+    Math.max(0, each[name] - (former.get(each.id)?.[name] ?? 0));
+  const more = (name: Count): number =>
+    now.conversations.reduce((sum, each) => sum + of(each, name), 0);
   const seconds = before ? Math.max(now.time - before.time, 0.001) : 1;
-  const speed = (tokens: Figure, spent: Figure): number | null => {
+  const speed = (tokens: Count, spent: Count): number | null => {
     const time = more(spent);
     return before && time > LEAST_SECONDS && more(tokens) > 0 ? more(tokens) / time : null;
   };
+  const there = now.conversations.filter((each) => each.parked_bytes === 0);
+  const total = (name: Count): number => there.reduce((sum, each) => sum + each[name], 0);
   return {
     time: now.time,
-    held: total(now, "entries"),
-    frozen: total(now, "frozen_entries"),
+    held: total("entries"),
+    frozen: total("frozen_entries"),
     evicted: before ? (more("evictions") + more("entries_frozen")) / seconds : 0,
     restored: before ? more("entries_restored") / seconds : 0,
     read: speed("prompt_tokens", "prompt_seconds"),
     written: speed("generated_tokens", "decode_seconds"),
+    of: new Map(now.conversations.map((each) => [each.id, shareOf(each, now.time)])),
+  };
+}
+
+function shareOf(holder: Holder, time: number): Share {
+  const then = history.value.findLast((point) => point.time <= time - SPEED_SECONDS);
+  const former = then?.of.get(holder.id);
+  const rate = (now: number, before: number | undefined): number =>
+    then && before !== undefined ? Math.max(0, now - before) / (time - then.time) : 0;
+  return {
+    bytes: holder.bytes,
+    givenUp: holder.given_up,
+    prompt: holder.prompt_tokens,
+    generated: holder.generated_tokens,
+    read: rate(holder.prompt_tokens, former?.prompt),
+    written: rate(holder.generated_tokens, former?.generated),
   };
 }
 
@@ -172,6 +235,8 @@ export interface HeldText {
   texts: string[];
   held: number[];
   frozen: number[];
+  // What is held is outside of the pool, where no head is counted.
+  parked: boolean;
 }
 
 export const heldText = (

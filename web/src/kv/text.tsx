@@ -58,7 +58,11 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
       text?.texts.map((each, i) => (
         <span
           key={text.first + i}
-          class={`t h${levelOf(text.held[i]!, text.heads)} ${text.frozen[i] ? "f" : ""}`}
+          class={
+            text.parked
+              ? "t"
+              : `t h${levelOf(text.held[i]!, text.heads)} ${text.frozen[i] ? "f" : ""}`
+          }
           data-p={text.first + i}
           onClick={() => onPoint(text.first + i)}
         >
@@ -72,7 +76,9 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
   return (
     <section class="held-text" aria-label="Text, shaded by how much of it is held">
       <header>
-        <h3>Text, shaded by how many heads hold it</h3>
+        <h3>
+          {text?.parked ? "Text of what is parked" : "Text, shaded by how many heads hold it"}
+        </h3>
         <span class="range">
           {text && text.texts.length > 0
             ? `tokens ${text.first.toLocaleString("en")} to ${(end - 1).toLocaleString("en")}`

@@ -1,0 +1,120 @@
+"""Who holds entries of the KV cache: the one conversation of a server, or all of its pool."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.session.pool_session import PoolSession, Standing
+from entropykv.session.session import Session
+from entropykv.session.stats import SessionStats
+
+_ALONE = "0"
+_COUNTERS = (
+    "prompt_tokens",
+    "generated_tokens",
+    "prompt_seconds",
+    "decode_seconds",
+    "evictions",
+    "entries_frozen",
+    "entries_restored",
+    "entries_recalled",
+)
+
+
+@contextlib.contextmanager
+def between_steps(llama: EntropyLlama) -> Iterator[None]:
+    """Have no sequence read anything meanwhile; one that is alone reads in the calling thread."""
+    if llama.pool is None:
+        yield
+        return
+    with llama.pool.host.scheduler.between_steps():
+        yield
+
+
+def conversations(llama: EntropyLlama) -> dict[str, Session]:
+    """Return the sessions that have read something, by the id that routes know them by.
+
+    The one of a server that has no pool is there before.
+    """
+    if llama.pool is None:
+        return {_ALONE: llama._session}
+    return {f"{each.number}": each for each in llama.pool.sessions() if each.position > 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A conversation's figures at one moment."""
+
+    id: str
+    name: str | None
+    """What its client calls it."""
+    position: int
+    standing: Standing | None
+    """Among the others of a pool; None: it is alone."""
+    stats: SessionStats
+
+    @classmethod
+    def of(cls, name: str, session: Session) -> Holder:
+        """Look at a session, between two steps."""
+        client, standing = None, None
+        if isinstance(session, PoolSession):
+            client, standing = session.name, session.standing()
+        return cls(name, client, session.position, standing, session.stats())
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether what it holds is outside of the pool."""
+        return self.standing is not None and self.standing.parked_bytes > 0
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what differs where something has changed that a viewer sees."""
+        told = self.standing and (self.standing.state, self.standing.given_up)
+        stats = self.stats
+        counts = tuple(getattr(stats, name) for name in _COUNTERS)
+        return self.id, self.position, told, stats.kv_bytes_budget, stats.entries_kept, counts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON for the page; entries of one that is parked are those outside of the pool."""
+        stats, standing = self.stats, self.standing
+        return {
+            "id": self.id,
+            "name": self.name,
+            "position": self.position,
+            "state": standing.state if standing else "active",
+            "idle_seconds": round(standing.idle_seconds, 1) if standing else 0.0,
+            "given_up": standing.given_up if standing else 0,
+            "parked_bytes": standing.parked_bytes if standing else 0,
+            "entries": (standing and standing.parked_entries) or stats.entries_kept,
+            "entries_full": stats.entries_full,
+            "frozen_entries": stats.frozen_entries,
+            "budget": 0 if self.is_parked else stats.kv_bytes_budget,
+            "bytes": 0 if self.is_parked else stats.kv_bytes_now,
+            "bytes_full": stats.kv_bytes_full,
+            "frozen_bytes": stats.frozen_bytes,
+            **{name: getattr(stats, name) for name in _COUNTERS},
+        }
+
+
+def pool_figures(llama: EntropyLlama, found: list[Holder]) -> dict[str, Any]:
+    """Return what all conversations share, as JSON."""
+    if llama.pool is None:
+        stats = found[0].stats
+        return {
+            "budget": stats.kv_bytes_budget,
+            "used": stats.kv_bytes_now,
+            "peak": stats.kv_bytes_peak,
+            "sequences": 1,
+            "parked_bytes": 0,
+        }
+    now = llama.pool.stats()
+    return {
+        "budget": now.kv_bytes_budget,
+        "used": now.kv_bytes_now,
+        "peak": now.kv_bytes_peak,
+        "sequences": llama.pool.host.n_sequences,
+        "parked_bytes": now.parked_bytes,
+    }

@@ -1,0 +1,72 @@
+"""The text that the KV cache holds: tokens, and how many KV heads hold each of them."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.errors import RequestError
+from entropykv.server.kv_holders import between_steps, conversations
+from entropykv.session.pool_session import PoolSession
+from entropykv.session.session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldTokens:
+    """Tokens of a range of positions, and how many KV heads hold each of them."""
+
+    session: Session
+    position: int
+    first: int
+    tokens: list[int]
+    heads: int
+    held: list[int]
+    frozen: list[int]
+    parked: bool
+    """Whether what is held is outside of the pool: nobody counts it there."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON; a character of several tokens is in the text of the last one."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = (self.session.token_bytes(token, special=True) for token in self.tokens)
+        return {
+            "position": self.position,
+            "first": self.first,
+            "heads": self.heads,
+            "texts": [decoder.decode(text) for text in texts],
+            "held": self.held,
+            "frozen": self.frozen,
+            "parked": self.parked,
+        }
+
+
+def held_tokens(llama: EntropyLlama, name: str | None, first: int, count: int) -> HeldTokens:
+    """Look at a range of positions. RequestError where there is no such conversation.
+
+    `name`: its id; None: the first that there is.
+    """
+    with between_steps(llama):
+        sessions = conversations(llama)
+        session = next(iter(sessions.values()), None) if name is None else sessions.get(name)
+        if session is None:
+            which = "yet" if name is None else f"{name!r}"
+            raise RequestError(404, f"there is no conversation {which}; see /v1/kv/stream")
+        return _held_tokens(session, first, count)
+
+
+def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
+    tokens = session.tokens[first : first + count]
+    heads = sum(len(layer) for layer in session.budgets())
+    held, frozen, _ = session.cache_map()(first, 1, max(len(tokens), 1))
+    scale = heads if len(held) == 1 else 1
+    n_held, n_frozen = (
+        (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
+        for plane in (held, frozen)
+    )
+    parked = isinstance(session, PoolSession) and session.standing().parked_bytes > 0
+    position = session.position
+    return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, parked)

@@ -1,0 +1,17 @@
+// Colours of conversations: one each while it is there, the same in every figure.
+const COUNT = 8;
+const slots = new Map<string, number>();
+
+// Give those that are there a colour, and free the colours of those that are gone.
+export function assignColours(ids: string[]): void {
+  for (const id of slots.keys()) if (!ids.includes(id)) slots.delete(id);
+  for (const id of ids) {
+    if (slots.has(id)) continue;
+    const uses = Array.from({ length: COUNT }, () => 0);
+    for (const slot of slots.values()) ++uses[slot]!;
+    slots.set(id, uses.indexOf(Math.min(...uses)));
+  }
+}
+
+// The name of a colour of the style sheet.
+export const colourOf = (id: string): string => `holder-${slots.get(id) ?? 0}`;

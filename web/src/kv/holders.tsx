@@ -1,0 +1,90 @@
+// The conversations of a pool: who has how much of it, what it costs them, and whose heads are shown.
+import type { JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { state } from "../conversations";
+import { useStore } from "../store";
+import { colourOf } from "./colours";
+import { type Holder, history, picture, type Share } from "./stream";
+import { bytes, count, duration, share, short } from "./units";
+
+const NUMBER = /^[0-9a-f]{8}-[0-9a-f-]{27}$/; // another page's own
+
+function titleOf({ id, name }: Holder): string {
+  const own = state.value.list.find((each) => each.id === name);
+  return own?.title ?? (name === null || NUMBER.test(name) ? `Conversation ${id}` : name);
+}
+
+// Seconds since a picture came, each second: while nobody reads or writes, none comes.
+function useAge(received: number): number {
+  const [now, set] = useState(performance.now());
+  useEffect(() => {
+    const timer = setInterval(() => set(performance.now()), 1000);
+    return () => clearInterval(timer);
+  }, []);
+  return Math.max(0, now - received) / 1000;
+}
+
+function doing(holder: Holder, now: Share | undefined, age: number): string {
+  if (holder.state === "parked") return `parked: ${bytes(holder.parked_bytes)}`;
+  if (holder.state === "waiting") return "waits for room";
+  if (holder.state === "idle") return `idle for ${duration(holder.idle_seconds + age)}`;
+  if (now && now.read > now.written && now.read > 1) return `reads ${short(now.read)}/s`;
+  if (now && now.written > 0) return `writes ${short(now.written)}/s`;
+  return "reads";
+}
+
+interface Props {
+  shown: string | null;
+  onChoose: (id: string) => void;
+}
+
+export function Holders({ shown, onChoose }: Props): JSX.Element {
+  const { conversations, received } = useStore(picture)!;
+  const age = useAge(received);
+  const points = useStore(history);
+  useStore(state); // titles
+  const now = points.at(-1)?.of;
+  return (
+    <section class="holders" aria-label="Conversations in the pool">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">Conversation</th>
+            <th scope="col" class="not-phone">
+              Tokens
+            </th>
+            <th scope="col">Bytes</th>
+            <th scope="col">Held</th>
+            <th scope="col" title="Entries that left because others came">
+              Given up
+            </th>
+          </tr>
+        </thead>
+        <tbody>
+          {conversations.map((each) => (
+            <tr
+              key={each.id}
+              class={`${each.state} ${each.id === shown ? "chosen" : ""}`}
+              onClick={() => onChoose(each.id)}
+            >
+              <td>
+                <button type="button" aria-pressed={each.id === shown} title="Show what it holds">
+                  <i class={`key ${colourOf(each.id)}`} />
+                  <span>{titleOf(each)}</span>
+                </button>
+                <small>{doing(each, now?.get(each.id), age)}</small>
+              </td>
+              <td class="not-phone">{count(each.position)}</td>
+              <td>
+                {each.parked_bytes > 0 ? "–" : bytes(each.bytes)}
+                {each.budget > 0 && <small>of {bytes(each.budget)}</small>}
+              </td>
+              <td>{share(Math.min(each.entries, each.entries_full), each.entries_full)}</td>
+              <td>{each.given_up > 0 ? count(each.given_up) : "–"}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </section>
+  );
+}
