@@ -1,9 +1,9 @@
 """What the page costs: the server while somebody watches, and the browser at 128k positions.
 
-    python benchmarks/web_page.py [-m MODEL]
+    PYTHONPATH=. python benchmarks/web_page.py [-m MODEL]
 
-1. One server writes blocks of tokens, in alternation with and without a viewer of the cache; the
-   ratio is of the medians of one run.
+1. A server of one conversation, and one of a pool of four, write blocks of tokens, in alternation
+   with and without a viewer of the cache; ratios are of the medians of one run.
 2. What a look costs the model's thread, by entry, with 32 layers of 8 KV heads.
 3. What a step costs where nobody looks: one look at an empty queue.
 4. Frames per second and CPU of the page in Chromium, where 32 x 8 KV heads over 131,072 positions
@@ -25,7 +25,9 @@ import time
 import timeit
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,31 +75,62 @@ def viewer(url: str) -> Iterator[list[int]]:
     thread.join()
 
 
-def watched_ratio(model: Path) -> None:
-    """Print how fast tokens are written with a viewer, relative to without."""
-    prompt = "The lighthouse keeper climbed the stairs, and looked at the sea. " * 120
-    body = {"prompt": prompt, "max_tokens": BLOCK, "min_tokens": BLOCK, "temperature": 0}
-    server = Server(model=model, usual=("-c", 8192, "--kv-budget", 512, "-t", 1))
+@dataclass(frozen=True)
+class Block:
+    """What the server did for a block of tokens of every conversation."""
+
+    speed: float
+    """Tokens a second, of all together."""
+    cpu: float
+    """Seconds of CPU for a token, of all threads of the server."""
+
+
+def write_block(server: Server, n_conversations: int, turn: int) -> Block:
+    """Have every conversation go on with its prompt."""
+    process = psutil.Process(server.process.pid)
+
+    def write(number: int) -> None:
+        text = f"{number} The lighthouse keeper climbed the stairs, and looked at the sea. " * 120
+        body = {"prompt": text + " " * (turn % 3), "max_tokens": BLOCK, "min_tokens": BLOCK}
+        body |= {"temperature": 0, "user": f"user {number}"}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=900).raise_for_status()
+
+    before, start = process.cpu_times(), time.perf_counter()
+    with ThreadPoolExecutor(n_conversations) as threads:
+        list(threads.map(write, range(n_conversations)))
+    seconds, after = time.perf_counter() - start, process.cpu_times()
+    spent = after.user + after.system - before.user - before.system
+    tokens = n_conversations * BLOCK
+    return Block(tokens / seconds, spent / tokens)
+
+
+def watched_ratio(model: Path, n_conversations: int) -> None:
+    """Print what tokens cost with a viewer, relative to without."""
+    parallel = ("--parallel", n_conversations) if n_conversations > 1 else ()
+    budget = ("-c", 8192, "--kv-budget", 512 * n_conversations)
+    server = Server(*parallel, model=model, usual=(*budget, "-t", 1))
     try:
-        speeds: dict[bool, list[float]] = {False: [], True: []}
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
+        write_block(server, n_conversations, 0)
+        blocks: dict[bool, list[Block]] = {False: [], True: []}
         for turn in range(2 * ROUNDS):
             watched = turn % 2 == 1
-            body["prompt"] = prompt + " " * (turn % 3)
-            before = server.kv()
             if watched:
                 with viewer(server.url) as received:
-                    httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
+                    blocks[True].append(write_block(server, n_conversations, turn))
             else:
-                httpx.post(f"{server.url}/v1/completions", json=body, timeout=600)
-            after = server.kv()
-            tokens = after["generated_tokens"] - before["generated_tokens"]
-            speeds[watched].append(tokens / (after["decode_seconds"] - before["decode_seconds"]))
-        alone, seen = (statistics.median(speeds[watched]) for watched in (False, True))
-        print(f"tokens per second without a viewer {alone:.1f}, with one {seen:.1f}: ", end="")
-        print(f"{seen / alone:.3f}x; the last viewer got {received[0] / 1024:.0f} KiB")
+                blocks[False].append(write_block(server, n_conversations, turn))
     finally:
         server.end()
+    (alone, alone_cpu), (seen, seen_cpu) = (
+        (statistics.median(b.speed for b in some), statistics.median(b.cpu for b in some))
+        for some in (blocks[False], blocks[True])
+    )
+    print(
+        f"{n_conversations} conversations: {alone:.1f} tokens a second without a viewer, "
+        f"{seen:.1f} with one: {seen / alone:.3f}x; {1e3 * alone_cpu:.2f} ms of CPU for a token, "
+        f"{1e3 * seen_cpu:.2f} with one: {seen_cpu / alone_cpu:.3f}x; the last viewer got "
+        f"{received[0] / 1024:.0f} KiB"
+    )
 
 
 # --- 2 and 3: what a look costs -------------------------------------------------------------------
@@ -147,12 +180,19 @@ def picture(step: int, columns: int) -> dict[str, Any]:
         "entries_full": rows * POSITIONS,
         "frozen_entries": 26_000_000,
     }
-    figures |= dict.fromkeys(("bytes", "bytes_full", "frozen_bytes"), 2**31)
+    figures |= dict.fromkeys(("budget", "bytes", "bytes_full", "frozen_bytes"), 2**31)
+    figures |= {"name": None, "state": "active", "idle_seconds": 0, "given_up": 0}
     shape = {"rows": rows, "columns": columns, "first": 0, "per_column": POSITIONS // columns}
     data = base64.b64encode(zlib.compress(planes.tobytes(), 1)).decode()
-    conversation = {"id": "0", "position": POSITIONS, **shape, **figures, "planes": data}
-    pool = {"budget": 2**31, "used": 2**31, "peak": 2**31}
-    return {"time": time.time(), "pool": pool, "requests": 1, "conversations": [conversation]}
+    conversation = {"id": "0", "position": POSITIONS, "parked_bytes": 0, **figures}
+    pool = {"budget": 2**31, "used": 2**31, "peak": 2**31, "sequences": 1, "parked_bytes": 0}
+    return {
+        "time": time.time(),
+        "pool": pool,
+        "requests": 1,
+        "conversations": [conversation],
+        "map": {"id": "0", **shape, "planes": data},
+    }
 
 
 async def stream(request: Request) -> StreamingResponse:
@@ -163,6 +203,7 @@ async def stream(request: Request) -> StreamingResponse:
     made = [picture(step, columns) for step in range(8)]
     about = {"model": "128k", "store": "headwise", "policy": "auto", "kv_type": "q8_0"}
     about |= {"kv_budget": "0.2", "freeze": True, "n_ctx": POSITIONS, "layers": [HEADS] * LAYERS}
+    about |= {"shared": False}
 
     async def events() -> Any:
         yield f"event: model\ndata: {json.dumps(about)}\n\n"
@@ -185,6 +226,7 @@ async def answer(request: Request) -> Response:
         texts = [" word"] * int(request.query_params["count"])
         counts = [7] * len(texts)
         about = {"position": POSITIONS, "first": int(request.query_params["first"]), "heads": 256}
+        about["parked"] = False
         return JSONResponse({**about, "texts": texts, "held": counts, "frozen": counts})
     params: dict[str, Any] = {"default_generation_settings": {"params": {}}}
     return JSONResponse({**params, "model": "128k", "sampling": {}, "system": None})
@@ -272,7 +314,8 @@ def main() -> None:
     options = parser.parse_args()
     look_cost()
     page_speed()
-    watched_ratio(Path(find_model(options.model)))
+    for n_conversations in (1, 4):
+        watched_ratio(Path(find_model(options.model)), n_conversations)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_every_table_of_a_suite_has_a_panel(drawn: list[Any], tmp_path: Path) ->
     plots.draw_suite(tables, tmp_path / "plot.svg")
     titles = {axes.get_title() for axes in drawn[0].axes}
     assert len(titles) == len(drawn[0].axes) == 4
-    assert "2048 tokens, question known" in titles
+    assert "2,048 tokens, question known" in titles
 
 
 def test_lines_of_bench_have_markers_of_their_own(drawn: list[Any], tmp_path: Path) -> None:

@@ -46,6 +46,37 @@ def eval_file(path: Path, kl: float) -> Path:
     )
 
 
+def ruler_file(path: Path, score: float) -> Path:
+    """Two tables, of two lengths, as `eval --suite ruler --json` writes them."""
+    rows = [
+        EvalRow(
+            policy,
+            "f16" if policy == "stock" else "q8_0",
+            "0.2",
+            0.2,
+            2**20 * length / 1024,
+            2**23,
+            length=length,
+            question="unknown",
+            scores={"niah_single_1": share, **({"vt": share / 2} if length == 1024 else {})},
+            score=share,
+            score_relative=share,
+        )
+        for length in (1024, 4096)
+        for policy, share in (("stock", 1.0), ("uniform", score))
+    ]
+    return written(
+        path,
+        {
+            "model": {"name": "small"},
+            "settings": {"ruler_haystacks": ["whale <i>"]},
+            "complete": True,
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "items": [],
+        },
+    )
+
+
 def bench_file(path: Path) -> Path:
     rows = [
         BenchRow(length, name, 100.0 * length, 1.5, 50.0, 2.5, kv_bytes)
@@ -96,6 +127,7 @@ def files(tmp_path: Path) -> list[Path]:
         eval_file(tmp_path / "eval.json", 0.01),
         eval_file(tmp_path / "again" / "eval.json", 0.03),
         bench_file(tmp_path / "bench.json"),
+        ruler_file(tmp_path / "ruler.json", 0.625),
         run_file(tmp_path / "frozen.json", freezes=True),
         run_file(tmp_path / "plain.json", freezes=False),
         profile_file(tmp_path / "small.entropy.json"),
@@ -110,7 +142,7 @@ def page_of(files: list[Path], tmp_path: Path) -> str:
 
 def test_a_page_of_all_kinds_is_complete(files: list[Path], tmp_path: Path) -> None:
     page = page_of(files, tmp_path)
-    for title in ("Quality over bytes", "Speed over context", "Runs", "Heads"):
+    for title in ("Quality over bytes", "RULER", "Speed over context", "Runs", "Heads"):
         assert f"<h2>{title}</h2>" in page
     assert "<script" not in page
     loaded = re.findall(r"(?:src|href)=\"(?!#|data:)([^\"]*)\"", page)
@@ -118,6 +150,7 @@ def test_a_page_of_all_kinds_is_complete(files: list[Path], tmp_path: Path) -> N
     assert "somebody" not in page, "a path of the machine is in the page"
     assert "small &lt;b&gt;" in page
     assert "It was interrupted" in page
+    assert "Essays are replaced by whale &lt;i&gt;." in page
 
 
 def test_several_runs_are_compared(files: list[Path], tmp_path: Path) -> None:
@@ -130,10 +163,46 @@ def test_several_runs_are_compared(files: list[Path], tmp_path: Path) -> None:
         assert label in page
 
 
+def test_scores_of_ruler_are_compared_by_length_and_task(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    files = [
+        ruler_file(tmp_path / f"{name}ruler.json", score)
+        for name, score in (("", 0.625), ("b/", 0.25))
+    ]
+    page = page_of(files, tmp_path)
+    assert "<h2>Quality over bytes</h2>" not in page, "a suite has no such figures"
+    table = [
+        re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", row)
+        for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)
+    ]
+    names = [
+        "run",
+        "policy",
+        "type",
+        "tokens",
+        "question",
+        "budget",
+        "kept",
+        "KV MiB",
+        "of full f16",
+    ]
+    assert table[0] == [*names, "niah_single_1", "vt", "mean", "of full cache"]
+    assert [row[0] for row in table[1:]] == ["ruler", "ruler", "ruler (2)", "ruler (2)"] * 2
+    assert [row[3] for row in table[1:]] == ["1,024"] * 4 + ["4,096"] * 4
+    assert table[2][-4:] == ["62.5", "31.2", "62.5", "62.5%"]
+    assert table[8][-4:] == ["25.0", "", "25.0", "25.0%"]
+    for label in (
+        "1,024 tokens, question unknown",
+        "ruler (2): full cache",
+        "ruler: uniform, q8_0",
+    ):
+        assert label in page
+
+
 def test_figures_are_whole_and_their_ids_are_their_own(files: list[Path], tmp_path: Path) -> None:
     page = page_of(files, tmp_path)
     figures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(figures) == 4
+    assert len(figures) == 5
     ids: set[str] = set()
     for figure in figures:
         tree = ElementTree.fromstring(figure)  # noqa: S314
@@ -145,7 +214,7 @@ def test_figures_are_whole_and_their_ids_are_their_own(files: list[Path], tmp_pa
 
 
 def test_without_a_trajectory_there_is_no_figure(files: list[Path], tmp_path: Path) -> None:
-    assert "<svg" not in page_of([files[4]], tmp_path)
+    assert "<svg" not in page_of([files[5]], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def draw_eval(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
 def draw_suite(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
     """Write a picture of a suite's scores over bytes, a panel for each table; errors as draw()."""
     check_plot(path)
-    _save(suite_figure(rows), path)
+    _save(suite_figure({"": rows}), path)
 
 
 def draw_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:

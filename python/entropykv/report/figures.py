@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ _LETTERS = "sfmxd"
 _MARKERS = "os^Dv*PX<>p"
 """One more than there are colours, so that lines of one colour have different ones."""
 _LINES = ("-", "--", ":")
+_PANELS = 3
+"""Of a suite, side by side."""
 _QUALITIES = (
     ("kl", "KL divergence in nats", "distance to the full cache"),
     ("recall", "share of planted facts", "facts recalled"),
@@ -78,20 +81,32 @@ def eval_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
     return figure
 
 
-def suite_figure(rows: Sequence[EvalRow]) -> Any:
+def suite_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
     """Draw a suite's scores over the bytes of the cache, a panel for each table."""
-    scored = [row for row in rows if row.score is not None]
-    tables = list(dict.fromkeys((row.length, row.question) for row in scored))
-    figure = _figure(max(8, 5 * len(tables)), 5)
+    scored = {run: [row for row in rows if row.score is not None] for run, rows in runs.items()}
+    tables = list(dict.fromkeys(map(_table_of, itertools.chain(*scored.values()))))
+    n_columns = min(len(tables), _PANELS)
+    n_lines = -(-len(tables) // _PANELS) or 1
+    figure = _figure(max(8, 5 * n_columns), 5 * n_lines)
     for number, (length, question) in enumerate(tables):
-        axes = figure.add_subplot(1, len(tables), number + 1)
-        shown = [row for row in scored if (row.length, row.question) == (length, question)]
-        for full in (row.score for row in shown if row.policy == STOCK):
-            axes.axhline(full, color="k", linestyle="-.", linewidth=0.8, label="full cache")
-        _over_bytes(axes, {"": [row for row in shown if row.policy != STOCK]}, "score")
-        axes.set_title(f"{length} tokens, question {question}")
+        axes = figure.add_subplot(n_lines, n_columns, number + 1)
+        shown = {
+            run: [row for row in rows if _table_of(row) == (length, question)]
+            for run, rows in scored.items()
+        }
+        for run, rows in shown.items():
+            for full in (row.score for row in rows if row.policy == STOCK):
+                label = _label(runs, run, "full cache")
+                axes.axhline(full, color="0.5", linestyle="-.", linewidth=0.8, label=label)
+        kept = {run: [row for row in rows if row.policy != STOCK] for run, rows in shown.items()}
+        _over_bytes(axes, kept, "score")
+        axes.set_title(f"{length:,} tokens, question {question}")
         axes.set_ylabel("share of the references that are found")
     return figure
+
+
+def _table_of(row: EvalRow) -> tuple[int | None, str | None]:
+    return row.length, row.question
 
 
 def _measured(runs: Mapping[str, Sequence[EvalRow]], field: str) -> dict[str, list[EvalRow]]:

@@ -17,10 +17,18 @@ from entropykv.report.figures import (
     bench_figure,
     eval_figure,
     profile_figure,
+    suite_figure,
     trajectory_figure,
 )
 from entropykv.report.sources import Source, of_kind
-from entropykv.report.tables import Table, bench_table, eval_table, profile_table, run_table
+from entropykv.report.tables import (
+    Table,
+    bench_table,
+    eval_table,
+    profile_table,
+    run_table,
+    suite_table,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,16 @@ def _sections(sources: Sequence[Source]) -> Iterator[Section]:
             eval_table(runs),
             [("quality over the bytes of the cache", figure)],
         )
+    if runs := of_kind(sources, "ruler"):
+        figure = suite_figure({run.name: run.rows for run in runs})
+        yield Section(
+            "RULER",
+            "Shares of the references that answers contain, in percent, by task, and their mean; "
+            "beside those of the full f16 cache of stock llama.cpp. "
+            + " ".join(_about_suite(run) for run in runs),
+            suite_table(runs),
+            [("scores of RULER over the bytes of the cache", figure)],
+        )
     if runs := of_kind(sources, "bench"):
         figure = bench_figure({run.name: run.rows for run in runs})
         yield Section(
@@ -85,6 +103,11 @@ def _sections(sources: Sequence[Source]) -> Iterator[Section]:
 def _about_eval(run: Source) -> str:
     part = "" if run.data.get("complete", True) else " It was interrupted: rows are missing."
     return f"{run.name}: {run.data['model']['name']}, {len(run.rows)} rows.{part}"
+
+
+def _about_suite(run: Source) -> str:
+    essays = ", ".join(map(str, run.data["settings"]["ruler_haystacks"]))
+    return f"{_about_eval(run)} Essays are replaced by {essays}."
 
 
 def _about_bench(run: Source) -> str:

@@ -15,7 +15,7 @@ from entropykv.evaluation.bench import BenchRow
 from entropykv.evaluation.rows import EvalRow
 from entropykv.profile.profile import EntropyProfile
 
-Kind = Literal["eval", "bench", "profile", "run"]
+Kind = Literal["eval", "ruler", "bench", "profile", "run"]
 _WRITERS = (
     "`eval --json`, `bench --json`, `calibrate`, `profile --convert` or `run --stats-json` write"
 )
@@ -83,8 +83,8 @@ def _kind_of(data: Any) -> Kind | None:
     if "entries_kept" in data and "kv_bytes_peak" in data:
         return "run"
     rows = data.get("rows")
-    if isinstance(rows, list) and "settings" in data:
-        return "eval"
+    if isinstance(rows, list) and isinstance(data.get("settings"), dict):
+        return "ruler" if data["settings"].get("ruler_haystacks") else "eval"
     if isinstance(rows, list) and "read_bandwidth" in data:
         return "bench"
     return None
@@ -96,7 +96,7 @@ def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
         for name in ("positions", "hot", "frozen", "climbs"):
             _ = data.get("trajectory", {name: []})[name]
         return ()
-    made = EvalRow if kind == "eval" else BenchRow
+    made = BenchRow if kind == "bench" else EvalRow
     known = {field.name for field in dataclasses.fields(made)}
     return [made(**{key: row[key] for key in row.keys() & known}) for row in data["rows"]]
 

@@ -44,6 +44,8 @@ _EVAL: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
     ("prompt tok/s", lambda row: _text(row.prompt_speed, ",.0f")),
     ("decode tok/s", lambda row: _text(row.decode_speed, ",.1f")),
 )
+_N_SIZES = 4
+"""Columns of _EVAL that say what a row may keep; those after them say what it is worth."""
 _BENCH: tuple[tuple[str, Callable[[BenchRow], str]], ...] = (
     ("tokens", lambda row: f"{row.length:,}"),
     ("prompt tok/s", lambda row: f"{row.prompt_speed:,.0f}"),
@@ -75,6 +77,39 @@ def eval_table(sources: Sequence[Source]) -> Table:
         for row in source.rows
     ]
     return _filled(["run", "policy", "type", *(title for title, _ in _EVAL)], rows, 3)
+
+
+_SUITE: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
+    ("mean", lambda row: _text(row.score, ".1f", 100.0)),
+    ("of full cache", lambda row: _text(row.score_relative, ".1%")),
+)
+
+
+def suite_table(sources: Sequence[Source]) -> Table:
+    """Scores of every combination by length and task, in percent, of all runs."""
+    tasks = list(
+        dict.fromkeys(task for each in sources for row in each.rows for task in row.scores)
+    )
+    tables = dict.fromkeys((row.length, row.question) for each in sources for row in each.rows)
+    rows = [
+        [
+            source.name,
+            row.policy,
+            row.kv_type,
+            f"{row.length:,}",
+            str(row.question),
+            *(cell(row) for _, cell in _EVAL[:_N_SIZES]),
+            *(_text(row.scores.get(task), ".1f", 100.0) for task in tasks),
+            *(cell(row) for _, cell in _SUITE),
+        ]
+        for table in tables
+        for source in sources
+        for row in source.rows
+        if (row.length, row.question) == table
+    ]
+    sizes = [title for title, _ in _EVAL[:_N_SIZES]]
+    scores = [*tasks, *(title for title, _ in _SUITE)]
+    return _filled(["run", "policy", "type", "tokens", "question", *sizes, *scores], rows, 5)
 
 
 def bench_table(sources: Sequence[Source]) -> Table:
