@@ -99,8 +99,8 @@ def suite_table(sources: Sequence[Source]) -> Table:
             f"{row.length:,}",
             str(row.question),
             *(cell(row) for _, cell in _EVAL[:_N_SIZES]),
-            *(_text(row.scores.get(task), ".1f", 100.0) for task in tasks),
             *(cell(row) for _, cell in _SUITE),
+            *(_text(row.scores.get(task), ".1f", 100.0) for task in tasks),
         ]
         for table in tables
         for source in sources
@@ -108,7 +108,7 @@ def suite_table(sources: Sequence[Source]) -> Table:
         if (row.length, row.question) == table
     ]
     sizes = [title for title, _ in _EVAL[:_N_SIZES]]
-    scores = [*tasks, *(title for title, _ in _SUITE)]
+    scores = [*(title for title, _ in _SUITE), *tasks]
     return _filled(["run", "policy", "type", "tokens", "question", *sizes, *scores], rows, 5)
 
 
