@@ -1,5 +1,6 @@
 // The Python face of the extension: the only file that includes pybind11.
 #include <ggml.h>
+#include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -444,6 +445,57 @@ void bind_observation(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"));
 }
 
+// What forks and checkpoints share with a store.
+void bind_sharing(py::module_& m, py::class_<Headwise>& store) {
+    py::class_<Checkpoint>(m, "Checkpoint")
+        .def("drop", &Checkpoint::drop)
+        .def("copy", &Checkpoint::copy)
+        .def_property_readonly("is_dropped", &Checkpoint::is_dropped)
+        .def_property_readonly("pages", &Checkpoint::pages)
+        .def_property_readonly("own_pages", &Checkpoint::own_pages)
+        .def_property_readonly("copied_bytes", &Checkpoint::copied_bytes)
+        .def_property_readonly("entries", &Checkpoint::entries)
+        .def_property_readonly("evicted", &Checkpoint::evicted);
+    store.def("checkpoint", [](Headwise& self) { return self.store.checkpoint(); })
+        .def(
+            "go_on_from",
+            [](Headwise& self, Checkpoint& from, bool ends) {
+                const py::gil_scoped_release release;
+                return self.store.go_on_from(from, ends);
+            },
+            py::arg("checkpoint"), py::arg("ends"))
+        .def(
+            "checkpoint_count",
+            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+                self.check_head(layer, head);
+                return self.store.count(from, layer, head);
+            },
+            py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "save_checkpoint_head",
+            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+                self.check_head(layer, head);
+                py::bytes state(nullptr, self.store.state_bytes(from, layer, head));
+                self.store.save_head(from, layer, head,
+                                     reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
+                return state;
+            },
+            py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "checkpoint_state_bytes",
+            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+                self.check_head(layer, head);
+                return self.store.state_bytes(from, layer, head);
+            },
+            py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "on_full",
+            [](Headwise& self, std::function<bool()> drop) {
+                self.store.pool().on_full(std::move(drop));
+            },
+            py::arg("drop"));
+}
+
 // What session files hold of a store.
 void bind_state(py::class_<Headwise>& store) {
     const auto data = [](const py::bytearray& state) {
@@ -594,6 +646,12 @@ void bind_pool(py::module_& m) {
         .def(
             "set_pages", [](SequencePool& self, std::size_t n) { self.store->set_pages(n); },
             py::arg("pages"))
+        .def(
+            "on_full",
+            [](SequencePool& self, std::function<bool()> drop) {
+                self.store->on_full(std::move(drop));
+            },
+            py::arg("drop"))
         .def_property_readonly("shared_pages",
                                [](const SequencePool& s) { return s.store->shared_pages(); })
         .def_property_readonly(
@@ -652,6 +710,7 @@ void bind_headwise(py::module_& m) {
     py::class_<Headwise> store(m, "HeadwiseStore");
     bind_observation(store);
     bind_state(store);
+    bind_sharing(m, store);
     bind_freezing(store);
     store
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,

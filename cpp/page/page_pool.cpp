@@ -17,9 +17,11 @@ std::size_t PagePool::mapped_bytes() const {
 
 void PagePool::add_slab() {
     const std::size_t pages = std::min(pages_of_slab(page_bytes_), budget_pages_ - mapped_pages_);
-    slabs_.push_back({MappedMemory(pages * page_bytes_), pages});
-    const Slab& slab = slabs_.back();
+    slabs_.push_back({MappedMemory(pages * page_bytes_), pages, {}});
+    Slab& slab = slabs_.back();
+    slab.owners.resize(pages);
     mapped_pages_ += slab.pages;
+    sort_slabs();
     // Handed out from the back: ascending addresses.
     for (std::size_t i = slab.pages; i-- > 0;)
         free_.push_back(slab.memory.data() + i * page_bytes_);
@@ -34,12 +36,14 @@ std::byte* PagePool::allocate() {
     if (free_.empty()) add_slab();
     std::byte* page = free_.back();
     free_.pop_back();
+    owners_of(page) = 1;
     ++used_pages_;
     peak_pages_ = std::max(peak_pages_, used_pages_);
     return page;
 }
 
 void PagePool::release(std::byte* page) {
+    if (--owners_of(page) > 0) return;
     free_.push_back(page);
     --used_pages_;
 }
@@ -61,6 +65,11 @@ std::size_t PagePool::slab_of(const std::byte* page) const {
     throw std::logic_error("a page that is not of this pool");
 }
 
+const std::uint32_t& PagePool::owners_of(const std::byte* page) const {
+    const Slab& slab = slabs_[slab_of(page)];
+    return slab.owners[static_cast<std::size_t>(page - slab.memory.data()) / page_bytes_];
+}
+
 // How many of the first slabs hold as many pages as are in use.
 std::size_t PagePool::slabs_of_used_pages() const {
     std::size_t n = 0;
@@ -75,13 +84,18 @@ std::vector<std::byte*> PagePool::free_pages_of(std::size_t n_slabs) const {
     return pages;
 }
 
-std::byte* PagePool::relocate(std::byte* page, std::size_t n_kept,
-                              std::vector<std::byte*>& room) const {
-    if (slab_of(page) < n_kept) return page;
-    if (room.empty()) throw std::logic_error("more pages to relocate than are in use");
-    std::byte* moved = room.back();
-    room.pop_back();
+std::byte* PagePool::relocate(std::byte* page, Moves& moves) {
+    if (slab_of(page) < moves.n_kept) return page;
+    const std::uint32_t owners = owners_of(page);
+    if (owners > 1)
+        if (const auto found = moves.shared.find(page); found != moves.shared.end())
+            return found->second;
+    if (moves.room.empty()) throw std::logic_error("more pages to relocate than are in use");
+    std::byte* moved = moves.room.back();
+    moves.room.pop_back();
     std::copy(page, page + page_bytes_, moved);
+    owners_of(moved) = owners;
+    if (owners > 1) moves.shared.emplace(page, moved);
     return moved;
 }
 
@@ -92,6 +106,7 @@ void PagePool::keep_slabs(std::size_t n, std::vector<std::byte*> free) {
         slabs_.pop_back();
     }
     free_ = std::move(free);
+    sort_slabs();
 }
 
 void PagePool::sort_slabs() {

@@ -25,7 +25,7 @@ StoredRows HeadStore::rows(int layer_index, int head_index) const {
         load_k(layout, slot.page, slot.index, k);
         load_v(layout, slot.page, slot.index, v);
         rows.positions.push_back(position);
-        rows.importance.push_back(layout.importance(slot.page)[slot.index]);
+        rows.importance.push_back(stored_importance(layer, head, i));
         k += layout.k_dim;
         v += layout.v_dim;
     }

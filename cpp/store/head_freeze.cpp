@@ -83,8 +83,9 @@ Detections HeadStore::detections_of(const Head& head, int i) const noexcept {
 // dropped for it, or kNone.
 int HeadStore::freeze_entry(const Layer& layer, Head& head, int i, const Slot& slot,
                             std::int32_t now, std::int32_t due, Detections detections) noexcept {
-    const float importance = layer.layout.importance(slot.page)[slot.index];
     const bool stored = i < head.count;
+    const float importance =
+        stored ? stored_importance(layer, head, i) : layer.layout.importance(slot.page)[slot.index];
     ++head.n_frozen;
     if (stored && head.homes[index(i)] != ColdHead::kNone) {
         head.cold->freeze(head.homes[index(i)], importance, now, due, detections);

@@ -45,7 +45,7 @@ void HeadStore::size_workspaces() {
 }
 
 std::size_t HeadStore::workspace_bytes() const {
-    std::size_t bytes = 0;
+    std::size_t bytes = total([](const Head& head) { return bytes_of(head.importance); });
     for (const Workspace& w : workspaces_)
         bytes += bytes_of(w.positions) + bytes_of(w.scores) + bytes_of(w.scratch) +
                  bytes_of(w.of_page) + bytes_of(w.mean) + bytes_of(w.half_variance) +
@@ -84,7 +84,7 @@ void make_finite(float* scores, int n) {
 
 }  // namespace
 
-void HeadStore::add_observed(const Layer& layer, const Head& head, int head_index, int n_staged,
+void HeadStore::add_observed(const Layer& layer, Head& head, int head_index, int n_staged,
                              const float* observed) noexcept {
     // A single query stands for those since the last one that counted; its neighbourhood is left
     // out here, that of a prompt's queries was already.
@@ -95,7 +95,7 @@ void HeadStore::add_observed(const Layer& layer, const Head& head, int head_inde
     const std::int32_t limit = single_query_ ? newest_ - neighbourhood() : newest_;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layer.layout.positions(page);
-        float* importance = layer.layout.importance(page);
+        float* importance = importance_of(layer, head, page, first);
         for (int i = 0; i < n; ++i) {
             const float kept = importance[i] * factor;
             const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
@@ -112,7 +112,7 @@ std::int32_t HeadStore::gather(const Layer& layer, const Head& head, int head_in
     std::int32_t newest = 0;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = layer.layout.positions(page);
-        const float* importance = layer.layout.importance(page);
+        const float* importance = importance_of(layer, head, page, first);
         for (int i = 0; i < n; ++i) {
             newest = std::max(newest, positions[i]);
             workspace.positions[index(first + i)] = positions[i];

@@ -75,9 +75,7 @@ std::size_t HeadStore::state_bytes(int layer_index, int head_index) const {
 void HeadStore::save_head(int layer_index, int head_index, std::byte* state) const {
     const Layer& layer = layers_.at(index(layer_index));
     const Head& head = layer.heads.at(index(head_index));
-    copy_pages(layer.layout, head.pages, head.count,
-               [&](std::size_t page) { return state + page * layer.layout.bytes; });
-    head.queries.save(state + pages_of(layer.layout, head.count) * layer.layout.bytes);
+    save_active(layer, head, state);
     if (!layer.cold) return;
     state += active_state_bytes(layer, head.count);
     if (!head.cold) {  // given up: none of its entries has a record
@@ -94,6 +92,28 @@ void HeadStore::save_head(int layer_index, int head_index, std::byte* state) con
                     index(head.count) * sizeof(Detections));
     if (!head.cold->save(state + home_state_bytes(layer, head.count)))
         throw ColdStorageError(cold_->failed());
+}
+
+// Entries and statistics; the importance of entries in pages that others own, too, is the head's.
+void HeadStore::save_active(const Layer& layer, const Head& head, std::byte* state) const {
+    copy_pages(layer.layout, head.pages, head.count,
+               [&](std::size_t page) { return state + page * layer.layout.bytes; });
+    for (int i = 0; head.n_shared > 0 && i < head.count; ++i) {
+        std::byte* page = state + index(layer.layout.page_of(i)) * layer.layout.bytes;
+        layer.layout.importance(page)[layer.layout.slot_of(i)] = stored_importance(layer, head, i);
+    }
+    head.queries.save(state + pages_of(layer.layout, head.count) * layer.layout.bytes);
+}
+
+std::size_t HeadStore::state_bytes(const Checkpoint& from, int layer_index, int head_index) const {
+    const Layer& layer = layers_.at(index(layer_index));
+    return active_state_bytes(layer, count(from, layer_index, head_index));
+}
+
+void HeadStore::save_head(const Checkpoint& from, int layer_index, int head_index,
+                          std::byte* state) const {
+    const Head head = head_of(checked_head(from, number_of(layer_index, head_index)));
+    save_active(layers_.at(index(layer_index)), head, state);
 }
 
 std::string HeadStore::state_problem(int layer_index, int count, const std::byte* state,
@@ -144,6 +164,7 @@ void HeadStore::begin_load(const std::vector<int>& counts,
     size_workspaces();
     std::size_t next = 0;
     std::size_t n_pages = 0;
+    std::size_t n_freed = 0;  // once nothing is held
     for (Layer& layer : layers_) {
         for (Head& head : layer.heads) {
             const int count = counts.at(next);
@@ -151,6 +172,7 @@ void HeadStore::begin_load(const std::vector<int>& counts,
             const std::byte* state = states.at(next++);
             head.pages.reserve(pages_of(layer.layout, std::min(budget, count)));
             n_pages += pages_of(layer.layout, std::min(budget, count));
+            n_freed += head.pages.size() - foreign_pages(head, 0, head.pages.size());
             if (head.cold)
                 head.cold->begin_load(
                     state + active_state_bytes(layer, count) + home_state_bytes(layer, count),
@@ -158,6 +180,7 @@ void HeadStore::begin_load(const std::vector<int>& counts,
         }
     }
     if (next != counts.size()) throw std::invalid_argument("too many counts");
+    pool_->make_room(n_pages > n_freed ? n_pages - n_freed : 0);
     pool_->pages().map(pool_->pages().used_pages() - used_pages_ + n_pages);
 }
 
@@ -173,6 +196,7 @@ void HeadStore::load_head(int layer_index, int head_index, int count, std::byte*
         loaded.pages.push_back(state + page * layer.layout.bytes);
     if (head.cold) load_cold(layer, head, state, loaded);
     if (count > head.budget) keep_best(layer, loaded, head_index, 0, head.budget, workspaces_[0]);
+    drop_pages(layer, head, 0);  // others may own them, too
     grow_pages(layer, head, loaded.count);
     head.count = loaded.count;
     copy_pages(layer.layout, loaded.pages, head.count,

@@ -82,6 +82,10 @@ void HeadStore::grow_pages(const Layer& layer, Head& head, int entries) {
         std::byte* page = pool_->pages().allocate();
         if (page == nullptr) throw std::logic_error("the budgets of the KV heads exceed the pool");
         head.pages.push_back(page);
+        if (head.n_shared > 0) {
+            head.shared.push_back(0);
+            head.importance.resize(head.pages.size() * index(layer.layout.entries));
+        }
         peak_pages_ = std::max(peak_pages_, ++used_pages_);
     }
 }
@@ -92,6 +96,10 @@ void HeadStore::drop_pages(const Layer& layer, Head& head, int entries) {
         pool_->pages().release(head.pages.back());
         head.pages.pop_back();
         --used_pages_;
+        if (head.n_shared == 0) continue;
+        head.n_shared -= head.shared.back();
+        head.shared.pop_back();
+        forget_if_alone(head);
     }
 }
 
@@ -121,22 +129,21 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     pool_->check_share(share_pages_, pool_pages);
 
     std::size_t first = 0;
-    for (Layer& layer : layers_)
-        for (Head& head : layer.heads)
-            if (const int budget = budgets[first++]; head.cold && head.count > budget)
-                head.cold->prepare(head.count - budget);
-    settings_.protection = protection;
-    std::size_t next = 0;
+    std::size_t n_copies = 0;  // of pages that others own, too
     for (Layer& layer : layers_) {
-        for (int h = 0; h < layer.shape.n_head_kv; ++h, ++next) {
-            Head& head = layer.heads[index(h)];
-            head.budget = budgets[next];
-            if (head.count > head.budget) {
-                keep_best(layer, head, h, 0, head.budget, workspaces_[0]);
-            }
-            drop_pages(layer, head, head.count);
+        for (Head& head : layer.heads) {
+            const int budget = budgets[first++];
+            if (head.count <= budget) continue;
+            if (head.cold) head.cold->prepare(head.count - budget);
+            n_copies += foreign_pages(head, 0, index(pages_for(budget, layer.layout.entries)));
         }
     }
+    if (n_copies > 0) pool_->make_room(n_copies);
+    settings_.protection = protection;
+    std::size_t next = 0;
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads) head.budget = budgets[next++];
+    keep_budgets();
     pool_->set_share(share_pages_, pool_pages);
     share_pages_ = pool_pages;
     size_workspaces();
@@ -149,18 +156,32 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
     newest_ = newest;
     single_query_ = n_tokens + n_echo == 1;
     most_loaded_ = 0;
-    for (int l = 0; l < n_layers(); ++l) {
-        Layer& layer = layers_[index(l)];
-        for (int h = 0; h < layer.shape.n_head_kv; ++h) {
-            Head& head = layer.heads[index(h)];
-            const int due = prepare_cold(layer, head, n_tokens, newest);
-            const int restored = due + (recalls ? most_recalled(l, h) : 0);
-            const int most = std::min(head.budget, head.count + n_tokens + restored);
-            if (schedule_) drop_pages(layer, head, most);
-            grow_pages(layer, head, most);
+    std::size_t n_needed = 0;
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads)
+            n_needed += prepare_pages(layer, head, n_tokens, newest, recalls);
+    pool_->make_room(n_needed);
+    for (Layer& layer : layers_) {
+        for (Head& head : layer.heads) {
+            if (schedule_) drop_pages(layer, head, head.upcoming);
+            if (n_tokens > 0) own_pages(layer, head, first_written(layer, head, n_tokens));
+            grow_pages(layer, head, head.upcoming);
             size_homes(layer, head);
         }
     }
+}
+
+// How many pages a head needs besides those that it has, copies of what others own, too, included.
+std::size_t HeadStore::prepare_pages(const Layer& layer, Head& head, int n_tokens,
+                                     std::int32_t newest, bool recalls) {
+    const int due = prepare_cold(layer, head, n_tokens, newest);
+    const int restored = due + (recalls ? most_recalled(head) : 0);
+    head.upcoming = std::min(head.budget, head.count + n_tokens + restored);
+    const std::size_t wanted = index(pages_for(head.upcoming, layer.layout.entries));
+    const std::size_t n_more = wanted > head.pages.size() ? wanted - head.pages.size() : 0;
+    if (n_tokens == 0) return n_more;
+    const std::size_t first = first_written(layer, head, n_tokens);
+    return n_more + foreign_pages(head, first, head.pages.size());
 }
 
 void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_staged,
@@ -169,6 +190,11 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
     const auto copy = [&](const Slot& from, const Slot& to) {
         copies.add(from.page, from.index, to.page, to.index);
         copy_marks(layer.layout, from.page, from.index, to.page, to.index);
+    };
+    // Between micro-batches, pages that others own, too, are copied where they are written to.
+    const auto writable_slot = [&](int i) {
+        own_page(layer, head, layer.layout.page_of(i));
+        return stored_slot(layer, head, i);
     };
     // Holes among the stored entries take the staged survivors first.
     int hole = 0;
@@ -180,7 +206,7 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
     for (int i = 0; i < n_staged; ++i) {
         if (kept[head.count + i] == 0) continue;
         const int target = next_hole() < head.count ? hole++ : end++;
-        copy(staged_slot(layer, head_index, i), stored_slot(layer, head, target));
+        copy(staged_slot(layer, head_index, i), writable_slot(target));
         begin_entry(head, target);
     }
     // Holes that are left take the last survivors. Where staged entries were appended, none is.
@@ -189,7 +215,10 @@ void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_stag
             while (end > hole && kept[end - 1] == 0) --end;
             if (next_hole() >= end) break;
             --end;
-            copy(stored_slot(layer, head, end), stored_slot(layer, head, hole));
+            const Slot to = writable_slot(hole);
+            const float importance = stored_importance(layer, head, end);
+            copy(stored_slot(layer, head, end), to);
+            layer.layout.importance(to.page)[to.index] = importance;
             move_entry(head, end, hole++);
         }
     }
@@ -328,18 +357,47 @@ bool HeadStore::keep_from(const Layer& layer, Head& head, int head_index, int n_
     return true;
 }
 
+// Marks the stored entries before a position as kept.
+void HeadStore::mark_before(const Layer& layer, const Head& head, std::int32_t position,
+                            Workspace& workspace) const noexcept {
+    for (int i = 0; i < head.count; ++i) {
+        const Slot slot = stored_slot(layer, head, i);
+        const bool stays = layer.layout.positions(slot.page)[slot.index] < position;
+        workspace.kept[index(i)] = stays ? 1 : 0;
+    }
+}
+
+// How many pages that others own, too, apply() would write to.
+std::size_t HeadStore::foreign_holes(const Layer& layer, const Head& head,
+                                     const std::uint8_t* kept) const noexcept {
+    const auto n_kept = static_cast<int>(std::count(kept, kept + head.count, std::uint8_t{1}));
+    std::size_t n = 0;
+    for (int first = 0; first < n_kept; first += layer.layout.entries) {
+        const int last = std::min(n_kept, first + layer.layout.entries);
+        if (std::find(kept + first, kept + last, std::uint8_t{0}) == kept + last) continue;
+        const std::size_t page = index(layer.layout.page_of(first));
+        n += foreign_pages(head, page, page + 1);
+    }
+    return n;
+}
+
 void HeadStore::truncate(std::int32_t position) {
     if (position < 0) throw std::invalid_argument("positions begin at 0");
     Workspace& workspace = workspaces_[0];
     whole_from_.store(std::min(windows_whole_from(), position), std::memory_order_relaxed);
+    std::size_t n_copies = 0;  // of pages that others own, too
+    for (const Layer& layer : layers_) {
+        for (const Head& head : layer.heads) {
+            if (head.n_shared == 0) continue;
+            mark_before(layer, head, position, workspace);
+            n_copies += foreign_holes(layer, head, workspace.kept.data());
+        }
+    }
+    if (n_copies > 0) pool_->make_room(n_copies);
     for (Layer& layer : layers_) {
         for (int h = 0; h < layer.shape.n_head_kv; ++h) {
             Head& head = layer.heads[index(h)];
-            for (int i = 0; i < head.count; ++i) {
-                const Slot slot = stored_slot(layer, head, i);
-                const bool stays = layer.layout.positions(slot.page)[slot.index] < position;
-                workspace.kept[index(i)] = stays ? 1 : 0;
-            }
+            mark_before(layer, head, position, workspace);
             apply(layer, head, h, 0, workspace.kept.data());
             drop_pages(layer, head, head.count);
             if (head.cold) head.cold->truncate(position);
@@ -367,7 +425,7 @@ std::vector<float> HeadStore::importance(int layer_index, int head_index) const 
     for (int i = 0; i < head.count; ++i) {
         const Slot slot = stored_slot(layer, head, i);
         entries.emplace_back(layer.layout.positions(slot.page)[slot.index],
-                             layer.layout.importance(slot.page)[slot.index]);
+                             stored_importance(layer, head, i));
     }
     std::sort(entries.begin(), entries.end());
     std::vector<float> result;

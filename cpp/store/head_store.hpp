@@ -19,6 +19,7 @@
 #include "kernels/kernels.hpp"
 #include "page/page_layout.hpp"
 #include "platform/aligned_bytes.hpp"
+#include "store/checkpoint.hpp"
 #include "store/entry_copies.hpp"
 #include "store/layer_shape.hpp"
 #include "store/store_pool.hpp"
@@ -93,6 +94,7 @@ public:
     // the queries count; then n_tokens may be 0.
     void reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo = 0);
     const Staging& staging_area() const { return pool_->staging(); }
+    StorePool& pool() { return *pool_; }
     // Where in the staging area its part of the next micro-batch begins: see Staging.
     void stage_at(std::size_t page) { first_staged_page_ = page; }
     // Gives the share back: nothing may be held. The next set_budgets() takes another one.
@@ -126,6 +128,13 @@ public:
     void prepare_queries(std::int32_t rope_position, int n_tokens);
     template <typename Row>
     void add_queries(int layer, int head, int n_tokens, float scale, Row row) noexcept;
+
+    // What is held now, its pages shared: between micro-batches, of a store that does not freeze.
+    std::unique_ptr<Checkpoint> checkpoint();
+    // Replaces what is held by what a checkpoint of the same pool has, and evicts as set_budgets()
+    // does. ends: it is dropped, so that what nobody else owns need not be copied. False where the
+    // pool has no room for the copies: then nothing is held, and the checkpoint is as it was.
+    bool go_on_from(Checkpoint& from, bool ends);
 
     // Drops entries at positions >= position, frozen ones too.
     void truncate(std::int32_t position);
@@ -184,6 +193,12 @@ public:
     // The entries of a head as bytes, frozen ones too: see head_state.cpp.
     std::size_t state_bytes(int layer, int head) const;
     void save_head(int layer, int head, std::byte* state) const;
+    // Of a checkpoint.
+    std::size_t state_bytes(const Checkpoint& from, int layer, int head) const;
+    void save_head(const Checkpoint& from, int layer, int head, std::byte* state) const;
+    int count(const Checkpoint& from, int layer, int head) const {
+        return checked_head(from, number_of(layer, head)).count;
+    }
     // What is wrong with the state of a sequence of `end` tokens, or nothing.
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
@@ -196,6 +211,8 @@ public:
     // holds more than the head's budget, and evicts as set_budgets() does.
     void load_head(int layer, int head, int count, std::byte* state);
     void set_evicted(std::size_t entries) { evicted_.store(entries, std::memory_order_relaxed); }
+    // Copies all pages that others own, too: before over_entries() changes them.
+    void own_all();
     // visit(page, slot, position) for every stored entry of a layer's heads, frozen ones too.
     template <typename Visit>
     void over_entries(int layer, Visit visit) {
@@ -227,7 +244,8 @@ public:
             for (Head& head : layer.heads)
                 for (std::byte*& page : head.pages) page = visit(page);
     }
-    std::size_t workspace_bytes() const;  // of all workers, besides staging
+    // Of all workers, and of importance besides the pages; not of staging.
+    std::size_t workspace_bytes() const;
 
 private:
     struct Head {
@@ -239,6 +257,12 @@ private:
         std::optional<ColdHead> cold{};
         std::vector<int> homes{};              // records of its entries, where they have one
         std::vector<Detections> detections{};  // of its entries, under a schedule
+        // Pages that others may own, too, by page, and the importance of the entries in them, by
+        // entry; empty where there are none. See head_sharing.cpp.
+        std::vector<std::uint8_t> shared{};
+        std::vector<float> importance{};
+        int n_shared = 0;
+        int upcoming = 0;  // entries that the next micro-batch can leave behind
         // How often that happened. (Not counted by all heads together: their threads would wait
         // for each other with every entry.)
         std::size_t n_frozen = 0;
@@ -299,6 +323,20 @@ private:
         return {head.pages[index(layer.layout.page_of(i))], layer.layout.slot_of(i)};
     }
     Slot staged_slot(const Layer& layer, int head, int i) const;
+    // Importance of the stored or staged entries of a page, from entry `first` on.
+    static float* importance_of(const Layer& layer, Head& head, std::byte* page, int first) {
+        if (head.n_shared == 0 || first >= head.count) return layer.layout.importance(page);
+        const bool shared = head.shared[index(layer.layout.page_of(first))] != 0;
+        return shared ? head.importance.data() + first : layer.layout.importance(page);
+    }
+    static const float* importance_of(const Layer& layer, const Head& head, std::byte* page,
+                                      int first) {
+        return importance_of(layer, const_cast<Head&>(head), page, first);
+    }
+    static float stored_importance(const Layer& layer, const Head& head, int i) {
+        const Slot slot = stored_slot(layer, head, i);
+        return importance_of(layer, head, slot.page, i - slot.index)[slot.index];
+    }
     std::byte* const* staging_of(const Layer& layer, int head) const {
         const auto number = static_cast<std::size_t>(&layer - layers_.data());
         return pool_->staging().row(number, head) + first_staged_page_;
@@ -307,7 +345,7 @@ private:
     template <typename Visit>
     void over_pages(const Layer& layer, const Head& head, int head_index, int n_staged,
                     Visit visit) const;
-    void add_observed(const Layer& layer, const Head& head, int head_index, int n_staged,
+    void add_observed(const Layer& layer, Head& head, int head_index, int n_staged,
                       const float* observed) noexcept;
     std::int32_t gather(const Layer& layer, const Head& head, int head_index, int n_staged,
                         Workspace& workspace) const noexcept;
@@ -410,6 +448,24 @@ private:
                   Workspace& workspace) noexcept;
     void give_place(const Layer& layer, Head& head, int victim, int next, int n_incoming,
                     std::int32_t now, Workspace& workspace) noexcept;
+    void share_pages(const Layer& layer, Head& head);
+    void own_page(const Layer& layer, Head& head, int number);
+    void own_pages(const Layer& layer, Head& head, std::size_t first);
+    static void forget_if_alone(Head& head) noexcept;
+    std::size_t foreign_pages(const Head& head, std::size_t first, std::size_t last) const;
+    static std::size_t first_written(const Layer& layer, const Head& head, int n_tokens);
+    static Head head_of(const Checkpoint::Head& from);
+    const Checkpoint::Head& checked_head(const Checkpoint& from, std::size_t number) const;
+    std::size_t number_of(int layer, int head) const;
+    bool make_room_for(const Checkpoint& from, bool ends);
+    void keep_budgets();
+    std::size_t prepare_pages(const Layer& layer, Head& head, int n_tokens, std::int32_t newest,
+                              bool recalls);
+    void mark_before(const Layer& layer, const Head& head, std::int32_t position,
+                     Workspace& workspace) const noexcept;
+    std::size_t foreign_holes(const Layer& layer, const Head& head,
+                              const std::uint8_t* kept) const noexcept;
+    void save_active(const Layer& layer, const Head& head, std::byte* state) const;
     void grow_pages(const Layer& layer, Head& head, int entries);
     void drop_pages(const Layer& layer, Head& head, int entries);
 

@@ -42,6 +42,7 @@ void check(const HeadStore& store, const std::vector<RopeParams>& ropes) {
 void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<RopeParams>& ropes,
             int n_sinks, int old_shift, int new_shift) {
     check(store, ropes);
+    store.own_all();
     Angles angles(ropes.front());
     for (int layer = 0; layer < store.n_layers(); ++layer) {
         const auto number = static_cast<std::size_t>(layer);

@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "store/checkpoint.hpp"
 #include "store/head_store.hpp"
 
 namespace entropykv {
@@ -44,17 +45,26 @@ void StorePool::set_pages(std::size_t pages) {
         throw std::invalid_argument("more pages than memory has addresses");
     if (shared_pages_ > pages)
         throw std::invalid_argument("the shares of the sequences exceed the pool");
-    const bool shrinks = pages * pages_.page_bytes() < pages_.budget_bytes();
+    const bool shrinks = pages < pages_.budget_pages();
+    while (pages_.used_pages() > pages && drop_checkpoint_ && drop_checkpoint_()) {
+    }
     pages_.set_budget(pages);
     if (!shrinks) return;
     pages_.compact([&](auto relocate) {
         for (HeadStore* store : stores_) store->move_pages(relocate);
+        for (Checkpoint* checkpoint : checkpoints_) checkpoint->move_pages(relocate);
     });
+}
+
+bool StorePool::make_room(std::size_t pages) {
+    while (pages_.budget_pages() - pages_.used_pages() < pages)
+        if (!drop_checkpoint_ || !drop_checkpoint_()) return false;
+    return true;
 }
 
 void StorePool::check_share(std::size_t before, std::size_t pages) const {
     const std::size_t others = shared_pages_ - before;
-    const std::size_t all = pages_.budget_bytes() / pages_.page_bytes();
+    const std::size_t all = pages_.budget_pages();
     if (!follows_share_ && pages > all - others)
         throw std::invalid_argument("the other sequences leave fewer pages of the pool");
 }
@@ -67,6 +77,11 @@ void StorePool::set_share(std::size_t before, std::size_t pages) {
 void StorePool::leave(HeadStore& store, std::size_t share) {
     shared_pages_ -= share;
     stores_.erase(std::remove(stores_.begin(), stores_.end(), &store), stores_.end());
+}
+
+void StorePool::leave(Checkpoint& checkpoint) {
+    checkpoints_.erase(std::remove(checkpoints_.begin(), checkpoints_.end(), &checkpoint),
+                       checkpoints_.end());
 }
 
 }  // namespace entropykv

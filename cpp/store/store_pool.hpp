@@ -1,8 +1,11 @@
 // What sequences of one model share: the pages of a hard budget, of which every sequence has a
-// share, and the staging area. The shares together are never more than the pool has.
+// share, and the staging area. The shares together are never more than the pool has, and a store
+// never has more pages than its share, those that others own, too, included: so each of them can be
+// copied at any time, once checkpoints, which have no share, have made room.
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 #include "page/page_pool.hpp"
@@ -10,6 +13,7 @@
 
 namespace entropykv {
 
+class Checkpoint;
 class HeadStore;
 
 class StorePool {
@@ -28,11 +32,19 @@ public:
     // mapped_bytes(). Throws std::invalid_argument where the shares are more than that.
     void set_pages(std::size_t pages);
 
+    // drop() makes a checkpoint give its pages back, and returns whether there was one: for stores
+    // that need pages, between micro-batches.
+    void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
+    // So many free pages; whether there are.
+    bool make_room(std::size_t pages);
+
     // For stores. Throws std::invalid_argument where the other shares do not leave so many pages.
     void check_share(std::size_t before, std::size_t pages) const;
     void set_share(std::size_t before, std::size_t pages);
     void join(HeadStore& store) { stores_.push_back(&store); }
     void leave(HeadStore& store, std::size_t share);
+    void join(Checkpoint& checkpoint) { checkpoints_.push_back(&checkpoint); }
+    void leave(Checkpoint& checkpoint);
 
 private:
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
@@ -43,6 +55,8 @@ private:
     bool follows_share_;
     std::size_t shared_pages_ = 0;
     std::vector<HeadStore*> stores_;
+    std::vector<Checkpoint*> checkpoints_;
+    std::function<bool()> drop_checkpoint_;
 };
 
 }  // namespace entropykv

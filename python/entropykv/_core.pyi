@@ -1,6 +1,6 @@
 """Stores, attention and budgets of entropykv (C++)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -310,6 +310,9 @@ class SequencePool:
     def set_pages(self, pages: int) -> None:
         """Set the budget; ValueError where the sequences' shares are more, and nothing changes."""
 
+    def on_full(self, drop: Callable[[], bool]) -> None:
+        """Have `drop` called where pages are needed: it drops a Checkpoint, if there is one."""
+
     @property
     def shared_pages(self) -> int:
         """Pages of all shares."""
@@ -353,6 +356,32 @@ class AttentionBatch:
     @property
     def n_tokens(self) -> int: ...
 
+class Checkpoint:
+    """What a HeadwiseStore held at a moment: pages that it shares until one of them changes."""
+
+    def drop(self) -> None:
+        """Give the pages back; nothing can go on from it any more."""
+
+    def copy(self) -> Checkpoint:
+        """Return another one of the same pages."""
+
+    @property
+    def is_dropped(self) -> bool: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def own_pages(self) -> int:
+        """Pages that nobody else holds."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes besides the pages."""
+
+    @property
+    def entries(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+
 class HeadwiseStore:
     """Paged entries per (layer, KV head), and the attention over them."""
 
@@ -379,6 +408,28 @@ class HeadwiseStore:
         dropped; ValueError where its limit is too small, or with `own_windows`. `pool` None: the
         store has pages of its own, and its budget is all of them.
         """
+
+    def checkpoint(self) -> Checkpoint:
+        """Return what is held now. RuntimeError where the store freezes."""
+
+    def go_on_from(self, checkpoint: Checkpoint, ends: bool) -> bool:
+        """Replace what is held by what a checkpoint of the same pool has, and evict what is more.
+
+        `ends`: it is dropped, and its own pages are taken over. False where there is no room for
+        the copies that evicting needs: then nothing is held. ValueError for another pool's.
+        """
+
+    def checkpoint_count(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> int:
+        """Entries of a KV head of a checkpoint."""
+
+    def checkpoint_state_bytes(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> int:
+        """Size of save_checkpoint_head()."""
+
+    def save_checkpoint_head(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> bytes:
+        """As save_head(), of a checkpoint."""
+
+    def on_full(self, drop: Callable[[], bool]) -> None:
+        """As SequencePool.on_full()."""
 
     def give_up_share(self) -> None:
         """Leave the pool's pages to others; nothing may be held. set_budgets() takes a share."""

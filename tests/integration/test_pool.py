@@ -423,6 +423,87 @@ def test_a_fork_goes_on_from_what_was_read(model: Path) -> None:
                 np.testing.assert_array_equal(row, other)
 
 
+@pytest.mark.parametrize("policy", ["uniform", "adaptive", "streaming", "layer"])
+@pytest.mark.parametrize("tokens", [N_CTX, 96])
+def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, policy: str) -> None:
+    """Also where both evict, and what they share has to leave the pool meanwhile."""
+    with pool_of(model, n_sequences=2, kv_budget=tokens, policy=policy) as pool:
+        steps = Steps(pool)
+        first = pool.session()
+        first.decode(PROMPTS[4])
+        fork = first.fork()
+        again = fork.fork()
+        expected = written(first, [9], 20)
+        first.close()
+        for session in (fork, again):
+            found = written(session, [9], 20)
+            assert session.evicted > 0 or tokens == N_CTX
+            session.close()
+            for row, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(row, other)
+        assert 0 < steps.most_bytes <= pool.stats().kv_bytes_budget
+        assert pool.stats().kv_bytes_now == 0
+
+
+def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
+    with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX) as pool:
+        first = pool.session()
+        first.decode(PROMPTS[4])
+        alone = pool.stats().kv_bytes_now
+        forks = [first.fork() for _ in range(3)]
+        assert pool.stats().kv_bytes_now == alone
+        together([first, *forks], [[7], [8], [9], [10]], 4)
+        # Each has its own last page of every KV head, and at most one more, and nothing else.
+        n_heads = 3 * 2
+        page = pool.host.core_pool.budget_bytes // pool.host._pages  # type: ignore[union-attr]
+        assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
+        first.close()
+        rows = [fork.decode([5]) for fork in forks]  # what they share is still theirs
+        for fork in forks:
+            fork.close()
+        assert len(rows) == 3
+        assert pool.stats().kv_bytes_now == 0
+
+
+def test_idle_conversations_stay_in_the_pool_while_there_is_room(
+    model: Path, tmp_path: Path
+) -> None:
+    park = f"disk:{tmp_path}"
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, park=park, policy="uniform") as pool:
+        first, second = pool.session(), pool.session()
+        row = written(first, PROMPTS[4], 1)[-1]
+        page_bytes = pool.stats().kv_bytes_now
+        written(second, PROMPTS[3], 1)
+        assert not first.is_live
+        assert pool.stats().kv_bytes_now > page_bytes  # both are in it
+        outside = pool.stats().parked_bytes
+        assert outside < page_bytes / 8
+        second.reset()
+        written(second, [3] * 400, 1)  # needs the pages of the other one
+        assert pool.stats().parked_bytes > 2 * outside
+        found = written(first, [int(row.argmax())], 5)
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy="uniform") as single:
+        expected = written(single.session(), PROMPTS[4], 7)[2:]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "deepseek2"])
+def test_every_kind_of_layer_is_forked(name: str, tmp_path: Path) -> None:
+    """Windows, recurrent layers, latent attention: the fork has all of their states."""
+    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+    path = tmp_path / f"{name}.gguf"
+    write_known(path, models[name])
+    with pool_of(path, n_sequences=2, kv_type="f16", kv_budget=2 * N_CTX) as pool:
+        first = pool.session()
+        first.decode(PROMPTS[2])
+        fork = first.fork()
+        expected = written(first, [9], 8)
+        first.close()
+        for row, other in zip(written(fork, [9], 8), expected, strict=True):
+            np.testing.assert_array_equal(row, other)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

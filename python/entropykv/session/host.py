@@ -34,7 +34,7 @@ from entropykv.settings.options import Budget, Settings, at_least, is_number
 from entropykv.store.flat import FlatStore, flat_kv_type
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.protocol import Part, SavedState, Store, StoreState, decode_parts
+from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
 """Seconds after which it is looked again whether somebody is idle."""
@@ -169,6 +169,7 @@ class Host:
         self._pages = self._total_pages(self.budget)
         if self.core_pool is not None:
             self.core_pool.set_pages(self._pages)
+            self.core_pool.on_full(self.parking.make_room)
 
     def _resolve(self, profile: EntropyProfile | None) -> None:
         options, geometry = self.options, self.model.geometry
@@ -364,11 +365,18 @@ class Host:
         """Keep what a sequence holds elsewhere, and give its pages to the others. PoolError."""
         if self.core_pool is None or not seat.live:
             return
-        store = seat.store
-        parked = self.parking.put(seat.position, store.shift, store.state())
+        parked = self._kept(seat)
         self._vacate(seat)
         _headwise(seat).await_state(seat.position)
         seat.parked = parked
+
+    def _kept(self, seat: Seat) -> Parked:
+        """Keep what a live sequence holds: its pages are shared, but for frozen ones. PoolError."""
+        store = _headwise(seat)
+        pages = store.checkpoint()
+        if pages is None:
+            return self.parking.put(seat.position, store.shift, store.state())
+        return self.parking.hold(seat.position, pages, store.state_of)
 
     def _admit(self, work: Work) -> bool:
         """Make a sequence live that waits to be read; False: it has to wait for others."""
@@ -419,30 +427,29 @@ class Host:
             raise
 
     def _resume(self, seat: Seat, parked: Parked) -> None:
-        state: SavedState = self.parking.take(parked)
-        seat.store.load_state(state)
-        seat.given_up += parked.n_entries - _headwise(seat).core.entries
+        store, n_parked = _headwise(seat), parked.n_entries
+        with self.parking.staying(parked):
+            done = parked.pages is not None and store.go_on_from(parked.pages, ends=True)
+        if not done:  # its pages are needed to make it smaller
+            self.parking.leave_pool(parked)
+            store.load_state(self.parking.take(parked))
+        seat.given_up += n_parked - store.core.entries
         self.parking.drop(parked)
         seat.parked = None
 
     def copy(self, source: Seat, target: Seat) -> None:
         """Let a sequence that has read nothing go on from what another one holds. PoolError.
 
-        It is parked until it reads.
+        It is parked until it reads; its pages are those of the other one.
         """
         with self.scheduler.between_steps():
             if source.parked is not None:
-                state = self.parking.take(source.parked)
-                sections = (bytes(section) for section in state.sections)
-                n_bytes = source.parked.section_bytes
-                held = StoreState(state.entries, state.evicted, n_bytes, sections)
-                target.parked = self.parking.put(state.position, state.shift, held)
+                target.parked = self.parking.copy(source.parked)
             else:
-                store = source.store
-                target.parked = self.parking.put(source.position, store.shift, store.state())
+                target.parked = self._kept(source)
             target.position = source.position
             _headwise(target).await_state(target.position)
-            target.inherited = target.parked.state.evicted
+            target.inherited = target.parked.evicted
             _headwise(target).core.set_evicted(target.inherited)
 
     # --- shares -----------------------------------------------------------------------------------

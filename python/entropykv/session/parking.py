@@ -1,8 +1,13 @@
-"""Where idle sequences of a pool are kept: all that decoding depends on, in memory or in files."""
+"""Where idle sequences of a pool are kept: all that decoding depends on.
+
+They stay in the pool as long as nobody needs their pages; then they go to memory, or to files.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -10,30 +15,42 @@ from typing import BinaryIO
 from entropykv.errors import PoolError, SettingsError
 from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
+from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.protocol import SavedState, StoreState
 
 
-@dataclass
+@dataclass(eq=False)
 class Parked:
     """What a store held when its sequence was parked."""
 
-    state: SavedState
-    """Without its sections where they are in a file."""
-    n_bytes: int
-    file: BinaryIO | None
-    """Has no name: it goes with the process, however that ends."""
+    position: int
     section_bytes: list[int]
+    """Of its state, once it has left the pool."""
+    n_entries: int
+    """Entries of all KV heads."""
+    evicted: int
+    """Entries evicted until it was parked."""
+    pages: StoreCheckpoint | None = None
+    """While it is in the pool."""
+    leave: Callable[[StoreCheckpoint], StoreState] | None = None
+    """Makes the state of `pages`."""
+    state: SavedState | None = None
+    """Once it has left the pool; without its sections where they are in a file."""
+    file: BinaryIO | None = None
+    """Has no name: it goes with the process, however that ends."""
 
     @property
-    def n_entries(self) -> int:
-        """Entries of all KV heads."""
-        return sum(map(sum, self.state.entries))
+    def n_bytes(self) -> int:
+        """Bytes besides the pool: of a part of a sequence that is still in it, or of all."""
+        pages = self.pages
+        return sum(self.section_bytes) if pages is None else pages.n_bytes
 
 
 class Parking:
-    """Parked sequences, in `ram` or `disk:DIR`, of no more than `limit` bytes together.
+    """Parked sequences; those that leave the pool go to `ram` or `disk:DIR`.
 
-    SettingsError for anything else, and for a directory that cannot be used.
+    All of them together would take no more than `limit` bytes there, so that each can leave at any
+    time. SettingsError for anything else, and for a directory that cannot be used.
     """
 
     def __init__(self, where: str = RAM, limit: str | int | None = None) -> None:
@@ -44,10 +61,9 @@ class Parking:
                 f"the limit of parked conversations cannot be {limit!r}; give bytes such as 1GiB"
             )
         self.limit_bytes = n_bytes
-        self.bytes = 0
-        """Of all that is parked now."""
-        self.count = 0
-        """Sequences that are parked now."""
+        self._parked: list[Parked] = []
+        """The one that is parked longest first."""
+        self._staying: Parked | None = None
         self._directory: Path | None = None
         if where.startswith(DISK) and where != DISK:
             self._directory = Path(where[len(DISK) :])
@@ -56,23 +72,92 @@ class Parking:
         elif where != RAM:
             raise SettingsError(f"park cannot be {where!r}; use ram or disk:DIRECTORY")
 
+    @property
+    def bytes(self) -> int:
+        """Of all that is parked now, besides the pool."""
+        return sum(each.n_bytes for each in self._parked)
+
+    @property
+    def count(self) -> int:
+        """Sequences that are parked now."""
+        return len(self._parked)
+
+    def hold(
+        self,
+        position: int,
+        pages: StoreCheckpoint,
+        leave: Callable[[StoreCheckpoint], StoreState],
+    ) -> Parked:
+        """Keep a checkpoint in the pool until its pages are needed. PoolError as put()."""
+        parked = _parked(position, leave(pages))
+        parked.pages, parked.leave = pages, leave
+        try:
+            self._check_limit(parked)
+        except PoolError:
+            pages.drop()
+            raise
+        self._parked.append(parked)
+        return parked
+
     def put(self, position: int, shift: int, state: StoreState) -> Parked:
         """Keep what a store holds. PoolError where there is no room, and nothing has changed."""
-        n_bytes = sum(state.section_bytes)
-        if self.limit_bytes is not None and self.bytes + n_bytes > self.limit_bytes:
+        parked = _parked(position, state)
+        self._check_limit(parked)
+        self._write(parked, shift, state)
+        self._parked.append(parked)
+        return parked
+
+    def copy(self, parked: Parked) -> Parked:
+        """Keep the same once more. PoolError as put()."""
+        if parked.pages is not None and parked.leave is not None:
+            return self.hold(parked.position, parked.pages.copy(), parked.leave)
+        state = self.take(parked)
+        sections = (bytes(section) for section in state.sections)
+        held = StoreState(state.entries, state.evicted, parked.section_bytes, sections)
+        return self.put(state.position, state.shift, held)
+
+    def _check_limit(self, parked: Parked) -> None:
+        n_bytes = sum(sum(each.section_bytes) for each in (*self._parked, parked))
+        if self.limit_bytes is not None and n_bytes > self.limit_bytes:
             raise PoolError(
-                f"{self.bytes + n_bytes} bytes of parked conversations are more than the limit of "
+                f"{n_bytes} bytes of parked conversations are more than the limit of "
                 f"{self.limit_bytes}; close some, or give a larger limit (park_limit)"
             )
-        saved = SavedState(position, state.entries, state.evicted, shift, [])
-        file = None
+
+    def make_room(self) -> bool:
+        """Have the one that is parked longest leave the pool; False where none is in it. PoolError
+        where it can be kept nowhere else: it is as it was then.
+        """
+        for parked in self._parked:
+            if parked.pages is not None and parked is not self._staying:
+                self.leave_pool(parked)
+                return True
+        return False
+
+    def leave_pool(self, parked: Parked) -> None:
+        """Copy what is in the pool to where parked sequences are kept. PoolError."""
+        if parked.pages is None or parked.leave is None:
+            return
+        self._write(parked, parked.pages.shift, parked.leave(parked.pages))
+        parked.pages.drop()
+        parked.pages = parked.leave = None
+
+    @contextmanager
+    def staying(self, parked: Parked) -> Iterator[None]:
+        """Leave one in the pool while its sequence comes back."""
+        self._staying = parked
+        try:
+            yield
+        finally:
+            self._staying = None
+
+    def _write(self, parked: Parked, shift: int, state: StoreState) -> None:
+        saved = SavedState(parked.position, state.entries, state.evicted, shift, [])
         if self._directory is None:
             saved = replace(saved, sections=[bytearray(section) for section in state.sections])
         else:
-            file = self._written(state, self._directory)
-        self.bytes += n_bytes
-        self.count += 1
-        return Parked(saved, n_bytes, file, state.section_bytes)
+            parked.file = self._written(state, self._directory)
+        parked.state = saved
 
     def _written(self, state: StoreState, directory: Path) -> BinaryIO:
         try:
@@ -87,7 +172,11 @@ class Parking:
         return file
 
     def take(self, parked: Parked) -> SavedState:
-        """Return what was kept; drop() forgets it. PoolError where its file cannot be read."""
+        """Return what was kept outside of the pool; drop() forgets it. PoolError where its file
+        cannot be read.
+        """
+        if parked.state is None:
+            raise PoolError("a conversation that is in the pool has no other state")
         if parked.file is None:
             return replace(parked.state, sections=[bytearray(s) for s in parked.state.sections])
         parked.file.seek(0)
@@ -98,7 +187,13 @@ class Parking:
 
     def drop(self, parked: Parked) -> None:
         """Forget what was kept."""
-        self.bytes -= parked.n_bytes
-        self.count -= 1
+        self._parked.remove(parked)
+        if parked.pages is not None:
+            parked.pages.drop()
         if parked.file is not None:
             parked.file.close()
+
+
+def _parked(position: int, state: StoreState) -> Parked:
+    n_entries = sum(map(sum, state.entries))
+    return Parked(position, state.section_bytes, n_entries, state.evicted)

@@ -20,6 +20,7 @@ from entropykv.profile.belongs import check_model
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget, Settings
+from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_state import HeadwiseState
@@ -354,6 +355,23 @@ class HeadwiseStore(Store):
         self._state.load(state, self._shares, self._share)
         self.shift = state.shift
         self.await_state(state.position)
+
+    def checkpoint(self) -> StoreCheckpoint | None:
+        """What is held now, its pages shared; None where it freezes: frozen entries are copied."""
+        if self.cold.settings is not None:
+            return None
+        return self._state.checkpoint(self.shift, self._whole_from)
+
+    def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
+        """See HeadwiseState; what a store of another share holds more is evicted."""
+        done = self._state.go_on_from(checkpoint, self._share, ends=ends)
+        self.shift = checkpoint.shift if done else 0
+        self._loaded = checkpoint.whole_from if done else 0
+        return done
+
+    def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
+        """What state() was when a checkpoint was made."""
+        return self._state.state_of(checkpoint)
 
     @property
     def evicted(self) -> int:

@@ -13,6 +13,7 @@ from entropykv import _core
 from entropykv.llamacpp.recurrent import RecurrentState
 from entropykv.policy.names import Policy
 from entropykv.policy.online import OnlineBudgets
+from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.cold import ColdSide
 from entropykv.store.protocol import DamagedState, SavedState, StoreState
 
@@ -57,6 +58,51 @@ class HeadwiseState:
             ],
             sections=itertools.chain(
                 (self._section(i, head) for i, head, _ in _per_head(entries)), rest
+            ),
+        )
+
+    def checkpoint(self, shift: int, whole_from: int) -> StoreCheckpoint:
+        """What is held now, its pages shared; of a store that does not freeze."""
+        core = self._store.checkpoint()
+        seen = None if self._online is None else self._online.state()
+        recurrent = b"" if self._recurrent is None else self._recurrent.save()
+        n_bytes = core.copied_bytes + len(recurrent) + (0 if seen is None else seen.nbytes)
+        return StoreCheckpoint(core, shift, whole_from, seen, recurrent, n_bytes)
+
+    def go_on_from(
+        self, checkpoint: StoreCheckpoint, share: Callable[[], None], *, ends: bool
+    ) -> bool:
+        """Replace what is held by a checkpoint, which `ends`, or not; `share` sets the budgets.
+
+        False where the pool has no room for the copies that this needs: then nothing is held.
+        """
+        if self._recurrent is not None:
+            self._recurrent.replace(checkpoint.recurrent)
+        self._store.truncate(0)
+        if self._online is not None and checkpoint.seen is not None:
+            self._online.load(checkpoint.seen)
+        share()
+        return self._store.go_on_from(checkpoint.core, ends)
+
+    def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
+        """The sections that save() would have made of what a checkpoint has."""
+        core, store = checkpoint.core, self._store
+        entries = [
+            [store.checkpoint_count(core, layer, head) for head in range(shape.n_head_kv)]
+            for layer, shape in enumerate(self._layers)
+        ]
+        heads = [(layer, head) for layer, head, _ in _per_head(entries)]
+        rest = [] if checkpoint.seen is None else [checkpoint.seen.astype("<f8").tobytes()]
+        rest += [checkpoint.recurrent] if checkpoint.recurrent else []
+        return StoreState(
+            entries=entries,
+            evicted=core.evicted,
+            section_bytes=[
+                *(store.checkpoint_state_bytes(core, layer, head) for layer, head in heads),
+                *map(len, rest),
+            ],
+            sections=itertools.chain(
+                (store.save_checkpoint_head(core, layer, head) for layer, head in heads), rest
             ),
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import EntropyKVError, FreezeError, UnsupportedModelError
+from entropykv.errors import EntropyKVError, FreezeError, PoolError, UnsupportedModelError
 from entropykv.llamacpp.batch import SEQUENCE, BatchPart, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
@@ -256,7 +256,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
 def _made_room(part: Part, model_name: str) -> bool:
     try:
         part.store.before(len(part.tokens), part.position, len(part.echo))
-    except FreezeError as error:
+    except (FreezeError, PoolError) as error:
         part.error = error
     except Exception as error:
         part.untouched = False

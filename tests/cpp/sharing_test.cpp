@@ -1,0 +1,328 @@
+// Sequences that share pages: each of them computes and keeps what it does with pages of its own,
+// the pool counts every page once, never holds more than it may, and frees what nobody owns.
+#include <map>
+
+#include "testing.hpp"
+
+namespace {
+
+constexpr int kHeads = 2;
+constexpr int kMostSequences = 6;
+constexpr int kLargestPiece = 40;
+
+// A sequence of the pool, and one of its own that does the same.
+struct Pair {
+    Pair(const LayerShape& shape, const StoreSettings& settings,
+         const std::shared_ptr<StorePool>& pool)
+        : shared({shape}, settings, pool),
+          attention(shared, *available_kernels().back(), 1),
+          alone({shape}, settings),
+          attention_alone(alone, *available_kernels().back(), 1) {}
+
+    HeadStore shared;
+    Attention attention;
+    HeadStore alone;
+    Attention attention_alone;
+    std::int32_t end = 0;
+};
+
+// What a sequence held, in the pool and alone.
+struct Kept {
+    std::unique_ptr<Checkpoint> checkpoint;
+    std::vector<std::vector<std::byte>> states;
+    std::vector<int> counts;
+    std::size_t evicted;
+    std::int32_t end;
+};
+
+struct Machine {
+    Machine(const LayerShape& shape, const StoreSettings& settings, unsigned seed)
+        : shape(shape),
+          settings(settings),
+          random(seed),
+          pool(std::make_shared<StorePool>(std::vector<LayerShape>{shape}, settings.type,
+                                           kLargestPiece, kMostSequences)) {
+        pool->on_full([this] { return drop_one(); });
+        resize(120 + below(200));
+    }
+
+    int below(int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); }
+
+    bool drop_one() {
+        for (Kept& each : kept) {
+            if (each.checkpoint->is_dropped() || &each == pinned) continue;
+            each.checkpoint->drop();
+            ++n_dropped;
+            return true;
+        }
+        return false;
+    }
+
+    void resize(int pages) {
+        const auto before = static_cast<int>(pool->pages().budget_pages());
+        if (pages > before) pool->set_pages(index(pages));
+        share = pages / kMostSequences;
+        for (const auto& pair : pairs) set_budgets(*pair);
+        pool->set_pages(index(pages));
+    }
+
+    void set_budgets(Pair& pair) {
+        const int entries = std::max(share / kHeads * pair.alone.layout(0).entries, 13);
+        const std::vector<int> budgets{std::min(entries, kMaxEntries),
+                                       std::max(13, std::min(entries, kMaxEntries) - 9)};
+        for (HeadStore* store : {&pair.shared, &pair.alone})
+            store->set_budgets(budgets, index(share), kProtection);
+    }
+
+    Pair& add() {
+        pairs.push_back(std::make_unique<Pair>(shape, settings, pool));
+        set_budgets(*pairs.back());
+        return *pairs.back();
+    }
+
+    void read(Pair& pair) {
+        const int n = below(3) == 0 ? 1 + below(kLargestPiece) : 1;
+        if (pair.end + n > kMaxEntries) truncate(pair, 0);
+        const unsigned seed = random();
+        std::mt19937 first(seed), second(seed);
+        const auto found = read_batch(pair.attention, shape, n, pair.end, first, 1);
+        const auto expected = read_batch(pair.attention_alone, shape, n, pair.end, second, 1);
+        CHECK(found == expected);
+        pair.end += n;
+    }
+
+    static void truncate(Pair& pair, std::int32_t end) {
+        pair.end = end;
+        pair.shared.truncate(end);
+        pair.alone.truncate(end);
+    }
+
+    void keep(Pair& pair) {
+        Kept made{pair.shared.checkpoint(), {}, {}, pair.alone.evicted(), pair.end};
+        CHECK(made.checkpoint->own_pages() == 0);
+        for (int head = 0; head < kHeads; ++head) {
+            made.counts.push_back(pair.alone.count(0, head));
+            made.states.emplace_back(pair.alone.state_bytes(0, head));
+            pair.alone.save_head(0, head, made.states.back().data());
+            std::vector<std::byte> state(pair.shared.state_bytes(*made.checkpoint, 0, head));
+            pair.shared.save_head(*made.checkpoint, 0, head, state.data());
+            CHECK(state == made.states.back());
+        }
+        kept.push_back(std::move(made));
+    }
+
+    // Both copies of a sequence go on from what was kept.
+    void go_on(Pair& pair, std::size_t number, bool ends) {
+        Kept& from = kept[number];
+        if (from.checkpoint->is_dropped()) {
+            kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
+            return;
+        }
+        pinned = &from;
+        const bool done = pair.shared.go_on_from(*from.checkpoint, ends);
+        pinned = nullptr;
+        pair.alone.truncate(0);
+        pair.end = done ? from.end : 0;
+        if (!done) {
+            ++n_refused;
+            CHECK(pair.shared.entries() == 0);
+            return;
+        }
+        ++n_forks;
+        std::vector<const std::byte*> starts;
+        for (const std::vector<std::byte>& state : from.states) starts.push_back(state.data());
+        pair.alone.begin_load(from.counts, starts,
+                              {pair.alone.budget(0, 0), pair.alone.budget(0, 1)});
+        pair.alone.set_evicted(from.evicted);
+        for (int head = 0; head < kHeads; ++head) {
+            std::vector<std::byte> state = from.states[index(head)];
+            pair.alone.load_head(0, head, from.counts[index(head)], state.data());
+        }
+        if (ends) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
+    }
+
+    void step() {
+        const int kind = below(24);
+        const std::size_t number = pairs.empty() ? 0 : random() % pairs.size();
+        if (kind == 0 && pairs.size() > 1) {
+            pairs.erase(pairs.begin() + static_cast<std::ptrdiff_t>(number));
+        } else if (kind <= 1 && pairs.size() < index(kMostSequences)) {
+            add();
+        } else if (pairs.empty()) {
+            return;
+        } else if (kind == 2) {
+            truncate(*pairs[number], below(pairs[number]->end + 1));
+        } else if (kind <= 4 && kept.size() < 24) {
+            keep(*pairs[number]);
+        } else if (kind <= 6 && !kept.empty()) {
+            go_on(*pairs[number], random() % kept.size(), below(2) == 0);
+        } else if (kind == 7 && kept.size() > 16) {
+            kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
+        } else if (kind == 8 && below(4) == 0) {
+            resize(120 + below(200));
+        } else {
+            read(*pairs[number]);
+        }
+    }
+
+    // Every page is counted once, and its owners are those that name it.
+    void count_pages() {
+        std::map<const std::byte*, int> owners;
+        std::size_t own = 0;
+        for (const auto& pair : pairs) {
+            for (int head = 0; head < kHeads; ++head) {
+                const int per_page = pair->shared.layout(0).entries;
+                const int n = (pair->shared.count(0, head) + per_page - 1) / per_page;
+                for (int page = 0; page < n; ++page) ++owners[pair->shared.pages(0, head)[page]];
+            }
+            own += pair->shared.used_bytes();
+            CHECK(pair->shared.used_bytes() <= pair->shared.budget_bytes());
+        }
+        std::size_t of_checkpoints = 0;
+        for (const Kept& each : kept) of_checkpoints += each.checkpoint->pages();
+        const PagePool& pages = pool->pages();
+        CHECK(pages.used_bytes() <= pages.budget_bytes());
+        CHECK(pages.used_pages() >= owners.size());
+        CHECK(pages.used_bytes() <= own + of_checkpoints * pages.page_bytes());
+        for (const auto& [page, n] : owners) CHECK(n == 1 || pages.is_shared(page));
+        most_owners = std::max(most_owners, own / pages.page_bytes() - owners.size());
+    }
+
+    void compare() {
+        for (const auto& pair : pairs) {
+            CHECK(pair->shared.evicted() == pair->alone.evicted());
+            for (int head = 0; head < kHeads; ++head) {
+                CHECK(pair->shared.positions(0, head) == pair->alone.positions(0, head));
+                CHECK(pair->shared.importance(0, head) == pair->alone.importance(0, head));
+            }
+        }
+    }
+
+    LayerShape shape;
+    StoreSettings settings;
+    std::mt19937 random;
+    std::shared_ptr<StorePool> pool;
+    std::vector<std::unique_ptr<Pair>> pairs;
+    std::vector<Kept> kept;
+    const Kept* pinned = nullptr;
+    int share = 0;
+    int n_forks = 0, n_refused = 0, n_dropped = 0;
+    std::size_t most_owners = 0;
+};
+
+struct Totals {
+    int steps = 0, forks = 0, dropped = 0, refused = 0;
+};
+
+void test_random_sharing(KvType type, ScoreKind score, unsigned seed, int n_steps, Totals& totals) {
+    const LayerShape shape{4, kHeads, 16, 16, seed % 3 == 2 ? 60 : 0};
+    Machine machine(shape, settings_of(type, score), seed);
+    for (int step = 0; step < n_steps; ++step, ++totals.steps) {
+        machine.step();
+        machine.count_pages();
+        if (step % 8 == 0) machine.compare();
+    }
+    machine.compare();
+    totals.forks += machine.n_forks;
+    totals.dropped += machine.n_dropped;
+    totals.refused += machine.n_refused;
+    CHECK(machine.most_owners > 0);
+    machine.pairs.clear();
+    machine.kept.clear();
+    CHECK(machine.pool->pages().used_pages() == 0);
+    CHECK(machine.pool->shared_pages() == 0);
+}
+
+// A fork takes no pages before it reads, and one of every head when it does.
+void test_fork_costs_what_it_reads() {
+    const LayerShape shape{4, kHeads, 16, 16};
+    const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
+    const auto pool = std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16,
+                                                  kMaxTokens, kMostSequences);
+    pool->set_pages(400);
+    Pair first(shape, settings, pool), second(shape, settings, pool);
+    const std::vector<int> budgets{1000, 1000};
+    for (HeadStore* store : {&first.shared, &second.shared})
+        store->set_budgets(budgets, 200, kProtection);
+    std::mt19937 random(1);
+    for (int end = 0; end < 600; end += 300)
+        read_batch(first.attention, shape, 300, end, random, 1);
+    const std::size_t alone = pool->pages().used_pages();
+    CHECK(second.shared.go_on_from(*first.shared.checkpoint(), false));
+    CHECK(pool->pages().used_pages() == alone);
+    CHECK(second.shared.used_bytes() == first.shared.used_bytes());
+    read_batch(second.attention, shape, 1, 600, random, 1);
+    CHECK(pool->pages().used_pages() == alone + kHeads);
+    first.shared.truncate(0);  // what the other one has stays
+    CHECK(second.shared.entries() == 601 * kHeads);
+    CHECK(pool->pages().used_bytes() == second.shared.used_bytes());
+    second.shared.set_budgets({40, 40}, 200, kProtection);
+    CHECK(second.shared.entries() == 40 * kHeads);
+    CHECK(pool->pages().used_bytes() == second.shared.used_bytes());
+}
+
+// Where a checkpoint fills the pool, a store with a smaller share can only take it over.
+void test_no_room_for_copies() {
+    const LayerShape shape{4, kHeads, 16, 16};
+    const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
+    const auto pool = std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16,
+                                                  kMaxTokens, kMostSequences);
+    pool->set_pages(40);
+    Pair pair(shape, settings, pool);
+    const int full = 20 * pair.shared.layout(0).entries;
+    pair.shared.set_budgets({full, full}, 40, kProtection);
+    std::mt19937 random(2);
+    for (int end = 0; end + 100 < full; end += 100)
+        read_batch(pair.attention, shape, 100, end, random, 1);
+    read_batch(pair.attention, shape, 150, full / 100 * 100, random, 1);
+    const auto checkpoint = pair.shared.checkpoint();
+    const std::size_t used = pool->pages().used_pages();
+    CHECK(used > 30);
+    pair.shared.truncate(0);
+    pair.shared.set_budgets({full / 2, full / 2}, 20, kProtection);
+    CHECK(!pair.shared.go_on_from(*checkpoint, false));
+    CHECK(pair.shared.entries() == 0);
+    CHECK(pool->pages().used_pages() == used && checkpoint->own_pages() == used);
+    CHECK(pair.shared.go_on_from(*checkpoint, true));
+    CHECK(checkpoint->is_dropped());
+    CHECK(pair.shared.entries() == index(full));
+    CHECK(pool->pages().used_pages() == 20);
+}
+
+void test_what_is_impossible_is_refused() {
+    const LayerShape shape{4, kHeads, 16, 16};
+    StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
+    const auto pool = [&] {
+        auto made =
+            std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16, kMaxTokens, 2);
+        made->set_pages(100);
+        return made;
+    };
+    Pair one(shape, settings, pool()), other(shape, settings, pool());
+    const auto checkpoint = one.shared.checkpoint();
+    CHECK(refused([&] { other.shared.go_on_from(*checkpoint, false); }));
+    checkpoint->drop();
+    CHECK(refused([&] { one.shared.go_on_from(*checkpoint, false); }));
+    settings.freezing = freezings()[1];
+    HeadStore freezing({shape}, settings);
+    CHECK(refused([&] { freezing.checkpoint(); }));
+}
+
+}  // namespace
+
+int main() {
+    test_fork_costs_what_it_reads();
+    test_no_room_for_copies();
+    test_what_is_impossible_is_refused();
+    Totals totals;
+    for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::expected})
+        for (const KvType type : {KvType::f16, KvType::q8_0})
+            for (unsigned seed = 0; seed < 6; ++seed)
+                test_random_sharing(type, score, seed, 2800, totals);
+    CHECK(totals.steps >= 100000);
+    CHECK(totals.forks > 1000);
+    CHECK(totals.dropped > 1000);
+    std::printf("%d operations: %d forks, %d checkpoints dropped, %d refused\n", totals.steps,
+                totals.forks, totals.dropped, totals.refused);
+    return summary();
+}
