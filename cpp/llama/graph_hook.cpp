@@ -32,8 +32,9 @@ void release_cells(const ggml_tensor* cache) {
 }
 
 // Whether a tensor is an input of the graph, or only that in another type or shape.
-bool is_input(const ggml_tensor* tensor) {
+bool is_input(const ggml_tensor* tensor, const DeviceCopies& copies) {
     while (tensor != nullptr) {
+        tensor = copies.source_of(tensor);
         if ((tensor->flags & GGML_TENSOR_FLAG_INPUT) != 0) return true;
         const bool passes_on = tensor->op == GGML_OP_CPY || tensor->op == GGML_OP_CONT;
         tensor = tensor->view_src != nullptr ? tensor->view_src
@@ -80,6 +81,7 @@ void GraphHook::note_obstacle(const std::string& why) {
 }
 
 bool GraphHook::look(const ggml_tensor* node) {
+    copies_.note(node);
     if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
     if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
     if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
@@ -96,7 +98,7 @@ void GraphHook::look_at_write(const ggml_tensor* node) {
 }
 
 void GraphHook::look_at_keys(const ggml_tensor* rows, int cache_layer) {
-    const RopeSeen rope = look_at_rope(rows);
+    const RopeSeen rope = look_at_rope(rows, copies_);
     if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
     if (!rope.factors_known) note_obstacle("its RoPE factors are not in memory");
     if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;
@@ -124,7 +126,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     if (!latent && cache_layer_of(v, kCacheV) != cache_layer) return refuse("its V is not cached");
     float params[3];
     std::memcpy(params, node->op_params, sizeof params);
-    if (!is_input(node->src[3]))
+    if (!is_input(node->src[3], copies_))
         return refuse("which positions it attends to is computed in its graph");
     if (k->ne[3] != 1 || q->ne[3] != 1) return refuse("it has several streams of K and V");
     if (q->type != GGML_TYPE_F32 || q->nb[0] != sizeof(float))
@@ -171,6 +173,7 @@ void GraphHook::look_at_reader(AttentionNode& first, const ggml_tensor* node,
 
 void GraphHook::serve(AttentionBatch& attention) {
     layers_.clear();
+    copies_ = {};  // of tensors that are gone
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
         AttentionParams params;
         params.scale = nodes_[i].scale;

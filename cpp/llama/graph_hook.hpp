@@ -97,6 +97,7 @@ private:
     std::vector<const ggml_tensor*> masks_;  // of nodes_, while probing
     std::vector<LayerHook> layers_;
     std::vector<Keys> keys_;
+    DeviceCopies copies_;  // while probing
     std::string refusal_;
     std::string rope_obstacle_;
     int rope_limit_ = 0;

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "llama/cache_tensors.hpp"
 
@@ -33,12 +34,13 @@ bool is_weight(const ggml_tensor* tensor) {
 
 // Whether a RoPE node lies between a tensor and the projections it was made by; where that takes
 // more than `left` nodes to tell, as if it did.
-bool has_rope_behind(const ggml_tensor* tensor, int& left) {
+bool has_rope_behind(const ggml_tensor* tensor, const DeviceCopies& copies, int& left) {
+    tensor = copies.source_of(tensor);
     if (tensor == nullptr || tensor->op == GGML_OP_NONE) return false;
     if (tensor->op == GGML_OP_MUL_MAT && is_weight(tensor->src[0])) return false;
     if (tensor->op == GGML_OP_ROPE || --left < 0) return true;
     for (const ggml_tensor* source : tensor->src)
-        if (has_rope_behind(source, left)) return true;
+        if (has_rope_behind(source, copies, left)) return true;
     return false;
 }
 
@@ -49,7 +51,7 @@ RopeSeen obstacle(const char* why) {
 }
 
 // ggml_rope_impl: op_params hold n_dims, mode, n_ctx_orig and the floats from 5 on.
-RopeSeen read_rope(const ggml_tensor* node) {
+RopeSeen read_rope(const ggml_tensor* node, const DeviceCopies& copies) {
     int integers[16];
     float floats[6];
     static_assert(sizeof integers <= GGML_MAX_OP_PARAMS);
@@ -57,7 +59,8 @@ RopeSeen read_rope(const ggml_tensor* node) {
     std::memcpy(floats, node->op_params + 5, sizeof floats);
     if (integers[2] != GGML_ROPE_TYPE_NORMAL && integers[2] != GGML_ROPE_TYPE_NEOX)
         return obstacle("its positions have several dimensions");
-    if (node->src[1]->op != GGML_OP_NONE) return obstacle("its positions are computed");
+    if (copies.source_of(node->src[1])->op != GGML_OP_NONE)
+        return obstacle("its positions are computed");
     RopeSeen seen;
     seen.head_dim = static_cast<int>(node->ne[0]);
     seen.params.n_dims = integers[1];
@@ -75,27 +78,28 @@ RopeSeen read_rope(const ggml_tensor* node) {
         seen.magnitude *= 1.0f - 0.1f * std::log(seen.params.freq_scale);
     const ggml_tensor* factors = node->src[2];
     if (factors == nullptr) return seen;
-    seen.factors_known = is_weight(factors) && ggml_backend_buffer_is_host(factors->buffer);
+    seen.factors_known = is_weight(factors);
     if (!seen.factors_known) return seen;
-    const auto* values = static_cast<const float*>(factors->data);
-    seen.params.freq_factors.assign(values, values + seen.params.n_dims / 2);
+    std::vector<float>& values = seen.params.freq_factors;
+    values.resize(static_cast<std::size_t>(seen.params.n_dims / 2));
+    ggml_backend_tensor_get(factors, values.data(), 0, values.size() * sizeof(float));
     seen.short_factors = starts_with(factors->name, "rope_factors_short");
     return seen;
 }
 
-const ggml_tensor* without_reshapes(const ggml_tensor* node) {
-    while (is_reshape(node)) node = node->src[0];
+const ggml_tensor* without_reshapes(const ggml_tensor* node, const DeviceCopies& copies) {
+    for (node = copies.source_of(node); is_reshape(node);) node = copies.source_of(node->src[0]);
     return node;
 }
 
 // Keys of two parts, side by side, the second one rotated (multi-head latent attention).
-RopeSeen read_joined(const ggml_tensor* keys) {
-    const ggml_tensor* rotated = without_reshapes(keys->src[1]);
+RopeSeen read_joined(const ggml_tensor* keys, const DeviceCopies& copies) {
+    const ggml_tensor* rotated = without_reshapes(keys->src[1], copies);
     int left = kMostNodes;
     if (keys->op_params[0] != 0 || rotated->op != GGML_OP_ROPE ||
-        has_rope_behind(keys->src[0], left))
+        has_rope_behind(keys->src[0], copies, left))
         return obstacle(kChangedAfterwards);
-    RopeSeen seen = read_rope(rotated);
+    RopeSeen seen = read_rope(rotated, copies);
     if (!seen.obstacle.empty()) return seen;
     if (seen.head_dim != keys->src[1]->ne[0]) return obstacle(kChangedAfterwards);
     seen.params.offset += static_cast<int>(keys->src[0]->ne[0]);
@@ -106,12 +110,12 @@ RopeSeen read_joined(const ggml_tensor* keys) {
 
 }  // namespace
 
-RopeSeen look_at_rope(const ggml_tensor* rows) {
-    const ggml_tensor* keys = without_reshapes(rows);
-    if (keys->op == GGML_OP_ROPE) return read_rope(keys);
+RopeSeen look_at_rope(const ggml_tensor* rows, const DeviceCopies& copies) {
+    const ggml_tensor* keys = without_reshapes(rows, copies);
+    if (keys->op == GGML_OP_ROPE) return read_rope(keys, copies);
     int left = kMostNodes;
-    if (!has_rope_behind(keys, left)) return {};
-    return keys->op == GGML_OP_CONCAT ? read_joined(keys) : obstacle(kChangedAfterwards);
+    if (!has_rope_behind(keys, copies, left)) return {};
+    return keys->op == GGML_OP_CONCAT ? read_joined(keys, copies) : obstacle(kChangedAfterwards);
 }
 
 bool reads_learned_positions(const ggml_tensor* node) {
@@ -124,9 +128,10 @@ bool KShiftProbe::on_node(ggml_tensor* node, bool ask, void* user_data) {
 }
 
 void KShiftProbe::look(const ggml_tensor* node) {
+    copies_.note(node);
     if (reads_learned_positions(node)) obstacle_ = "its position embeddings are learned";
     if (node->op != GGML_OP_SET_ROWS || cache_layer_of(node, kCacheK) < 0) return;
-    const RopeSeen rope = look_at_rope(node->src[0]);
+    const RopeSeen rope = look_at_rope(node->src[0], copies_);
     if (!rope.obstacle.empty()) obstacle_ = rope.obstacle;
     if (rope.of_part) obstacle_ = kChangedAfterwards;
     if (std::abs(rope.magnitude - 1.0f) > 1e-3f)

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "decide/rope_params.hpp"
+#include "llama/device_copies.hpp"
 
 struct ggml_tensor;
 
@@ -19,8 +20,9 @@ struct RopeSeen {
     std::string obstacle;  // why the keys cannot be moved to other positions; empty if they can
 };
 
-// `rows`: what a layer writes to the cache as K, [n_head_kv * head_dim, n_tokens].
-RopeSeen look_at_rope(const ggml_tensor* rows);
+// `rows`: what a layer writes to the cache as K, [n_head_kv * head_dim, n_tokens]; `copies` has
+// seen the nodes before.
+RopeSeen look_at_rope(const ggml_tensor* rows, const DeviceCopies& copies);
 
 // Whether a node reads position embeddings that were learned, one for each position.
 bool reads_learned_positions(const ggml_tensor* node);
@@ -46,6 +48,7 @@ private:
     int rotated_ = 0;  // layers
     int unrotated_ = 0;
     std::string obstacle_;
+    DeviceCopies copies_;
 };
 
 }  // namespace entropykv

@@ -151,12 +151,11 @@ def test_auto_goes_on_with_flat_and_says_why(
         Session(tiny_llama, n_ctx=64, policy="uniform")
 
 
-def test_offloaded_layers_are_for_the_flat_store(
+def test_without_a_device_nothing_is_offloaded(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no device, nothing is offloaded, whatever was asked for."""
-    with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:
-        assert session.store == "headwise"
-    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
-    with pytest.raises(UnsupportedModelError, match="--store flat"):
-        Session(tiny_llama, n_ctx=64, store="headwise", n_gpu_layers=1)
+    """Whatever was asked for; and layers on a device (tests/device) leave the store as it is."""
+    for supported in (False, True):
+        monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
+        with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:
+            assert session.store == "headwise"

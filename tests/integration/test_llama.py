@@ -29,7 +29,6 @@ from entropykv import (
     ModelFileError,
     Session,
     SettingsError,
-    UnsupportedModelError,
     attach,
     detach,
 )
@@ -368,14 +367,13 @@ def test_refuses_budgets_and_files_by_name(tiny_llama: Path, tmp_path: Path) -> 
         EntropyLlama(str(damaged), **QUIET)
 
 
-def test_offloaded_layers_are_for_the_flat_store(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a device nothing is offloaded, whatever n_gpu_layers says: as in stock."""
-    EntropyLlama(str(tiny_llama), n_ctx=64, n_gpu_layers=-1, **QUIET).close()
-    monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
-    with pytest.raises(UnsupportedModelError, match="--store flat"):
-        EntropyLlama(str(tiny_llama), n_ctx=64, n_gpu_layers=-1, store="headwise", **QUIET)
+def test_layers_may_be_offloaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device nothing is, whatever n_gpu_layers says: as in stock."""
+    for supported in (False, True):
+        monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
+        llm = EntropyLlama(str(tiny_llama), n_ctx=64, n_gpu_layers=-1, **QUIET)
+        assert llm.kv_stats().store == "headwise"
+        llm.close()
 
 
 def test_a_fallback_is_told(

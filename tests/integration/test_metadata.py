@@ -8,6 +8,7 @@ import pytest
 
 from entropykv import EntropyLlama, ModelFileError, Session
 from tests.fuzz.metadata import Header, failures
+from tests.support.tiny_models import write_gemma
 
 
 def test_damaged_metadata_never_ends_the_process() -> None:
@@ -32,6 +33,17 @@ def test_what_llama_cpp_asserts_is_refused_before(
     for open_model in (Session, EntropyLlama):
         with pytest.raises(ModelFileError, match=why):
             open_model(path)
+
+
+def test_rope_of_no_values_is_refused(tmp_path: Path) -> None:
+    """In llama.cpp, its op never ends: gemma's and bitnet's graphs compute it all the same."""
+    whole, damaged = tmp_path / "whole.gguf", tmp_path / "damaged.gguf"
+    write_gemma(whole)
+    header = Header.read(whole)
+    damaged.write_bytes(header.with_key("gemma.rope.dimension_count", b"\x04\0\0\0" + bytes(4)))
+    for open_model in (Session, EntropyLlama):
+        with pytest.raises(ModelFileError, match=r"damaged\.gguf: .*rope\.dimension_count is 0"):
+            open_model(damaged)
 
 
 def test_the_fuzzer_puts_files_together_again(tiny_llama: Path, tmp_path: Path) -> None:

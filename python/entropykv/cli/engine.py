@@ -55,7 +55,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         type=_gpu_layers,
         default=0,
         metavar="N",
-        help="layers on the GPU, or all; the flat store serves them (default: %(default)s)",
+        help="layers on the GPU, or all; K and V stay in main memory (default: %(default)s)",
     )
     group.add_argument(
         "-fa",
@@ -69,7 +69,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "-nkvo",
         "--no-kv-offload",
         action="store_true",
-        help="changes nothing: the headwise store's KV cache is in main memory",
+        help="changes nothing: the headwise store's KV cache is in main memory anyway",
     )
     add_model_tuning(parser)
     group.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's own log")

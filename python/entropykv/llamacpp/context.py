@@ -7,7 +7,7 @@ from typing import Any
 import llama_cpp
 
 from entropykv import _core
-from entropykv.errors import UnsupportedModelError
+from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
 from entropykv.settings.options import Settings
 
@@ -20,7 +20,11 @@ GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 def context_parameters(
     model: Model, settings: Settings, n_ubatch: int, cells: int, n_sequences: int = 1
 ) -> Any:
-    """Parameters that both stores share; the sequences have `cells` cells of llama.cpp's cache."""
+    """Parameters that both stores share; the sequences have `cells` cells of llama.cpp's cache.
+
+    Raises ModelFileError for a model with which llama.cpp would never come to an end.
+    """
+    _check_rotation(model)
     parameters = model.context_defaults()
     parameters.n_ctx = cells
     parameters.n_batch = n_ubatch
@@ -30,6 +34,18 @@ def context_parameters(
     parameters.n_threads = settings.threads
     parameters.n_threads_batch = settings.threads_batch
     return parameters
+
+
+def _check_rotation(model: Model) -> None:
+    """Raise ModelFileError for RoPE of no values: the loop of ggml's op does not end."""
+    if llama_cpp.llama_model_rope_type(model.handle) == llama_cpp.LLAMA_ROPE_TYPE_NONE:
+        return
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        if model.metadata(key) == "0":
+            raise ModelFileError(
+                f"{model.geometry.path}: is damaged ({model.geometry.architecture}.{key} is 0); "
+                "download or convert it again"
+            )
 
 
 def decode_one_token(context: Any) -> bool:

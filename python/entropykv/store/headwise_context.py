@@ -31,7 +31,7 @@ class HeadwiseContext:
         `shared`: stores share its pages; otherwise there is one, which has pages of its own.
         Raises UnsupportedModelError where the graph has something that this store does not serve.
         """
-        refuse_by_kind(model, settings)
+        refuse_by_kind(model)
         self.n_sequences = n_sequences
         self.n_ubatch = n_ubatch
         self.hook = _core.GraphHook(

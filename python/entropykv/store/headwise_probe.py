@@ -20,13 +20,8 @@ from entropykv.llamacpp.windows import layer_windows
 from entropykv.settings.options import Settings
 
 
-def refuse_by_kind(model: Model, settings: Settings) -> None:
+def refuse_by_kind(model: Model) -> None:
     """Raise UnsupportedModelError for what the graph does not show."""
-    if settings.n_gpu_layers:
-        raise UnsupportedModelError(
-            "the headwise store runs on the CPU, but layers are offloaded; use --store flat "
-            "or no --n-gpu-layers"
-        )
     refuse_diffusion(model)
     kinds = {
         "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
@@ -50,6 +45,8 @@ def hooked_context(
     parameters = context_parameters(model, settings, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
+    # Layers may be on a device; K, V and attention stay on the CPU, where our ops run.
+    parameters.offload_kqv = False
     let_hook_change(parameters, hook)
     return model.new_context(parameters)
 

@@ -1,0 +1,102 @@
+"""Layers on a device that llama.cpp treats as a GPU; K, V and attention stay on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entropykv import EntropyLlama, Session
+from entropykv.llamacpp.model import captured_log
+from tests.integration.test_headwise import relative_error, tokens_for
+from tests.support.rpc_device import built_with_rpc, rpc_device
+from tests.support.tiny_models import TinyRope, write_gemma, write_llama
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(
+        not built_with_rpc(), reason="needs llama.cpp's RPC backend: make test-device"
+    ),
+]
+
+FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
+MODELS: dict[str, Callable[[Path], None]] = {
+    "llama": lambda path: write_llama(path, head_dim=32, n_ctx_train=256, weight_type="F32"),
+    "quantised": lambda path: write_llama(path, n_head=4, n_head_kv=2, n_ctx_train=256),
+    "factors": lambda path: write_llama(
+        path, head_dim=32, n_ctx_train=256, weight_type="F32", rope=TinyRope(factors=FACTORS)
+    ),
+    "windows": write_gemma,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[None]:
+    """Have a device; models that use it are gone before it is."""
+    with rpc_device():
+        yield
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"{request.param}.gguf"
+    MODELS[request.param](path)
+    return path
+
+
+@pytest.mark.parametrize("n_gpu_layers", [1, 99])
+@pytest.mark.parametrize("budget", [1.0, 0.25])
+def test_the_headwise_store_gives_the_logits_that_it_gives_without(
+    model: Path, n_gpu_layers: int, budget: float
+) -> None:
+    tokens = tokens_for(200)
+    rows = []
+    for layers in (0, n_gpu_layers):
+        with captured_log() as log:
+            session = Session(
+                model, n_ctx=240, kv_budget=budget, n_gpu_layers=layers, n_ubatch=32, verbose=True
+            )
+        with session:
+            assert session.store == "headwise"
+            rows.append(session.decode(tokens, all_logits=True))
+            assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
+        assert any("offloaded" in text for _, text in log) == (layers > 0)
+    assert relative_error(rows[1], rows[0]) < 5e-2
+
+
+def test_a_text_beyond_the_trained_context(tmp_path: Path) -> None:
+    """Keys are turned to other positions, by the rotation that was seen on the device."""
+    path = tmp_path / "factors.gguf"
+    MODELS["factors"](path)
+    rows = []
+    for layers in (0, 99):
+        with Session(path, n_ctx=256, kv_budget=96, n_gpu_layers=layers, n_ubatch=32) as session:
+            for first in range(0, 600, 100):
+                row = session.decode(tokens_for(100, seed=first))
+            rows.append(row)
+    assert relative_error(rows[1], rows[0]) < 1e-3
+
+
+def test_the_flat_store_keeps_its_cache_on_the_device(model: Path) -> None:
+    tokens = tokens_for(150)
+    rows = []
+    for layers in (0, 99):
+        options = {"store": "flat", "n_gpu_layers": layers, "n_ubatch": 32}
+        with Session(model, n_ctx=240, kv_budget=64, **options) as session:
+            rows.append(session.decode(tokens))
+    assert relative_error(rows[1], rows[0]) < 5e-2
+
+
+def test_an_application_gets_the_same_answer(smollm2: Path) -> None:
+    answers = []
+    for layers in (0, -1):
+        llm = EntropyLlama(
+            str(smollm2), n_ctx=512, kv_budget=0.5, n_gpu_layers=layers, verbose=False
+        )
+        reply = llm("The capital of France is", max_tokens=12, temperature=0.0)
+        answers.append(reply["choices"][0]["text"])
+        assert llm.kv_stats().store == "headwise"
+        llm.close()
+    assert answers[0] == answers[1]

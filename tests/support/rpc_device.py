@@ -1,0 +1,79 @@
+"""A second backend on any machine: llama.cpp's RPC device, whose other end is a process here.
+
+llama.cpp treats it as a GPU: its buffers cannot be read from the CPU, and the scheduler copies
+between the two. Needs a llama-cpp-python that is built with GGML_RPC (`make test-device`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
+_DEVICE_CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
+
+
+def built_with_rpc() -> bool:
+    """Whether this llama-cpp-python has the backend."""
+    return any(LIBRARIES.glob("libggml-rpc.*"))
+
+
+def _library(name: str) -> Any:
+    """Load a library of ggml; all its functions here return pointers, or nothing."""
+    return ctypes.CDLL(str(next(LIBRARIES.glob(f"lib{name}.*"))))
+
+
+def serve(port: int) -> None:
+    """Compute for whoever connects, with the CPU, until the process ends."""
+    by_type = _library("ggml").ggml_backend_dev_by_type
+    by_type.restype = ctypes.c_void_p
+    device = (ctypes.c_void_p * 1)(by_type(_DEVICE_CPU))
+    start = _library("ggml-rpc").ggml_backend_rpc_start_server
+    start.argtypes = (
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    )
+    start(f"127.0.0.1:{port}".encode(), None, 1, 1, device)
+
+
+@contextlib.contextmanager
+def rpc_device() -> Iterator[None]:
+    """Have a device in this process, which every model that is loaded afterwards may use."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.support.rpc_device import serve; serve({port})"]
+    )
+    try:
+        _wait_for(port, server)
+        add = _library("ggml-rpc").ggml_backend_rpc_add_server
+        add.restype = ctypes.c_void_p
+        register = _library("ggml").ggml_backend_register
+        register.argtypes = (ctypes.c_void_p,)
+        register(add(f"127.0.0.1:{port}".encode()))
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the RPC server does not answer")
