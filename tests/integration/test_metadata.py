@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
+from gguf import GGUFValueType
 
 from entropykv import EntropyLlama, ModelFileError, Session
+from entropykv.model.shipped import DEMOS
 from tests.fuzz.metadata import Header, failures
 from tests.support.tiny_models import write_gemma
 
@@ -33,6 +36,16 @@ def test_what_llama_cpp_asserts_is_refused_before(
     for open_model in (Session, EntropyLlama):
         with pytest.raises(ModelFileError, match=why):
             open_model(path)
+
+
+def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path) -> None:
+    """In llama.cpp, tokenizing would end the process."""
+    path = tmp_path / "damaged.gguf"
+    header = Header.read(DEMOS["bitnet"].path)
+    llama = struct.pack("<IQ", GGUFValueType.STRING, 5) + b"llama"
+    path.write_bytes(header.with_key("tokenizer.ggml.model", llama))
+    with pytest.raises(ModelFileError, match="tokens lacks <0x00>"):
+        Session(path)
 
 
 def test_rope_of_no_values_is_refused(tmp_path: Path) -> None:

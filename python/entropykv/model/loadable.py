@@ -57,6 +57,16 @@ def _check_tokenizer(reader: HeaderReader) -> None:
     tokens = [token for token in reader.texts(_PREFIX + "tokens") if token]
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{_PREFIX}tokens has a token twice")
+    if kind == "llama":
+        _check_bytes(set(tokens))
+
+
+def _check_bytes(tokens: set[bytes]) -> None:
+    """Raise ValueError where sentencepiece's fallback for unknown text has no token for a byte."""
+    for byte in range(256):
+        name = f"<0x{byte:02X}>"
+        if name.encode() not in tokens and bytes([byte]) not in tokens:
+            raise ValueError(f"{_PREFIX}tokens lacks {name}, which other text needs")
 
 
 def _length(reader: HeaderReader, name: str, kinds: tuple[GGUFValueType, ...]) -> int | None:
