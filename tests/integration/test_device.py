@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -24,7 +28,7 @@ pytestmark = [
 FACTORS = tuple(float(f) for f in np.linspace(1.0, 8.0, 16))
 MODELS: dict[str, Callable[[Path], None]] = {
     "llama": lambda path: write_llama(path, head_dim=32, n_ctx_train=256, weight_type="F32"),
-    "quantised": lambda path: write_llama(path, n_head=4, n_head_kv=2, n_ctx_train=256),
+    "quantised": lambda path: write_llama(path, n_ctx_train=256, weight_type="Q4_0"),
     "factors": lambda path: write_llama(
         path, head_dim=32, n_ctx_train=256, weight_type="F32", rope=TinyRope(factors=FACTORS)
     ),
@@ -54,16 +58,21 @@ def test_the_headwise_store_gives_the_logits_that_it_gives_without(
     tokens = tokens_for(200)
     rows = []
     for layers in (0, n_gpu_layers):
-        with captured_log() as log:
-            session = Session(
-                model, n_ctx=240, kv_budget=budget, n_gpu_layers=layers, n_ubatch=32, verbose=True
-            )
-        with session:
+        options: dict[str, Any] = {"n_ctx": 240, "n_gpu_layers": layers, "n_ubatch": 32}
+        with Session(model, kv_budget=budget, **options) as session:
             assert session.store == "headwise"
             rows.append(session.decode(tokens, all_logits=True))
             assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
-        assert any("offloaded" in text for _, text in log) == (layers > 0)
     assert relative_error(rows[1], rows[0]) < 5e-2
+
+
+def test_layers_are_on_the_device(model: Path) -> None:
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.n_gpu_layers = 99
+    with captured_log() as log:
+        handle = llama_cpp.llama_model_load_from_file(os.fsencode(model), parameters)
+    llama_cpp.llama_model_free(handle)
+    assert re.search(r"offloaded (\d+)/\1 layers", "".join(text for _, text in log))
 
 
 def test_a_text_beyond_the_trained_context(tmp_path: Path) -> None:
@@ -72,8 +81,8 @@ def test_a_text_beyond_the_trained_context(tmp_path: Path) -> None:
     MODELS["factors"](path)
     rows = []
     for layers in (0, 99):
-        with Session(path, n_ctx=256, kv_budget=96, n_gpu_layers=layers, n_ubatch=32) as session:
-            for first in range(0, 600, 100):
+        with Session(path, n_ctx=1024, kv_budget=96, n_gpu_layers=layers, n_ubatch=32) as session:
+            for first in range(0, 800, 100):
                 row = session.decode(tokens_for(100, seed=first))
             rows.append(row)
     assert relative_error(rows[1], rows[0]) < 1e-3
@@ -83,7 +92,7 @@ def test_the_flat_store_keeps_its_cache_on_the_device(model: Path) -> None:
     tokens = tokens_for(150)
     rows = []
     for layers in (0, 99):
-        options = {"store": "flat", "n_gpu_layers": layers, "n_ubatch": 32}
+        options: dict[str, Any] = {"store": "flat", "n_gpu_layers": layers, "n_ubatch": 32}
         with Session(model, n_ctx=240, kv_budget=64, **options) as session:
             rows.append(session.decode(tokens))
     assert relative_error(rows[1], rows[0]) < 5e-2
