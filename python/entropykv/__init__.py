@@ -28,18 +28,19 @@ from entropykv.llama.arguments import EvictionEvent  # noqa: E402
 from entropykv.llama.entropy_llama import EntropyLlama, attach, detach  # noqa: E402
 from entropykv.profile.profile import EntropyProfile  # noqa: E402
 from entropykv.session.pool import Pool, PoolStats  # noqa: E402
-from entropykv.session.recovery import Recovery  # noqa: E402
 from entropykv.session.session import Session  # noqa: E402
 from entropykv.session.stats import SessionStats  # noqa: E402
+from entropykv.settings.cache_options import CacheOptions  # noqa: E402
 from entropykv.settings.freezing import Freezing  # noqa: E402
 from entropykv.settings.options import Budget  # noqa: E402
-from entropykv.store.protocol import Rung  # noqa: E402
+from entropykv.settings.recovery import Recovery, Rung  # noqa: E402
 
 __version__ = _version.VERSION
 
 __all__ = [
     "Budget",
     "BudgetError",
+    "CacheOptions",
     "CalibrationError",
     "ContextError",
     "EntropyKVError",

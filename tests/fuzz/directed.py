@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from entropykv import Freezing, Session, _core
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Rung
 from tests.fuzz.checks import require
 from tests.fuzz.models import WIDE_GROUPS, FuzzModel, architecture_model, llama_model
 from tests.fuzz.operations import Operation

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entropykv import Session
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Rung
 from tests.fuzz.models import FuzzModel
 from tests.fuzz.options import random_budget
 

@@ -11,8 +11,7 @@ import numpy as np
 from entropykv import EntropyProfile, Freezing
 from entropykv.policy.importance import MEASURES, MODIFIERS
 from entropykv.policy.names import AUTO, POLICIES
-from entropykv.session.recovery import Recovery
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Recovery, Rung
 from tests.fuzz.models import FuzzModel
 
 LONGEST = 2**20

@@ -14,8 +14,7 @@ import pytest
 
 from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.llamacpp.stock import StockSession
-from entropykv.session.recovery import Recovery
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Recovery, Rung
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.integration.test_architectures import next_logits, read
 from tests.integration.test_cli import entropykv

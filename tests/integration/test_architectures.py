@@ -10,8 +10,12 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import ContextError, Session, SettingsError, UnsupportedModelError
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.stock import StockSession
+from entropykv.model.geometry import read_geometry
 from entropykv.session.memory_plan import make_plan
+from entropykv.settings.cache_options import CacheOptions
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.integration.test_headwise import relative_error, tokens_for
 from tests.support.releases import write_known
@@ -83,6 +87,18 @@ def test_the_same_description_gives_the_same_bytes(tmp_path: Path) -> None:
     for file in files:
         write_architecture(file, ARCHITECTURES["hybrid"][0])
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@every_model
+def test_a_header_tells_of_states_what_llama_cpp_knows(
+    kind: str,  # noqa: ARG001
+    model: Architecture,  # noqa: ARG001
+    path: Path,
+) -> None:
+    """By the header, `plan` says which policy a session follows: none that reads a text twice."""
+    loaded = Model(path, n_gpu_layers=0, verbose=False)
+    assert read_geometry(path).recurrent == is_recurrent(loaded)
+    loaded.close()
 
 
 @every_model
@@ -265,7 +281,7 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
     """V that is a part of K, and layers that attend to another's keys, count for nothing."""
     n_ctx, n_tokens = 256, 100
     options = {"n_ctx": n_ctx, "kv_budget": 0.5, "policy": "streaming", "kv_type": "f16"}
-    plan = make_plan(path, entropy_config=None, **options)  # type: ignore[arg-type]
+    plan = make_plan(path, CacheOptions(**options))  # type: ignore[arg-type]
     full = []
     for store in ("flat", "headwise"):
         with Session(path, store=store, n_threads=1, **options) as session:
@@ -278,7 +294,7 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
     cached = bytes_cached_for_a_token(path)
     assert all(0 < cached - ours <= 24 for ours in full)  # llama.cpp's positions come on top
     if model not in ARCHITECTURES["shared keys"]:  # a header does not tell which have windows
-        assert plan.headwise.pool_bytes == stats.kv_bytes_budget
+        assert plan.budget_bytes == stats.kv_bytes_budget
         assert stats.kv_bytes_budget < 0.6 * n_ctx * (full[1] + 8 * n_heads)
 
 

@@ -95,8 +95,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     original = Session.__init__
 
     def noting(self: Session, *arguments: Any, **named: Any) -> None:
-        seen.append(named["freeze"])
         original(self, *arguments, **named)
+        seen.append(self.recipe.options.freezing)
 
     monkeypatch.setattr(Session, "__init__", noting)
     return seen

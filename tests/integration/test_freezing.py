@@ -16,8 +16,8 @@ import pytest
 
 from entropykv import BudgetError, FreezeError, Freezing, Session, SessionFileError, SettingsError
 from entropykv.cli import main
+from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile, digest_of
-from entropykv.store.protocol import Rung
 from tests.integration.test_headwise import relative_error, tokens_for
 from tests.integration.test_sessions_on_disk import (
     all_entries,

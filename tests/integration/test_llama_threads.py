@@ -11,7 +11,7 @@ from llama_cpp import Llama
 from entropykv import EntropyKVError, EntropyLlama, Recovery
 from entropykv.errors import SettingsError
 from entropykv.session.recovery import Climb
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Rung
 from tests.integration.test_headwise import tokens_for
 from tests.integration.test_llama import QUIET
 

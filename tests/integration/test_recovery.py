@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from entropykv import Session
-from entropykv.session.recovery import Climb, Recovery
-from entropykv.store.protocol import Rung
+from entropykv.session.recovery import Climb
+from entropykv.settings.recovery import Recovery, Rung
 from tests.integration.test_headwise import tokens_for
 from tests.unit.test_recovery import ClimbCounts
 

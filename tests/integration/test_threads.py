@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli import main
-from entropykv.llama.arguments import BudgetArguments, llama_arguments
+from entropykv.llama.arguments import split_arguments
 from entropykv.server import ModelOptions
 from entropykv.settings import cores
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.options import Settings
 
 TOLD = "entropykv: 2 threads were asked for, but 1 core is there for this process"
 
@@ -57,13 +57,14 @@ def test_the_server_says_it_too(
 
 
 def test_nobody_says_how_many() -> None:
-    settings, here = Settings(), usable_cores()
-    arguments = llama_arguments({}, BudgetArguments())
+    cache, here = CacheOptions(), usable_cores()
+    of_llama, arguments = split_arguments(None, {})
     options = ModelOptions(model="x")
     for found in (
-        (settings.threads, settings.threads_batch),
+        (cache.threads, cache.threads_batch),
+        (of_llama.threads, of_llama.threads_batch),
         (arguments["n_threads"], arguments["n_threads_batch"]),
         (options.n_threads, options.n_threads_batch),
     ):
         assert found == (here, here)
-    assert llama_arguments({"n_threads": 7}, BudgetArguments())["n_threads"] == 7
+    assert split_arguments(None, {"n_threads": 7})[0].threads == 7

@@ -29,7 +29,8 @@ from entropykv.evaluation.request import Request
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import summarize
 from entropykv.evaluation.texts import EvaluationText, is_tuning, part_of, read_texts
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import Budget
 
 RNG = np.random.default_rng(0)
 
@@ -166,8 +167,8 @@ def test_combinations_are_all_of_them_once() -> None:
 
 
 def test_budgets_are_shares_of_entries_or_of_bytes(tiny_llama: Path) -> None:
-    entries = Engine(str(tiny_llama), Settings())
-    in_bytes = Engine(str(tiny_llama), Settings(), equal_bytes=True)
+    entries = Engine(str(tiny_llama), CacheOptions())
+    in_bytes = Engine(str(tiny_llama), CacheOptions(), equal_bytes=True)
     assert entries.full_bytes_per_token == 2 * 3 * 2 * (32 + 32)
     fifth = Budget.parse(0.2)
     assert entries.budget_for(fifth, 2048) == Budget("tokens", 409)

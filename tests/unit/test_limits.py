@@ -14,15 +14,15 @@ from entropykv.cli import main
 from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
 from entropykv.session.memory_plan import make_plan
-from entropykv.session.recovery import Recovery
 from entropykv.session.sampling import Sampling
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import (
     MOST_BYTES,
     MOST_MICRO_BATCH,
     MOST_THREADS,
     MOST_TOKENS,
-    Settings,
 )
+from entropykv.settings.recovery import Recovery
 
 LIMITS: tuple[tuple[str, int, int], ...] = (
     ("n_ctx", 0, MOST_TOKENS),
@@ -38,13 +38,13 @@ HUGE = (2**31 - 1, 2**31, 2**32 + 5, 2**63, 2**64, 10**400)
 @pytest.mark.parametrize(("name", "least", "most"), LIMITS)
 def test_settings_between_two_limits(name: str, least: int, most: int) -> None:
     for value in (least, most):
-        assert getattr(Settings(**{name: value}), name) == value  # type: ignore[arg-type]
+        assert getattr(CacheOptions(**{name: value}), name) == value  # type: ignore[arg-type]
     for value in (most + 1, *HUGE):
         with pytest.raises(SettingsError, match=f"^{name} cannot be {value}; use {most} or less$"):
-            Settings(**{name: value})  # type: ignore[arg-type]
+            CacheOptions(**{name: value})  # type: ignore[arg-type]
     for value in (least - 1, -(2**63), True, 1.0, "1"):
         with pytest.raises(SettingsError, match=f"{name} cannot be .*; use an integer of {least} "):
-            Settings(**{name: value})  # type: ignore[arg-type]
+            CacheOptions(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "least", "most"), LIMITS)
@@ -144,12 +144,13 @@ def test_an_impossible_budget_in_a_huge_context_is_refused_at_once(tiny_llama: P
     with pytest.raises(BudgetError, match="the smallest budget that holds them is 999999999 tok"):
         make_plan(
             tiny_llama,
-            n_ctx=MOST_TOKENS,
-            kv_budget=100,
-            policy="uniform",
-            kv_type="f16",
-            entropy_config=None,
-            n_sinks=500_000_000,
+            CacheOptions(
+                n_ctx=MOST_TOKENS,
+                kv_budget=100,
+                policy="uniform",
+                kv_type="f16",
+                recent_window=999_999_995,
+            ),
         )
 
 

@@ -18,9 +18,9 @@ from hypothesis.extra import numpy as hnp
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.session.generate import generate
-from entropykv.session.recovery import Climb, Ladder, Recovery, _Distribution, _Running
+from entropykv.session.recovery import Climb, Ladder, _Distribution, _Running
 from entropykv.session.sampling import Sampling
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Recovery, Rung
 
 N_VOCAB = 64
 WARM_UP = 8

@@ -15,7 +15,7 @@ from entropykv.cli.table import stats_rows
 from entropykv.session.recovery import Climb
 from entropykv.session.stats import SessionStats
 from entropykv.session.trajectory import Trajectory
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Rung
 
 Point = tuple[int, int, int]
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from entropykv.errors import UnsupportedModelError
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
-from entropykv.policy.names import POLICIES
+from entropykv.policy.recipe import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import decode_inside
 
@@ -38,7 +38,8 @@ class Observer:
         n_ubatch: int = 512,
     ) -> None:
         """Load the model and take over its attention."""
-        settings = Settings(
+        options = CacheOptions(
+            policy="uniform",
             kv_type=kv_type,
             store="headwise",
             n_ctx=n_ctx,
@@ -50,7 +51,7 @@ class Observer:
         self._model = Model(path, n_gpu_layers=0, verbose=False)
         self.geometry = self._model.geometry
         try:
-            self._store = self._full_store(settings)
+            self._store = self._full_store(options)
         except BaseException:
             self._model.close()
             raise
@@ -63,12 +64,9 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, settings: Settings) -> HeadwiseStore:
+    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
         """A store that evicts nothing; importance is that of the policies by attention mass."""
-        budget, policy = Budget("fraction", 1.0), POLICIES["uniform"]
-        store = HeadwiseStore(
-            self._model, settings, settings.n_ctx, self._n_ubatch, budget, policy, None
-        )
+        store = HeadwiseStore(self._model, resolve(options, self.geometry))
         store.keep_everything()
         return store
 

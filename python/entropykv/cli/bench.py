@@ -22,7 +22,8 @@ from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_band
 from entropykv.evaluation.rounds import disagreement_note
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_named
-from entropykv.settings.options import KV_TYPES, Settings
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import KV_TYPES
 
 _LENGTHS = (512, 2048, 6144)
 _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV MiB | evicting |"
@@ -78,7 +79,7 @@ def _bench(options: argparse.Namespace) -> int:
     check_writable(options.json)
     policy_named(options.policy, None, "headwise")
     trained = read_geometry(options.model).n_ctx_train
-    threads = Settings(n_threads=options.threads).threads
+    threads = CacheOptions(n_threads=options.threads).threads
     settings = BenchSettings(
         lengths=options.lengths or [n for n in _LENGTHS if n <= trained] or [trained],
         budgets=options.budgets,

@@ -12,7 +12,7 @@ from entropykv.cli.notes import say
 from entropykv.cli.options import add_store_options, integer
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.model import Model
-from entropykv.session.asked import freezing_of, recovery_of
+from entropykv.session.asked import cache_options_of
 from entropykv.session.session import Session
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_TYPES, MOST_THREADS
@@ -118,30 +118,22 @@ def open_engine(options: argparse.Namespace) -> Session:
     _say_what_changes_nothing(options)
     if warning := too_many_threads(options.threads, "-t"):
         say(warning)
-    freeze, recovery = freezing_of(options), recovery_of(options)
+    cache = cache_options_of(
+        options,
+        kv_type=kv_type,
+        n_ctx=options.ctx_size,
+        n_ubatch=min(options.ubatch_size, options.batch_size),
+        n_threads=options.threads,
+        n_threads_batch=options.threads_batch,
+        n_gpu_layers=options.n_gpu_layers,
+    )
     model = Model(
         options.model,
         n_gpu_layers=options.n_gpu_layers,
         verbose=options.verbose,
         options=model_options_of(options),
     )
-    session = Session(
-        model,
-        n_ctx=options.ctx_size,
-        kv_budget=options.kv_budget,
-        policy=options.policy,
-        kv_type=kv_type,
-        store=options.store,
-        entropy_config=options.entropy_config,
-        n_ubatch=min(options.ubatch_size, options.batch_size),
-        n_threads=options.threads,
-        n_threads_batch=options.threads_batch,
-        n_gpu_layers=options.n_gpu_layers,
-        n_sinks=options.sinks,
-        recent_window=options.recent_window,
-        freeze=freeze,
-        recovery=recovery,
-    )
+    session = Session(model, cache)
     trained = model.geometry.n_ctx_train
     budgets = [entries for layer in session.budgets() for entries in layer]
     mean = sum(budgets) // max(len(budgets), 1)

@@ -25,10 +25,11 @@ from entropykv.evaluation.ruler.suite import QUESTIONS, TASKS, Suite
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
 from entropykv.policy.names import AUTO
+from entropykv.policy.recipe import given_profile
 from entropykv.profile.find import profile_beside
 from entropykv.session.asked import freezing_of
-from entropykv.session.profile import given_profile
-from entropykv.settings.options import KV_TYPES, Settings
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import KV_TYPES
 
 _DEFAULTS = Request
 
@@ -236,29 +237,31 @@ def request_of(options: argparse.Namespace) -> Request:
 
 def engine_of(options: argparse.Namespace) -> Engine:
     """How sessions are made."""
-    settings = Settings(
+    cache = CacheOptions(
         store=options.store,
+        entropy_config=given_profile(options.entropy_config),
         n_ubatch=options.ubatch_size,
         n_threads=options.threads,
         n_sinks=options.sinks,
         recent_window=options.recent_window,
+        freeze=freezing_of(options),
     )
-    profile = given_profile(options.entropy_config)
-    return Engine(str(options.model), settings, profile, options.equal_bytes, freezing_of(options))
+    return Engine(str(options.model), cache, options.equal_bytes)
 
 
 def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, object]:
     """What figures depend on, besides the request."""
+    cache = engine.options
     beside = profile_beside(options.model)
     path = options.entropy_config or (beside if beside.exists() else None)
     return {
-        "store": engine.settings.store,
-        "n_ubatch": engine.settings.n_ubatch,
-        "n_threads": engine.settings.threads,
-        "n_sinks": engine.settings.n_sinks,
-        "recent_window": engine.settings.recent_window,
+        "store": cache.store,
+        "n_ubatch": cache.micro_batch,
+        "n_threads": cache.threads,
+        "n_sinks": cache.n_sinks,
+        "recent_window": cache.recent_window,
         "equal_bytes": engine.equal_bytes,
-        "freezing": None if engine.freezing is None else dataclasses.asdict(engine.freezing),
+        "freezing": None if cache.freezing is None else dataclasses.asdict(cache.freezing),
         "entropy_config": None if path is None else digest_of(read_text(path, ProfileError)),
         "entropykv": VERSION,
     }

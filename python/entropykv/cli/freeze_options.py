@@ -9,8 +9,8 @@ import argparse
 
 from entropykv.cli.options import integer
 from entropykv.session.asked import RUNGS
-from entropykv.session.recovery import Recovery
 from entropykv.settings.freezing import COLD_CHOICES, WHERE, Freezing
+from entropykv.settings.recovery import Recovery
 
 _DEFAULTS = Freezing
 

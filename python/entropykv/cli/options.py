@@ -10,16 +10,16 @@ from pathlib import Path
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS, Demo, local_models
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_help
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import (
     KV_CHOICES,
     MOST_MICRO_BATCH,
     MOST_THREADS,
     MOST_TOKENS,
     STORES,
-    Settings,
 )
 
-_DEFAULTS = Settings()
+_DEFAULTS = CacheOptions()
 
 
 def integer(least: int, most: int = MOST_TOKENS) -> Callable[[str], int]:
@@ -164,7 +164,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
         "-ub",
         "--ubatch-size",
         type=integer(1, MOST_MICRO_BATCH),
-        default=_DEFAULTS.n_ubatch,
+        default=_DEFAULTS.micro_batch,
         help="tokens of the prompt read at a time (default: %(default)s)",
     )
 

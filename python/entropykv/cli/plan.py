@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from entropykv.cli.options import add_budget_options, demo_of
+from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
+from entropykv.cli.options import add_budget_options, add_store_options, demo_of
+from entropykv.session.asked import cache_options_of
 from entropykv.session.memory_plan import format_plan, make_plan
 
 
@@ -17,21 +19,21 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Show weights, KV cache, budget and savings; reads only the file's header.",
     )
     add_budget_options(parser)
+    add_freeze_options(parser)
+    add_recovery_options(parser)
+    add_store_options(parser.add_argument_group("engine"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(command=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
     demo_of(options)
-    plan = make_plan(
-        options.model,
+    cache = cache_options_of(
+        options,
         n_ctx=options.ctx_size,
-        kv_budget=options.kv_budget,
-        policy=options.policy,
-        kv_type=options.kv_type,
-        entropy_config=options.entropy_config,
-        n_sinks=options.sinks,
-        recent_window=options.recent_window,
+        n_ubatch=options.ubatch_size,
+        n_threads=options.threads,
     )
+    plan = make_plan(options.model, cache)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else format_plan(plan))
     return 0

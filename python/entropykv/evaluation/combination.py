@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.geometry import read_geometry
-from entropykv.profile.profile import EntropyProfile
 from entropykv.session.session import Session
-from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import Budget
 
 STOCK = "stock"
 """Names stock llama.cpp with its full f16 cache, which all else is compared with."""
@@ -22,14 +21,13 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class Engine:
-    """How every session runs the model; the names are those of Session."""
+    """How every session runs the model."""
 
     model: str
-    settings: Settings
-    profile: EntropyProfile | None = None
+    options: CacheOptions
+    """Without the policy, type and budget of a combination."""
     equal_bytes: bool = False
     """A fraction is that of the bytes of the full f16 cache, not of the entries."""
-    freezing: Freezing | None = None
 
     @functools.cached_property
     def full_bytes_per_token(self) -> int:
@@ -49,7 +47,7 @@ class Engine:
 
     def open_stock(self, n_ctx: int) -> StockSession:
         """Stock llama.cpp; the caller closes it."""
-        threads, n_ubatch = self.settings.n_threads, self.settings.n_ubatch
+        threads, n_ubatch = self.options.n_threads, self.options.micro_batch
         return StockSession(self.model, n_ctx=n_ctx, n_threads=threads, n_ubatch=n_ubatch)
 
 
@@ -69,20 +67,13 @@ class Combination:
     @contextmanager
     def session(self, engine: Engine, n_ctx: int, n_tokens: int) -> Iterator[Session]:
         """Open a session whose budget is that of a text of n_tokens; it closes at the end."""
-        settings = engine.settings
         with Session(
             engine.model,
+            engine.options,
             n_ctx=n_ctx,
             kv_budget=engine.budget_for(self.budget, n_tokens),
             policy=self.policy,
             kv_type=self.kv_type,
-            store=settings.store,
-            entropy_config=engine.profile,
-            n_ubatch=settings.n_ubatch,
-            n_threads=settings.n_threads,
-            n_sinks=settings.n_sinks,
-            recent_window=settings.recent_window,
-            freeze=engine.freezing,
         ) as session:
             yield session
 
@@ -97,7 +88,7 @@ def combinations(
 ) -> list[Combination]:
     """All of them, once each; raises BudgetError and SettingsError for what cannot be."""
     for kv_type in kv_types:
-        Settings(kv_type=kv_type)
+        CacheOptions(kv_type=kv_type)
     if "" in policies:
         raise SettingsError("a policy has no name; separate names by one comma each")
     parsed = [Budget.parse(budget) for budget in budgets]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from os import PathLike
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import llama_cpp
@@ -13,12 +12,11 @@ from llama_cpp import llama_chat_format
 
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.context import GGML_TYPES
-from entropykv.policy.names import AUTO
-from entropykv.profile.profile import EntropyProfile
-from entropykv.session.recovery import Climb, Recovery
+from entropykv.session.recovery import Climb
+from entropykv.settings.cache_options import CacheArguments, CacheOptions
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.freezing import Freezing, check_freezing
-from entropykv.settings.options import Budget, Settings, at_least
+from entropykv.settings.freezing import check_freezing
+from entropykv.settings.options import Budget, at_least
 
 _IMAGE_HANDLERS = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHandler)
 _DEFAULTS = {
@@ -28,7 +26,9 @@ _DEFAULTS = {
 }
 
 
-_OF_POOL = ("n_sequences", "park", "park_limit")
+_OURS = frozenset(each.name for each in fields(CacheOptions) if each.init)
+_SHARED = _OURS & _DEFAULTS.keys()
+"""Fields of CacheOptions that llama_cpp.Llama has under the same name."""
 
 
 @dataclass(frozen=True)
@@ -45,90 +45,88 @@ class EvictionEvent:
 
 @dataclass(frozen=True)
 class BudgetArguments:
-    """What EntropyLlama takes besides the arguments of llama_cpp.Llama; see Session."""
+    """What EntropyLlama takes besides the arguments of llama_cpp.Llama: see there."""
 
-    kv_budget: Budget | str | float = 1.0
-    policy: str = AUTO
-    entropy_config: EntropyProfile | str | PathLike[str] | None = None
-    kv_type: str = "auto"
-    store: str = "auto"
-    n_sinks: int = 4
-    recent_window: int | None = None
-    freeze: Freezing | str | None = None
+    cache: CacheOptions
     on_evict: Callable[[EvictionEvent], object] | None = None
     repeatable: bool = True
-    recovery: Recovery | None = None
     on_climb: Callable[[Climb], object] | None = None
-    n_sequences: int | None = None
-    park: str = "ram"
-    park_limit: str | int | None = None
 
     def __post_init__(self) -> None:
         """Raise SettingsError for a ladder that would take back what Llama has given out."""
-        if self.recovery is not None and self.recovery.held_back:
+        recovery = self.cache.recovery
+        if recovery is not None and recovery.held_back:
             raise SettingsError(
                 "recovery that generates tokens again is not possible with EntropyLlama, which "
                 "gives out every token at once; use Recovery(highest=Rung.FULL), or a Session"
             )
 
-    def with_types(self, arguments: Mapping[str, Any]) -> BudgetArguments:
-        """With the kv_type of Llama's type_k and type_v, where they agree and kv_type is `auto`."""
-        wanted = {arguments.get("type_k"), arguments.get("type_v")} - {None}
-        names = [name for name, number in GGML_TYPES.items() if {number} == wanted]
-        return replace(self, kv_type=names[0]) if self.kv_type == "auto" and names else self
-
-    def of_session(self) -> dict[str, Any]:
-        """Return the arguments that Session takes, too."""
-        ours = ("on_evict", "repeatable", *_OF_POOL)
-        return {name: value for name, value in vars(self).items() if name not in ours}
-
-    def of_pool(self) -> dict[str, Any]:
-        """Return the arguments that Pool takes, too."""
-        ours = ("on_evict", "repeatable", "recovery", "on_climb")
-        return {name: value for name, value in vars(self).items() if name not in ours}
+    def keywords(self) -> dict[str, Any]:
+        """Return them as keyword arguments of EntropyLlama, without those that Llama has, too."""
+        cache = {name: getattr(self.cache, name) for name in _OURS - _SHARED}
+        ours = ("on_evict", "repeatable", "on_climb")
+        return {**cache, **{name: getattr(self, name) for name in ours}}
 
 
-def llama_arguments(given: Mapping[str, Any], budget: BudgetArguments) -> dict[str, Any]:
-    """All arguments of llama_cpp.Llama, checked; raises SettingsError for those that cannot work.
+def split_arguments(
+    options: CacheOptions | None, given: Mapping[str, Any]
+) -> tuple[CacheOptions, dict[str, Any]]:
+    """Return what keyword arguments say of the cache, and all that llama_cpp.Llama takes.
 
-    Llama itself ignores names that it does not know.
+    Those that both have are `given`, or those of `options`, or Llama's defaults. SettingsError for
+    those that cannot work: Llama itself ignores names that it does not know.
     """
-    unknown = sorted(given.keys() - _DEFAULTS.keys())
+    unknown = sorted(given.keys() - _DEFAULTS.keys() - _OURS)
     if unknown:
         raise SettingsError(
             f"{unknown[0]} is no argument of EntropyLlama; use those of llama_cpp.Llama and "
-            f"{', '.join(BudgetArguments.__dataclass_fields__)}"
+            f"on_evict, repeatable, on_climb, {', '.join(sorted(_OURS - _SHARED))}"
         )
-    arguments = {**_DEFAULTS, **given}
+    said = {} if options is None else {name: getattr(options, name) for name in _SHARED}
+    arguments = {**_DEFAULTS, **said, **{n: v for n, v in given.items() if n in _DEFAULTS}}
     for name in ("n_threads", "n_threads_batch"):  # Llama's own default counts all of the machine
         arguments[name] = arguments[name] or usable_cores()
     at_least("n_batch", arguments["n_batch"], 1)
-    Settings(
-        kv_type=budget.kv_type,
-        store=budget.store,
-        n_ctx=arguments["n_ctx"],
-        n_ubatch=arguments["n_ubatch"],
-        n_threads=arguments["n_threads"] or 0,
-        n_threads_batch=arguments["n_threads_batch"] or 0,
-        n_gpu_layers=arguments["n_gpu_layers"],
-        n_sinks=budget.n_sinks,
-        recent_window=budget.recent_window,
-    )
-    check_freezing(Freezing.parse(budget.freeze), budget.store, budget.kv_type)
+    asked = {name: value for name, value in given.items() if name in _OURS}
+    for name in _SHARED - {"n_ubatch"}:
+        asked[name] = arguments[name]
+    cache = _with_types(CacheOptions.of(options, asked), arguments)
+    arguments["n_ubatch"] = cache.micro_batch
+    check_freezing(cache.freezing, cache.store, cache.kv_type)
     check_kind(
         embedding=arguments["embedding"],
         vocab_only=arguments["vocab_only"],
         attention_type=arguments["attention_type"],
     )
     check_chat_handler(arguments["chat_handler"])
+    return cache, arguments
+
+
+def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptions:
+    """Return `cache` with the kv_type of Llama's type_k and type_v, where it is `auto`."""
+    wanted = {arguments["type_k"], arguments["type_v"]} - {None}
+    names = [name for name, number in GGML_TYPES.items() if {number} == wanted]
+    if cache.kv_type == "auto" and names:
+        cache = replace(cache, kv_type=names[0])
     for name in ("type_k", "type_v"):
-        wanted = arguments[name]
-        if wanted is not None and wanted != GGML_TYPES.get(budget.kv_type):
+        number = arguments[name]
+        if number is not None and number != GGML_TYPES.get(cache.kv_type):
             raise SettingsError(
-                f"{name} is {wanted} but kv_type is {budget.kv_type!r}; leave {name} out, and give "
+                f"{name} is {number} but kv_type is {cache.kv_type!r}; leave {name} out, and give "
                 f"kv_type as one of {', '.join(GGML_TYPES)}"
             )
-    return arguments
+    return cache
+
+
+def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) -> CacheOptions:
+    """Return what attach() is asked for. SettingsError for what the loaded model has of its own."""
+    foreign = sorted(given.keys() - CacheArguments.__annotations__.keys())
+    if foreign:
+        raise SettingsError(
+            f"{foreign[0]} is no argument of attach(), whose model is loaded already; use "
+            f"{', '.join(CacheArguments.__annotations__)}, or an EntropyLlama"
+        )
+    return CacheOptions(kv_budget=kv_budget, **given)
 
 
 def check_kind(*, embedding: bool, vocab_only: bool, attention_type: int) -> None:

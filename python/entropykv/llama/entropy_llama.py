@@ -7,44 +7,44 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import llama_cpp
 import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama import LlamaState
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
 from entropykv.llama.arguments import (
     BudgetArguments,
     EvictionEvent,
+    attached_options,
     check_chat_handler,
     check_draft_model,
     check_kind,
-    llama_arguments,
+    split_arguments,
 )
 from entropykv.llama.context import BorrowedModel, BudgetContext
 from entropykv.llama.reading import ReadingLlama
 from entropykv.llamacpp.model_options import apply_adapters
 from entropykv.model.geometry import ModelGeometry, read_geometry, read_loadable
-from entropykv.policy.names import AUTO
-from entropykv.profile.profile import EntropyProfile
 from entropykv.session.pool import Pool
-from entropykv.session.recovery import Climb, Recovery
+from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
-from entropykv.settings.freezing import Freezing
+from entropykv.settings.cache_options import CacheArguments, CacheOptions, PoolArguments, shows
 from entropykv.settings.options import Budget
 
 
 class EntropyLlama(ReadingLlama):
     """A llama_cpp.Llama whose KV cache never exceeds a budget.
 
-    Takes every argument of llama_cpp.Llama; n_ctx is how long a sequence may get (0: what the model
-    was trained for), the memory is the budget's. `kv_budget`, `policy`, `entropy_config`,
-    `kv_type`, `store`, `n_sinks`, `recent_window`, `freeze`, `recovery` (without rewalks) and
-    `on_climb` are those of entropykv.Session.
+    Takes every argument of llama_cpp.Llama, and those of CacheOptions: as keyword arguments, or
+    together as `options`, which keyword arguments precede. n_ctx is how long a sequence may get (0:
+    what the model was trained for), the memory is the budget's. `recovery` has no rewalks here;
+    `on_climb` is called with each Climb of it.
     `on_evict` is called with an EvictionEvent after a decode call that evicted something; what it
     raises comes out of that call, and the model goes on from where it is. flash_attn counts only
     for the flat store with kv_type f16: elsewhere attention is ours, or must be flash attention.
@@ -69,47 +69,21 @@ class EntropyLlama(ReadingLlama):
     _first: EntropyLlama | None = None
     """Whose weights and pool it uses."""
 
+    @shows(PoolArguments)
     def __init__(
         self,
         model_path: str | os.PathLike[str],
+        options: CacheOptions | None = None,
         *,
-        kv_budget: Budget | str | float = 1.0,
-        policy: str = AUTO,
-        entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
-        kv_type: str = "auto",
-        store: str = "auto",
-        n_sinks: int = 4,
-        recent_window: int | None = None,
-        freeze: Freezing | str | None = None,
         on_evict: Callable[[EvictionEvent], object] | None = None,
         repeatable: bool = True,
-        recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
-        n_sequences: int | None = None,
-        park: str = "ram",
-        park_limit: str | int | None = None,
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the budget's replaces."""
         self._stack = contextlib.ExitStack()  # close() works even where what follows raises
-        budget = BudgetArguments(
-            kv_budget,
-            policy,
-            entropy_config,
-            kv_type,
-            store,
-            n_sinks,
-            recent_window,
-            freeze,
-            on_evict,
-            repeatable,
-            recovery,
-            on_climb,
-            n_sequences,
-            park,
-            park_limit,
-        ).with_types(llama)
-        arguments = llama_arguments(llama, budget)
+        cache, arguments = split_arguments(options, llama)
+        budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
         geometry = read_loadable(model_path)
         stub = {"n_ctx": 1, "type_k": None, "type_v": None}
         try:
@@ -156,17 +130,18 @@ class EntropyLlama(ReadingLlama):
 
     def _session_of(self, model: BorrowedModel, budget: BudgetArguments) -> Session:
         parameters = self.context_params
-        arguments: dict[str, Any] = {
-            "n_ctx": parameters.n_ctx,
-            "n_ubatch": parameters.n_ubatch,
-            "n_threads": self.n_threads,
-            "n_threads_batch": self.n_threads_batch,
-            "n_gpu_layers": self.model_params.n_gpu_layers,
-        }
-        if budget.n_sequences is None:
-            return Session(model, **arguments, **budget.of_session())
-        self._pool = Pool(model, **arguments, **budget.of_pool())
-        return self._pool.session(recovery=budget.recovery, on_climb=budget.on_climb)
+        cache = replace(
+            budget.cache,
+            n_ctx=parameters.n_ctx,
+            n_ubatch=parameters.n_ubatch,
+            n_threads=self.n_threads,
+            n_threads_batch=self.n_threads_batch,
+            n_gpu_layers=self.model_params.n_gpu_layers,
+        )
+        if not cache.in_pool:
+            return Session(model, cache, on_climb=budget.on_climb)
+        self._pool = Pool(model, cache)
+        return self._pool.session(on_climb=budget.on_climb)
 
     def _take(self, session: Session) -> None:
         """Hold a sequence that has read nothing."""
@@ -203,8 +178,7 @@ class EntropyLlama(ReadingLlama):
         other._stack = contextlib.ExitStack()  # what it frees is not the other's
         other._first = self
         other._sampler = other.cache = None
-        budget = self._budget
-        other._take(self._pool.session(recovery=budget.recovery, on_climb=budget.on_climb))
+        other._take(self._pool.session(on_climb=self._budget.on_climb))
         return other
 
     def _close_session(self) -> None:
@@ -265,24 +239,18 @@ class EntropyLlama(ReadingLlama):
         """Arguments that make another one: nothing that was read."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
-        return {**state, **vars(self._budget)}
+        return {**state, **self._budget.keywords()}
 
 
+@shows(CacheArguments)
 def attach(
     llm: llama_cpp.Llama,
     kv_budget: Budget | str | float = 1.0,
     *,
-    policy: str = AUTO,
-    entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
-    kv_type: str = "auto",
-    store: str = "auto",
-    n_sinks: int = 4,
-    recent_window: int | None = None,
-    freeze: Freezing | str | None = None,
     on_evict: Callable[[EvictionEvent], object] | None = None,
     repeatable: bool = True,
-    recovery: Recovery | None = None,
     on_climb: Callable[[Climb], object] | None = None,
+    **arguments: Unpack[CacheArguments],
 ) -> EntropyLlama:
     """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
 
@@ -290,20 +258,8 @@ def attach(
     yet: the next prompt is read from its start. Arguments and errors are those of EntropyLlama; an
     error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
     """
-    budget = BudgetArguments(
-        kv_budget,
-        policy,
-        entropy_config,
-        kv_type,
-        store,
-        n_sinks,
-        recent_window,
-        freeze,
-        on_evict,
-        repeatable,
-        recovery,
-        on_climb,
-    )
+    cache = attached_options(kv_budget, arguments)
+    budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
     _check_stock(llm)
     check_kind(
         embedding=llm.context_params.embeddings,

@@ -8,8 +8,8 @@ import llama_cpp
 
 from entropykv import _core
 from entropykv.errors import ModelFileError, UnsupportedModelError
-from entropykv.llamacpp.model import Model
-from entropykv.settings.options import Settings
+from entropykv.llamacpp.model import Model, offloaded_layers
+from entropykv.settings.cache_options import CacheOptions
 
 CELL_PADDING = 256
 """llama.cpp rounds its cells up to a multiple of this."""
@@ -18,7 +18,7 @@ GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 
 
 def context_parameters(
-    model: Model, settings: Settings, n_ubatch: int, cells: int, n_sequences: int = 1
+    model: Model, options: CacheOptions, n_ubatch: int, cells: int, n_sequences: int = 1
 ) -> Any:
     """Parameters that both stores share; the sequences have `cells` cells of llama.cpp's cache.
 
@@ -31,8 +31,8 @@ def context_parameters(
     parameters.n_ubatch = n_ubatch
     parameters.n_seq_max = n_sequences
     parameters.kv_unified = n_sequences > 1
-    parameters.n_threads = settings.threads
-    parameters.n_threads_batch = settings.threads_batch
+    parameters.n_threads = options.threads
+    parameters.n_threads_batch = options.threads_batch
     return parameters
 
 
@@ -64,14 +64,14 @@ def refuse_diffusion(model: Model) -> None:
         )
 
 
-def relu2_layers(model: Model, settings: Settings) -> int:
+def relu2_layers(model: Model, options: CacheOptions) -> int:
     """Layers whose gates a hook must make squared ReLU: all of them, or 0.
 
     Raises UnsupportedModelError where layers are offloaded: the hook's op runs on the CPU.
     """
     if model.geometry.activation != "relu2":
         return 0
-    if settings.n_gpu_layers:
+    if offloaded_layers(options.n_gpu_layers):
         raise UnsupportedModelError(
             f"{model.name}: its squared ReLU is computed on the CPU, but layers are offloaded; "
             "use no --n-gpu-layers"

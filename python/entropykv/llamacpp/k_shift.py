@@ -20,7 +20,7 @@ from entropykv.llamacpp.context import (
 )
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
-from entropykv.settings.options import Settings
+from entropykv.settings.cache_options import CacheOptions
 
 
 def flat_range(model: Model, n_ctx: int, n_sinks: int) -> RopeRange:
@@ -31,7 +31,7 @@ def flat_range(model: Model, n_ctx: int, n_sinks: int) -> RopeRange:
     return RopeRange(model.geometry.n_ctx_train, n_sinks)
 
 
-def k_shift_obstacle(model: Model, context: Any, settings: Settings) -> str:
+def k_shift_obstacle(model: Model, context: Any, options: CacheOptions, kv_type: str) -> str:
     """Why keys in the cache of a context cannot be moved to other positions; "" if they can."""
     if llama_cpp.llama_model_is_hybrid(model.handle):
         return "it has recurrent layers"
@@ -39,15 +39,15 @@ def k_shift_obstacle(model: Model, context: Any, settings: Settings) -> str:
         return "llama.cpp cannot rotate the keys of its cache"
     head_dim = model.geometry.head_dim_k
     n_rotated = int(model.metadata("rope.dimension_count") or head_dim)
-    if settings.kv_type != "f16" and (head_dim % 64 != 0 or n_rotated != head_dim):
+    if kv_type != "f16" and (head_dim % 64 != 0 or n_rotated != head_dim):
         return "llama.cpp cannot rotate quantised keys of its head size (--kv-type f16 can)"
-    return _probed_obstacle(model, settings)
+    return _probed_obstacle(model, options)
 
 
-def _probed_obstacle(model: Model, settings: Settings) -> str:
+def _probed_obstacle(model: Model, options: CacheOptions) -> str:
     """Decode one token in a context of its own, with the probe looking on."""
     probe = _core.KShiftProbe()
-    parameters = context_parameters(model, settings, 1, CELL_PADDING)
+    parameters = context_parameters(model, options, 1, CELL_PADDING)
     let_hook_change(parameters, probe)
     context = model.new_context(parameters)
     try:

@@ -40,13 +40,15 @@ class Model:
         verbose: bool,
         options: ModelOptions | None = None,
         repack: bool = False,
+        geometry: ModelGeometry | None = None,
     ) -> None:
         """Read the header, then load the weights (memory-mapped unless `options` say otherwise).
 
+        `geometry`: what the header says, where it was read before by read_loadable().
         `repack`: llama.cpp may repack them for itself, as it does where nobody else reads them.
         """
         llama_logger.set_verbose(verbose)
-        self.geometry: ModelGeometry = read_loadable(path)
+        self.geometry: ModelGeometry = geometry or read_loadable(path)
         self._options = options or ModelOptions()
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = offloaded_layers(n_gpu_layers)

@@ -17,7 +17,7 @@ from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.batch import SEQUENCE, MicroBatch
 from entropykv.llamacpp.context import context_parameters, let_hook_change, relu2_layers
 from entropykv.llamacpp.model import Model
-from entropykv.settings.options import Settings
+from entropykv.settings.cache_options import CacheOptions
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class StockSession:
         flash: bool = True,
     ) -> None:
         """Load the model and make a context of n_ctx cells; errors as those of Session."""
-        settings = Settings(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
+        options = CacheOptions(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
         self._model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
         self._context: Any = None
         try:
-            parameters = context_parameters(self._model, settings, n_ubatch, n_ctx)
+            parameters = context_parameters(self._model, options, n_ubatch, n_ctx)
             parameters.flash_attn_type = (
                 llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
                 if flash
                 else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
-            layers = relu2_layers(self._model, settings)
+            layers = relu2_layers(self._model, options)
             if layers:
                 self._gates = _core.GateHook(layers)
                 let_hook_change(parameters, self._gates)

@@ -17,7 +17,7 @@ from entropykv import _core
 from entropykv.errors import UnsupportedModelError
 from entropykv.llamacpp.context import CELL_PADDING, context_parameters, let_hook_change
 from entropykv.llamacpp.model import Model
-from entropykv.settings.options import Settings
+from entropykv.settings.cache_options import CacheOptions
 
 _LEAST = 3
 """Of smaller windows, positions 0, 1, W - 1 and W are not four."""
@@ -38,7 +38,7 @@ class Window:
         return shape.with_window(self.size, self.chunked)
 
 
-def layer_windows(model: Model, settings: Settings) -> dict[int, Window]:
+def layer_windows(model: Model, options: CacheOptions) -> dict[int, Window]:
     """The windows of a model's attention layers, by llama.cpp's number of the layer.
 
     Empty for a model without windows. Raises UnsupportedModelError, which only says why, where
@@ -49,7 +49,7 @@ def layer_windows(model: Model, settings: Settings) -> dict[int, Window]:
         return {}
     if size < _LEAST:
         raise UnsupportedModelError(f"its sliding window has only {size} tokens")
-    return {layer: _window(size, n) for layer, n in _cells_seen(model, settings, size)}
+    return {layer: _window(size, n) for layer, n in _cells_seen(model, options, size)}
 
 
 def _window(size: int, n_seen: int) -> Window:
@@ -60,11 +60,11 @@ def _window(size: int, n_seen: int) -> Window:
     return Window(size, n_seen == _CHUNKED)
 
 
-def _cells_seen(model: Model, settings: Settings, size: int) -> list[tuple[int, int]]:
+def _cells_seen(model: Model, options: CacheOptions, size: int) -> list[tuple[int, int]]:
     """Layer and cells that a token at position `size` sees, of four."""
     probe = _core.WindowProbe()
     # two sequences, since positions of one must follow each other
-    parameters = context_parameters(model, settings, 2, CELL_PADDING, n_sequences=2)
+    parameters = context_parameters(model, options, 2, CELL_PADDING, n_sequences=2)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     let_hook_change(parameters, probe)
     context = model.new_context(parameters)

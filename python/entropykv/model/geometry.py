@@ -28,6 +28,8 @@ ACTIVATION_KEY = "entropykv.activation"
 BitNet files have both kinds: SiLU (1bitLLM) and squared ReLU (Microsoft's 2B-4T).
 """
 ACTIVATIONS = ("silu", "relu2")
+_OF_STATES = ("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache")
+"""Metadata that models with recurrent layers have, and no others."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class ModelGeometry:
     activation: str | None
     learned_positions: bool
     latent: bool
+    recurrent: bool = False
+    """Some layers carry a state from token to token, or all."""
+    window_head_dims: tuple[int, ...] = ()
+    """Sizes of K and V in layers with a sliding window, where they are others."""
 
     @property
     def cached_values(self) -> int:
@@ -135,7 +141,14 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         activation=_activation(reader),
         learned_positions="position_embd.weight" in reader.tensor_names,
         latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
+        recurrent=any(reader.get_field(f"{architecture}.{key}") for key in _OF_STATES),
+        window_head_dims=_window_head_dims(reader, architecture),
     )
+
+
+def _window_head_dims(reader: HeaderReader, architecture: str) -> tuple[int, ...]:
+    names = (f"{architecture}.attention.{name}_length_swa" for name in ("key", "value"))
+    return tuple(size for size in (number(reader, name) for name in names) if size)
 
 
 def _activation(reader: HeaderReader) -> str | None:

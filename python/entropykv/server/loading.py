@@ -21,12 +21,10 @@ from entropykv.server.options import ModelOptions
 from entropykv.server.shelf import Shelf
 from entropykv.server.slots import Totals
 from entropykv.server.template_traits import TemplateTraits, traits_of
-from entropykv.session.asked import RUNGS, freezing_of, recovery_of
-from entropykv.session.recovery import Recovery
-from entropykv.store.protocol import Rung
+from entropykv.session.asked import RUNGS, cache_options_of
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.recovery import Rung
 
-PIECE = 128
-"""Tokens of a prompt between two tokens of other answers, unless n_ubatch is given."""
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 # llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
 # 20,000 groups overflow a stack of 8 MiB, 5,000 groups and 50,000 rules do not.
@@ -174,20 +172,12 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
     arguments.update(
-        kv_budget=options.kv_budget,
-        policy=options.policy,
-        entropy_config=options.entropy_config,
-        kv_type=options.kv_type,
-        store=options.store,
-        n_sinks=options.sinks,
-        recent_window=options.recent_window,
-        freeze=freezing_of(options),
-        recovery=_recovery_of(options),
+        options=_cache_options(options),
         kv_overrides=_overrides(options.kv_overrides),
         chat_handler=_chat_handler(options),
     )
-    if options.parallel > 1:
-        arguments.update(_arguments_of_pool(options))
+    if "n_ubatch" not in options.model_fields_set:
+        del arguments["n_ubatch"]
     if options.draft_model is not None:
         arguments["draft_model"] = LlamaPromptLookupDecoding(options.draft_model_num_pred_tokens)
     if options.hf_pretrained_model_name_or_path is not None:
@@ -209,29 +199,19 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     return llama
 
 
-def _arguments_of_pool(options: ModelOptions) -> dict[str, Any]:
-    """Return what several conversations at a time need besides. SettingsError."""
+def _cache_options(options: ModelOptions) -> CacheOptions:
+    """Return what is asked of the cache. SettingsError."""
+    if options.parallel == 1:
+        return cache_options_of(options, rungs=_RUNGS)
     if options.cache:
         raise SettingsError("with --parallel, conversations are kept anyway; leave --cache out")
-    arguments: dict[str, Any] = {
-        "n_sequences": options.parallel,
-        "park": options.park,
-        "park_limit": options.park_limit,
-    }
-    if "n_ubatch" not in options.model_fields_set:
-        arguments["n_ubatch"] = PIECE
-    return arguments
-
-
-def _recovery_of(options: ModelOptions) -> Recovery | None:
-    """Return the ladder that was asked for. SettingsError where it would change nothing."""
-    recovery = recovery_of(options, _RUNGS)
-    if recovery is not None and freezing_of(options) is None:
-        raise SettingsError(
-            "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
-            "freeze, or leave --recovery out"
-        )
-    return recovery
+    return cache_options_of(
+        options,
+        rungs=_RUNGS,
+        n_sequences=options.parallel,
+        park=options.park,
+        park_limit=options.park_limit,
+    )
 
 
 def _overrides(texts: list[str] | None) -> dict[str, bool | int | float | str] | None:

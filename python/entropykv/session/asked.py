@@ -1,4 +1,4 @@
-"""What the options of the command line and of the server say of freezing and recovery."""
+"""Read what the options of the command line and of the server say of the cache."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 from entropykv.errors import SettingsError
 from entropykv.policy.names import schedules
-from entropykv.session.recovery import Recovery
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RAM, Freezing
-from entropykv.store.protocol import Rung
+from entropykv.settings.recovery import Recovery, Rung
 
 RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
 """Rungs of the recovery ladder by what they are called in options."""
 
+_SAME = ("kv_budget", "policy", "kv_type", "store", "entropy_config", "recent_window")
+"""Fields of CacheOptions that options have under the same name."""
 _OPTIONS = {
     "freeze_limit": "limit",
     "freeze_type": "kv_type",
@@ -30,6 +32,23 @@ _RECOVERY_OPTIONS = {
     "recovery_window": "window",
     "rewalk": "rewalk",
 }
+
+
+def cache_options_of(
+    options: Any, *, rungs: Sequence[str] = tuple(RUNGS), **others: Any
+) -> CacheOptions:
+    """Return what options say of the cache: those of the command line, or of the server.
+
+    `others`: fields of CacheOptions for which the two have names of their own. `rungs`: of the
+    recovery ladder, those that may be asked for.
+    """
+    same = {name: getattr(options, name) for name in _SAME}
+    return CacheOptions(
+        **{**same, **others},
+        n_sinks=options.sinks,
+        freeze=freezing_of(options),
+        recovery=recovery_of(options, rungs),
+    )
 
 
 def freezing_of(options: Any) -> Freezing | None:

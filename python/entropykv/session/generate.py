@@ -23,7 +23,9 @@ from entropykv.settings.options import at_least
 class Decoder(Protocol):
     """What the loop needs of a session; one that is Recoverable can have a recovery ladder."""
 
-    n_ctx: int
+    @property
+    def n_ctx(self) -> int:
+        """The longest sequence, in tokens."""
 
     @property
     def position(self) -> int:

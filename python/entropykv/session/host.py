@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from entropykv import _core
@@ -19,57 +19,25 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.model import Model, offloaded_layers
-from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
+from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.names import Policy, policy_named
-from entropykv.policy.plan import kv_type_for
-from entropykv.profile.profile import EntropyProfile
+from entropykv.model.geometry import read_loadable
+from entropykv.policy.recipe import resolve
 from entropykv.session.echo import Echo
 from entropykv.session.parking import Parked, Parking
-from entropykv.session.profile import given_profile, profile_for
 from entropykv.session.scheduler import Scheduler, Work
-from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
-from entropykv.settings.options import Budget, Settings, at_least, is_number
-from entropykv.store.flat import FlatStore, flat_kv_type
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import Budget, is_number
+from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
 """Seconds after which it is looked again whether somebody is idle."""
-MOST_SEQUENCES = 256
-"""Of a llama_context."""
 IDLE_SECONDS = 1.0
 """A sequence that was not read on for so long may be parked for another, though nobody said that it
 rests."""
-
-
-@dataclass(frozen=True)
-class HostOptions:
-    """What sessions of one host have in common: see Session and Pool."""
-
-    n_ctx: int
-    kv_budget: Budget | str | float
-    policy: str
-    kv_type: str
-    store: str
-    entropy_config: EntropyProfile | str | os.PathLike[str] | None
-    n_ubatch: int
-    n_threads: int
-    n_threads_batch: int
-    n_gpu_layers: int
-    n_sinks: int
-    recent_window: int | None
-    freeze: Freezing | str | None
-    verbose: bool
-    recovers: bool = False
-    """Whether what is frozen is to be restored where the output grows uncertain."""
-    shared: bool = False
-    """Whether it is a pool's, and not of one session."""
-    n_sequences: int = 1
-    park: str = "ram"
-    park_limit: str | int | None = None
 
 
 class Seat:
@@ -107,42 +75,21 @@ class Seat:
 class Host:
     """The model, its context, and what is shared among the sequences in it."""
 
-    def __init__(self, model: str | os.PathLike[str] | Model, options: HostOptions) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
+    ) -> None:
         """Load the model; everything is checked before the weights are read."""
-        at_least("n_sequences", options.n_sequences, 1)
-        if options.n_sequences > MOST_SEQUENCES:
-            raise SettingsError(
-                f"{options.n_sequences} conversations at a time are too many; use at most "
-                f"{MOST_SEQUENCES}, and more sessions, which are parked while they are idle"
-            )
-        self.options = options
-        self.n_sequences = options.n_sequences
+        self.n_sequences = options.n_sequences or 1
         self.parking = Parking(options.park, options.park_limit)
-        self.settings = Settings(
-            kv_type=options.kv_type,
-            store=options.store,
-            n_ctx=options.n_ctx,
-            n_ubatch=options.n_ubatch,
-            n_threads=options.n_threads,
-            n_threads_batch=options.n_threads_batch,
-            n_gpu_layers=offloaded_layers(options.n_gpu_layers),
-            n_sinks=options.n_sinks,
-            recent_window=options.recent_window,
-        )
-        self.budget = Budget.parse(options.kv_budget)
-        profile = given_profile(options.entropy_config)
-        schedule = policy_named(options.policy, profile, options.store).schedule
-        self.freezing = Freezing.parse(options.freeze) or (Freezing() if schedule else None)
-        check_freezing(self.freezing, options.store, options.kv_type)
-        if options.recovers and not self.freezing:
-            raise nothing_to_restore()
+        geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
+        self.recipe = resolve(options, geometry)
+        """Of the store that serves the model."""
+        self.budget = options.budget
         self.model = (
             model
             if isinstance(model, Model)
-            else Model(model, n_gpu_layers=options.n_gpu_layers, verbose=options.verbose)
+            else Model(model, n_gpu_layers=options.n_gpu_layers, verbose=verbose, geometry=geometry)
         )
-        self.fallback: str | None = None
-        """Why the flat store serves the model where either might."""
         self.closed = False
         self.seats: list[Seat] = []
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -152,9 +99,9 @@ class Host:
         self._leaving: list[Seat] = []
         self._in_step = False
         self._context: HeadwiseContext | None = None
+        self.echo: Echo | None = None
         try:
-            self._resolve(profile)
-            self._spare: Store | None = self._make_store()
+            self._spare: Store | None = self._first_store()
         except BaseException:
             self._close_context()
             self.model.close()
@@ -171,107 +118,48 @@ class Host:
             self.core_pool.set_pages(self._pages)
             self.core_pool.on_full(self.parking.make_room)
 
-    def _resolve(self, profile: EntropyProfile | None) -> None:
-        options, geometry = self.options, self.model.geometry
-        trained = geometry.n_ctx_train
-        self.n_ctx = options.n_ctx or trained
-        self.profile = profile_for(options.policy, geometry, profile)
-        kv_type = kv_type_for(options.kv_type, self.budget, geometry, self.n_ctx * self.n_sequences)
-        self.settings = replace(self.settings, kv_type=kv_type)
-        if self.freezing:
-            cold = self.freezing.type_for(self.settings.kv_type)
-            self.freezing = replace(self.freezing, kv_type=cold)
-        check_sinks(options.n_sinks, self.n_ctx, trained)
-
     # --- stores -----------------------------------------------------------------------------------
 
-    def _make_store(self) -> Store:
-        """The store that was asked for; with `auto`, flat where headwise cannot serve the model."""
-        wanted = self.options.store
-        if wanted != "auto":
-            return self._store_named(wanted)
+    def _first_store(self) -> Store:
+        """Make the store that was asked for; with `auto`, flat where headwise cannot serve it."""
+        if is_recurrent(self.model) and not self.recipe.geometry.recurrent:  # llama.cpp knows more
+            geometry = replace(self.recipe.geometry, recurrent=True)
+            self.recipe = resolve(self.recipe.options, geometry)
+        options = self.recipe.options
         try:
-            return self._store_named("headwise")
+            return self._make_store()
         except UnsupportedModelError as error:
-            if self.freezing:
-                raise UnsupportedModelError(
-                    f"{error}; the flat store cannot freeze: use it without --freeze (freeze=) and "
-                    "without policy freeze"
-                ) from error
-            if self.options.shared:
+            if options.store != "auto" or (options.in_pool and not self.recipe.freezing):
                 raise
-            self.fallback = str(error)
-            return self._store_named("flat")
+            self._close_context()
+            self.recipe = self.recipe.on_flat_store(str(error))
+            return self._make_store()
 
-    def _store_named(self, store: str) -> Store:
-        if store == "flat" and self.options.shared:
-            raise UnsupportedModelError(
-                f"{self.model.name}: the flat store holds one conversation, and no pool; use "
-                "--store headwise (store='headwise'), or a Session"
-            )
-        self.policy: Policy = policy_named(
-            self.options.policy,
-            self.profile,
-            store,
-            freezes=self.freezing is not None,
-            recurrent=is_recurrent(self.model),
-        )
-        self.n_ubatch = self._largest_micro_batch()
-        repeats = self.policy.importance.repeats
-        self.echo = Echo(self._tokenize_plainly, self.n_ubatch) if repeats else None
-        if store == "flat":
-            kv_type = flat_kv_type(self.options.kv_type, self.settings.kv_type, self.model)
-            self.settings = replace(self.settings, kv_type=kv_type)
-        arguments = (
-            self.model,
-            self.settings,
-            self.n_ctx,
-            self.n_ubatch,
-            self.budget,
-            self.policy,
-            self.profile,
-        )
+    def _make_store(self) -> Store:
+        recipe = self.recipe
+        repeats = recipe.policy.importance.repeats
+        self.echo = Echo(self._tokenize_plainly, recipe.n_ubatch) if repeats else None
         try:
-            if store == "flat":
-                return FlatStore(*arguments)
+            if recipe.store == "flat":
+                return FlatStore(self.model, recipe, self.budget)
             if self._context is None:
-                self._context = HeadwiseContext(
-                    self.model,
-                    self.settings,
-                    self._most_tokens(),
-                    n_sequences=self.n_sequences,
-                    shared=self.options.shared,
-                )
-            return HeadwiseStore(*arguments, freezing=self.freezing, host=self._context)
+                self._context = HeadwiseContext(self.model, recipe, self._most_tokens())
+            return HeadwiseStore(self.model, recipe, self.budget, host=self._context)
         except MemoryError:
             raise self.too_large(self.budget) from None
-        except UnsupportedModelError:
-            self._close_context()
-            raise
 
     def _tokenize_plainly(self, text: str) -> list[int]:
         return self.model.tokenize(text, add_bos=False, special=False)
 
     def _most_tokens(self) -> int:
         """Tokens of a sequence in a micro-batch: of text alone, or of a stretch and its echo."""
-        return max(self.n_ubatch, self.echo.n_ubatch if self.echo else 0)
-
-    def _largest_micro_batch(self) -> int:
-        """Tokens of a micro-batch; few where recall looks for frozen entries with each of them.
-
-        Not with echoes: they find what is needed before anything is frozen.
-        """
-        n_ubatch, trained = self.settings.n_ubatch, self.model.geometry.n_ctx_train
-        recalls = self.freezing is not None and self.freezing.recall_interval > 0
-        if recalls and not self.policy.importance.repeats:
-            n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
-        return largest_micro_batch(n_ubatch, self.n_ctx, trained)
+        return max(self.recipe.n_ubatch, self.echo.n_ubatch if self.echo else 0)
 
     def too_large(self, budget: Budget) -> BudgetError:
         """Return the error of a budget for which there is no memory."""
         return BudgetError(
-            f"{self.model.name}: a KV budget of {budget} in a context of {self.n_ctx} tokens does "
-            "not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
+            f"{self.model.name}: a KV budget of {budget} in a context of {self.recipe.n_ctx} "
+            "tokens does not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
         )
 
     def _close_context(self) -> None:
@@ -463,8 +351,8 @@ class Host:
         plan = store.plan_of(budget)
         if budget.kind == "bytes":
             return min(most, int(budget.value) // plan.page_bytes)
-        if budget.kind == "tokens" and budget.value > self.n_ctx:
-            tokens = min(int(budget.value), self.n_sequences * self.n_ctx)
+        if budget.kind == "tokens" and budget.value > self.recipe.n_ctx:
+            tokens = min(int(budget.value), self.n_sequences * self.recipe.n_ctx)
             return min(most, sum(_core.pages_for(tokens, n) for n in plan.entries_per_page))
         return plan.pool_pages
 
@@ -577,11 +465,3 @@ def _headwise(seat: Seat) -> HeadwiseStore:
 
 def _budget_of(seat: Seat, share: int) -> Budget:
     return Budget("bytes", max(1, share * _headwise(seat).plan.page_bytes))
-
-
-def nothing_to_restore() -> SettingsError:
-    """Return the error of recovery where nothing is frozen."""
-    return SettingsError(
-        "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
-        "freeze (freeze=), or leave recovery out"
-    )

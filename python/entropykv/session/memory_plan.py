@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from entropykv.errors import ModelFileError
-from entropykv.model.geometry import ModelGeometry, read_geometry
-from entropykv.policy.names import Policy, policy_named
-from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
+from entropykv.model.geometry import read_geometry
+from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
+from entropykv.policy.recipe import Recipe, resolve
 from entropykv.profile.belongs import check_model
-from entropykv.session.profile import given_profile, profile_for
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.cache_options import CacheOptions
 
 _Q8_0_BITS = 8.5  # 32 values and their f16 scale
 
@@ -21,112 +20,125 @@ _Q8_0_BITS = 8.5  # 32 values and their f16 scale
 class MemoryPlan:
     """Bytes of weights and KV cache, in full and inside a budget."""
 
-    geometry: ModelGeometry
-    n_ctx: int
-    kv_type: str
-    budget: Budget
-    policy: Policy
-    headwise: HeadwisePlan
-    kv_bytes_f16: int
-    kv_bytes_q8_0: int
+    recipe: Recipe
+    """What a session follows, too."""
+    plan: HeadwisePlan | FlatPlan
+
+    @property
+    def budgets(self) -> list[list[int]]:
+        """Entries that every KV head may keep, as [layer][KV head]."""
+        if isinstance(self.plan, HeadwisePlan):
+            return [list(layer) for layer in self.plan.budgets]
+        return [[self.plan.entries] * n for n in self.recipe.geometry.kv_heads_per_layer if n]
+
+    @property
+    def mean_entries(self) -> int:
+        """Entries of a KV head, on average."""
+        plan = self.plan
+        return plan.mean_entries if isinstance(plan, HeadwisePlan) else plan.entries
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the KV cache never exceeds."""
+        plan = self.plan
+        if isinstance(plan, HeadwisePlan):
+            return plan.pool_bytes
+        return plan.cells * self.recipe.cell_bytes
+
+    @property
+    def kv_bytes_f16(self) -> int:
+        """The full cache, in f16."""
+        return 2 * self._values
+
+    @property
+    def kv_bytes_q8_0(self) -> int:
+        """The full cache, in q8_0."""
+        return int(self._values * _Q8_0_BITS / 8)
+
+    @property
+    def _values(self) -> int:
+        layers = attention_layers(self.recipe.geometry)
+        return self.recipe.n_ctx * sum(s.n_head_kv * s.entry_values for s in layers)
 
     @property
     def saved_bytes(self) -> int:
         """What the budget saves against the full f16 cache."""
-        return self.kv_bytes_f16 - self.headwise.pool_bytes
+        return self.kv_bytes_f16 - self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """For --json: bytes, and budgets in entries as [layer][KV head]."""
+        geometry, protection = self.recipe.geometry, self.plan.protection
         return {
-            "model": self.geometry.name or self.geometry.path.name,
-            "architecture": self.geometry.architecture,
-            "n_ctx": self.n_ctx,
-            "kv_type": self.kv_type,
-            "kv_budget": str(self.budget),
-            "policy": self.policy.name,
-            "weights_bytes": self.geometry.weights_bytes,
-            "weight_types": dict(self.geometry.weight_types),
+            "model": geometry.name or geometry.path.name,
+            "architecture": geometry.architecture,
+            **self.recipe.to_dict(),
+            "weights_bytes": geometry.weights_bytes,
+            "weight_types": dict(geometry.weight_types),
             "kv_bytes_f16": self.kv_bytes_f16,
             "kv_bytes_q8_0": self.kv_bytes_q8_0,
-            "kv_bytes_budget": self.headwise.pool_bytes,
+            "kv_bytes_budget": self.budget_bytes,
             "saved_bytes": self.saved_bytes,
-            "mean_entries": self.headwise.mean_entries,
-            "sinks": self.headwise.protection.n_sinks,
-            "recent_window": self.headwise.protection.recent_window,
-            "budgets": [list(layer) for layer in self.headwise.budgets],
+            "mean_entries": self.mean_entries,
+            "sinks": protection.n_sinks,
+            "recent_window": protection.recent_window,
+            "budgets": self.budgets,
         }
 
 
-def make_plan(
-    path: str | os.PathLike[str],
-    *,
-    n_ctx: int,
-    kv_budget: Budget | str | float,
-    policy: str,
-    kv_type: str,
-    entropy_config: str | os.PathLike[str] | None,
-    n_sinks: int = 4,
-    recent_window: int | None = None,
-) -> MemoryPlan:
-    """Plan a budget as a session would; nothing but the file's header is read.
+def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan:
+    """Plan a budget as a session would; nothing but the file's header, and a profile, is read.
 
-    Raises ModelFileError, ProfileError, BudgetError, SettingsError.
+    Where `store` is auto, the plan is that of the headwise store: whether it can serve the model,
+    only the model's graph tells. Raises ModelFileError, ProfileError, BudgetError, SettingsError.
     """
-    settings = Settings(kv_type=kv_type, n_ctx=n_ctx, n_sinks=n_sinks, recent_window=recent_window)
-    budget = Budget.parse(kv_budget)
     geometry = read_geometry(path)
-    profile = profile_for(policy, geometry, given_profile(entropy_config))
-    chosen = policy_named(policy, profile, "headwise")
-    if profile is not None:
-        check_model(profile, geometry)
-    layers = attention_layers(geometry)
-    if not layers:
+    recipe = resolve(options, geometry)
+    if recipe.profile is not None:
+        check_model(recipe.profile, geometry)
+    if not attention_layers(geometry):
         raise ModelFileError(
             f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
             "use a model with attention"
         )
-    context = settings.n_ctx or geometry.n_ctx_train
-    kv_type = kv_type_for(kv_type, budget, geometry, context)
-    values = context * sum(s.n_head_kv * s.entry_values for s in layers)
-    return MemoryPlan(
-        geometry=geometry,
-        n_ctx=context,
-        kv_type=kv_type,
-        budget=budget,
-        policy=chosen,
-        headwise=plan_headwise(
-            budget, layers, context, kv_type, chosen, profile, n_sinks, recent_window
-        ),
-        kv_bytes_f16=2 * values,
-        kv_bytes_q8_0=int(values * _Q8_0_BITS / 8),
-    )
+    plan = recipe.flat_plan() if recipe.store == "flat" else recipe.headwise_plan()
+    return MemoryPlan(recipe, plan)
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """The plan as text for a terminal."""
-    geometry, headwise = plan.geometry, plan.headwise
+    """Return the plan as text for a terminal."""
+    recipe, protection = plan.recipe, plan.plan.protection
+    geometry, budget = recipe.geometry, recipe.options.budget
     types = ", ".join(f"{name} {_mib(size)}" for name, size in geometry.weight_types[:3])
     share = plan.kv_bytes_f16 / (plan.kv_bytes_f16 + geometry.weights_bytes)
     lines = [
-        f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {plan.n_ctx}",
+        f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {recipe.n_ctx}",
         f"  weights           {_mib(geometry.weights_bytes):>12}   {types}",
         f"  KV cache, f16     {_mib(plan.kv_bytes_f16):>12}   {share:.1%} of weights + KV cache",
         f"  KV cache, q8_0    {_mib(plan.kv_bytes_q8_0):>12}",
-        f"  KV budget {plan.budget!s:<8}{_mib(headwise.pool_bytes):>12}   {plan.kv_type}, "
-        f"{headwise.mean_entries} of {plan.n_ctx} entries per KV head on average",
+        f"  KV budget {budget!s:<8}{_mib(plan.budget_bytes):>12}   {recipe.kv_type}, "
+        f"{plan.mean_entries} of {recipe.n_ctx} entries per KV head on average",
         f"  saved             {_mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
+        f"  read at a time    {recipe.n_ubatch:>12} tokens of a prompt, by the {recipe.store} store"
+        + _frozen(recipe),
         "",
-        f"Entries per KV head, policy {plan.policy.name} (each keeps {headwise.protection.n_sinks} "
-        f"sinks and the {headwise.protection.recent_window} most recent)"
-        + (", before any text is read:" if plan.policy.rule.by_text else ":"),
+        f"Entries per KV head, policy {recipe.policy.name} (each keeps {protection.n_sinks} "
+        f"sinks and the {protection.recent_window} most recent)"
+        + (", before any text is read:" if recipe.policy.rule.by_text else ":"),
         "  layer   mean    min    max",
     ]
     lines += [
         f"  {number:>5} {sum(layer) / len(layer):>6.0f} {min(layer):>6} {max(layer):>6}"
-        for number, layer in enumerate(headwise.budgets)
+        for number, layer in enumerate(plan.budgets)
     ]
     return "\n".join(lines)
+
+
+def _frozen(recipe: Recipe) -> str:
+    freezing = recipe.freezing
+    if freezing is None:
+        return ""
+    return f"; evicted entries are frozen ({freezing.where}, {freezing.kv_type})"
 
 
 def _mib(size: int) -> str:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Unpack
+
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.model import Model
-from entropykv.policy.names import AUTO
-from entropykv.profile.profile import EntropyProfile
-from entropykv.session.host import Host, HostOptions
+from entropykv.session.host import Host
 from entropykv.session.pool_session import PoolSession
-from entropykv.session.recovery import Climb, Recovery
-from entropykv.settings.freezing import Freezing
+from entropykv.session.recovery import Climb
+from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.settings.options import Budget
+from entropykv.settings.recovery import Recovery
 
 
 @dataclass(frozen=True)
@@ -50,64 +51,34 @@ class Pool:
     """One model, and one budget of bytes for all sessions that session() makes.
 
     Each session has the interface of Session, and may be used by a thread of its own: the tokens of
-    all that are waiting are read together. `n_sequences`: how many of them hold entries at a time;
+    all that are waiting are read together. `options`, or keyword arguments of the same names: see
+    CacheOptions. `n_sequences`: how many conversations hold entries at a time (4 unless given);
     there may be more sessions, which are parked while they are idle: what they hold goes to `park`,
     `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
     hold entries share the budget: `kv_budget` is that of all together, and each has an equal part
     of it, but for weights. Another one that comes costs the others their least important entries;
-    one that goes, or is parked, leaves its part to them. The other arguments are those of Session.
+    one that goes, or is parked, leaves its part to them. `recovery` is that of sessions that get no
+    other.
 
     Raises what Session raises, and UnsupportedModelError where only the flat store serves the
     model, which holds one conversation.
     """
 
+    _closed = True
+    """Until it holds something: close() works even where __init__ raises."""
+
+    @shows(PoolArguments)
     def __init__(
         self,
         model: str | os.PathLike[str] | Model,
+        options: CacheOptions | None = None,
         *,
-        n_sequences: int = 4,
-        n_ctx: int = 0,
-        kv_budget: Budget | str | float = 1.0,
-        policy: str = AUTO,
-        kv_type: str = "auto",
-        store: str = "auto",
-        entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
-        n_ubatch: int = 128,
-        n_threads: int = 0,
-        n_threads_batch: int = 0,
-        n_gpu_layers: int = 0,
-        n_sinks: int = 4,
-        recent_window: int | None = None,
-        freeze: Freezing | str | None = None,
-        park: str = "ram",
-        park_limit: str | int | None = None,
         verbose: bool = False,
+        **arguments: Unpack[PoolArguments],
     ) -> None:
         """Load the model; `n_ubatch`: tokens of a prompt between two tokens of those who write."""
-        self._closed = True
-        self._host = Host(
-            model,
-            HostOptions(
-                n_ctx=n_ctx,
-                kv_budget=kv_budget,
-                policy=policy,
-                kv_type=kv_type,
-                store=store,
-                entropy_config=entropy_config,
-                n_ubatch=n_ubatch,
-                n_threads=n_threads,
-                n_threads_batch=n_threads_batch,
-                n_gpu_layers=n_gpu_layers,
-                n_sinks=n_sinks,
-                recent_window=recent_window,
-                freeze=freeze,
-                verbose=verbose,
-                shared=True,
-                n_sequences=n_sequences,
-                park=park,
-                park_limit=park_limit,
-            ),
-        )
+        asked = CacheOptions.of(options, arguments).pooled()
+        self._host = Host(model, asked, verbose=verbose)
         self._closed = False
 
     def __enter__(self) -> Pool:
@@ -136,8 +107,10 @@ class Pool:
     ) -> PoolSession:
         """Make a session; close() gives its part of the budget to the others.
 
-        `weight`: its part, relative to those of the others. `recovery`, `on_climb`: see Session.
+        `weight`: its part, relative to those of the others. `recovery` None: that of the pool.
+        `on_climb`: see Session.
         """
+        recovery = recovery or self._host.recipe.options.recovery
         return PoolSession(self._host, weight=weight, recovery=recovery, on_climb=on_climb)
 
     def sessions(self) -> list[PoolSession]:

@@ -11,10 +11,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.session.host import Host, Seat, nothing_to_restore
+from entropykv.session.host import Host, Seat
 from entropykv.session.read_parts import ReadParts
-from entropykv.session.recovery import Climb, Recovery
+from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
+from entropykv.settings.recovery import Recovery
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ class PoolSession(Session):
         origin: _Origin | None = None,
     ) -> None:
         """Take a seat; `origin`: whose entries are copied."""
-        self._closed = True
-        if recovery and not host.freezing:
-            raise nothing_to_restore()
+        host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
         if origin is None or origin.position == 0:

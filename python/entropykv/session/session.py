@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Unpack
 
 from entropykv.errors import (
     ContextError,
@@ -19,11 +20,9 @@ from entropykv.errors import (
     FreezeError,
     PoolError,
     SessionFileError,
-    SettingsError,
 )
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.names import AUTO
+from entropykv.policy.names import Policy
 from entropykv.profile.belongs import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.echo import LEAST_TOKENS
@@ -36,79 +35,50 @@ from entropykv.session.file import (
     reader_of,
 )
 from entropykv.session.generate import generate
-from entropykv.session.host import Host, HostOptions
+from entropykv.session.host import Host
 from entropykv.session.read_parts import ReadParts
-from entropykv.session.recovery import Climb, Recovery
+from entropykv.session.recovery import Climb
 from entropykv.session.sampling import Sampling
 from entropykv.session.state import ReadSoFar, load_state, saved_settings, write_state
 from entropykv.session.stats import SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
+from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget, at_least
-from entropykv.store.protocol import CacheLook, Part, Rung
+from entropykv.settings.recovery import Recovery, Rung
+from entropykv.store.protocol import CacheLook, Part
 
 
 class Session:
     """A model that reads and writes one sequence of tokens inside a KV budget.
 
-    `model`: path of a GGUF file, or a Model, which the session closes. `kv_budget`: a fraction of
-    n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB"). `n_ctx`: the longest
-    sequence, in tokens; 0: what the model was trained for. It may be longer: then positions are
-    re-based as the sequence grows (see rope.py), or ContextError tells why the model cannot.
-    `policy`: see entropykv.policy. `kv_type`: f16, q8_0, or auto: see budget.kv_type_for().
-    `entropy_config`: an EntropyProfile or the path of one; None: that beside the model file or in
-    this package (see profile_search.py), where the policy takes one. `store`: headwise, flat, or
-    auto: headwise where it can serve the model (`fallback` says why it cannot). `recent_window`:
-    newest entries that every KV head keeps; None: half of the mean budget. `freeze`: keep what is
-    evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings of its own; None: no,
-    unless policy is freeze. `recovery`: the ladder that restores what is frozen where the output
-    grows uncertain (see recovery.py); `on_climb` is called with each Climb. None: off.
+    `model`: path of a GGUF file, or a Model, which the session closes. `options`, or keyword
+    arguments of the same names: see CacheOptions; arguments stand in the place of what `options`
+    say. `n_ctx` may be more than the model was trained for: then positions are re-based as the
+    sequence grows, or ContextError tells why the model cannot. `on_climb` is called with each Climb
+    of the recovery ladder. `verbose`: llama.cpp's own log.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
     """
 
+    _closed = True
+    """Until it holds something: close() works even where __init__ raises."""
+
+    @shows(SessionArguments)
     def __init__(
         self,
         model: str | os.PathLike[str] | Model,
+        options: CacheOptions | None = None,
         *,
-        n_ctx: int = 0,
-        kv_budget: Budget | str | float = 1.0,
-        policy: str = AUTO,
-        kv_type: str = "auto",
-        store: str = "auto",
-        entropy_config: EntropyProfile | str | os.PathLike[str] | None = None,
-        n_ubatch: int = 512,
-        n_threads: int = 0,
-        n_threads_batch: int = 0,
-        n_gpu_layers: int = 0,
-        n_sinks: int = 4,
-        recent_window: int | None = None,
-        freeze: Freezing | str | None = None,
-        recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
         verbose: bool = False,
+        **arguments: Unpack[SessionArguments],
     ) -> None:
         """Load the model and make its store; everything is checked before the weights are read."""
-        self._closed = True
-        options = HostOptions(
-            n_ctx=n_ctx,
-            kv_budget=kv_budget,
-            policy=policy,
-            kv_type=kv_type,
-            store=store,
-            entropy_config=entropy_config,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            n_threads_batch=n_threads_batch,
-            n_gpu_layers=n_gpu_layers,
-            n_sinks=n_sinks,
-            recent_window=recent_window,
-            freeze=freeze,
-            verbose=verbose,
-            recovers=recovery is not None,
-        )
-        self._take_part(Host(model, options), recovery, on_climb, weight=1.0, alone=True)
+        asked = CacheOptions.of(options, arguments).alone()
+        host = Host(model, asked, verbose=verbose)
+        self._take_part(host, asked.recovery, on_climb, weight=1.0, alone=True)
 
     def _take_part(
         self,
@@ -125,40 +95,27 @@ class Session:
         self.recovery = recovery
         self.on_climb = on_climb
         self._model = host.model
-        self.n_ctx = host.n_ctx
-        self._n_ubatch = host.n_ubatch
+        self.recipe = host.recipe
+        """What was asked for, and what it means for the model."""
         self._echo = host.echo
-        self.profile = host.profile
-        self.freezing = host.freezing
         try:
-            self._check_recovery()
             self._seat = host.take_seat(weight)
         except BaseException:
             if alone:
                 host.close()
             raise
         self._store = self._seat.store
-        self.settings = host.settings
-        self.policy = host.policy
-        self.fallback = host.fallback
         self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
         self._closed = False
         self._broken = False
         self._position = 0
         self._tokens = array("i")
         self._echoed = 0
-        self._parts = ReadParts(self._n_ubatch)
+        self._parts = ReadParts(self.recipe.n_ubatch)
         self._logits: npt.NDArray[np.float32] | None = None
         self._reusable_from = 0
         self._evicted_before = 0
         self._clear_counters()
-
-    def _check_recovery(self) -> None:
-        if self.recovery and self.recovery.held_back and is_recurrent(self._model):
-            raise SettingsError(
-                f"{self._model.name}: recovery that generates tokens again goes back, which "
-                "recurrent layers cannot; use recovery without its last rung, or none"
-            )
 
     def __enter__(self) -> Session:
         """Use the session as a context manager: it closes at the end."""
@@ -228,7 +185,7 @@ class Session:
     @property
     def n_ubatch(self) -> int:
         """Tokens of text that are read at once, however many follow."""
-        return self._echo.stretch if self._echo else self._n_ubatch
+        return self._echo.stretch if self._echo else self.recipe.n_ubatch
 
     @property
     def tokens(self) -> list[int]:
@@ -264,7 +221,7 @@ class Session:
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes:
             self._catch_up(len(ids), arrival)
-        size = self._echo.stretch if self._echo and echoes else self._n_ubatch
+        size = self._echo.stretch if self._echo and echoes else self.recipe.n_ubatch
         for first in range(0, len(ids), size):
             part = ids[first : first + size]
             last = first + len(part) == len(ids)
@@ -395,6 +352,31 @@ class Session:
         self._host.scheduler.cancel(self._seat)
 
     # --- the store --------------------------------------------------------------------------------
+
+    @property
+    def n_ctx(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.recipe.n_ctx
+
+    @property
+    def policy(self) -> Policy:
+        """What the budget is shared by; never `auto`."""
+        return self.recipe.policy
+
+    @property
+    def profile(self) -> EntropyProfile | None:
+        """The entropy profile that was given or found, where the policy takes one."""
+        return self.recipe.profile
+
+    @property
+    def freezing(self) -> Freezing | None:
+        """Where evicted entries are kept; None: nowhere."""
+        return self.recipe.freezing
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the flat store serves the model where either might."""
+        return self.recipe.fallback
 
     @property
     def store(self) -> str:
@@ -609,15 +591,7 @@ class Session:
         return self._load(reader_of(data))
 
     def _saved_settings(self) -> SavedSettings:
-        return saved_settings(
-            self._model,
-            self.settings,
-            self._store,
-            self.policy,
-            self.n_ctx,
-            self._host.budget,
-            self.freezing,
-        )
+        return saved_settings(self._model, self.recipe, self._store, self._host.budget)
 
     def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
         self._check_usable()
@@ -638,7 +612,7 @@ class Session:
         self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
         self._seat.position = read.position
         self._echoed = read.echoed
-        self._parts = ReadParts(self._n_ubatch)  # no file tells how its text was cut
+        self._parts = ReadParts(self.recipe.n_ubatch)  # no file tells how its text was cut
         self._reusable_from = self._position if self.evicted else 0  # nobody knows when it last did
         self._evicted_before = self.evicted
         self._broken = False

@@ -16,7 +16,7 @@ from entropykv._version import VERSION
 from entropykv.errors import SessionFileError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.names import Policy
+from entropykv.policy.recipe import Recipe
 from entropykv.session.file import (
     AGAIN,
     SavedContents,
@@ -25,8 +25,7 @@ from entropykv.session.file import (
     check_settings,
     write_session,
 )
-from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.options import Budget
 from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
 
 Logits = npt.NDArray[np.float32]
@@ -44,28 +43,21 @@ class ReadSoFar:
     """Tokens from the first on whose entries echoes have scored: see session/echo.py."""
 
 
-def saved_settings(
-    model: Model,
-    settings: Settings,
-    store: Store,
-    policy: Policy,
-    n_ctx: int,
-    budget: Budget,
-    freezing: Freezing | None,
-) -> SavedSettings:
-    """Gather what a session was made with."""
+def saved_settings(model: Model, recipe: Recipe, store: Store, budget: Budget) -> SavedSettings:
+    """Gather what a session was made with; `budget`: the one that it has now."""
+    freezing = recipe.freezing
     return SavedSettings(
         entropykv=VERSION,
         llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
         model=model.name,
         fingerprint=model.identity,
         store=store.name,
-        kv_type=settings.kv_type,
-        policy=policy.name,
-        n_ctx=n_ctx,
+        kv_type=recipe.kv_type,
+        policy=recipe.policy.name,
+        n_ctx=recipe.n_ctx,
         kv_budget=str(budget),
-        n_sinks=settings.n_sinks,
-        recent_window=settings.recent_window,
+        n_sinks=recipe.options.n_sinks,
+        recent_window=recipe.options.recent_window,
         freeze=None if freezing is None else freezing.kv_type,
         sequence_state=(
             _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None

@@ -1,4 +1,4 @@
-"""Settings of a session, checked once and frozen."""
+"""Check single values that a user gives: budgets, sizes, and names out of a list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Literal
 
 from entropykv.errors import BudgetError, SettingsError
-from entropykv.settings.cores import usable_cores
 
 KV_TYPES = ("f16", "q8_0")
 KV_CHOICES = ("auto", *KV_TYPES)
@@ -83,49 +82,6 @@ class Budget:
         if self.kind == "bytes":
             return f"{int(self.value)}B"
         return f"{self.value:g}" if self.kind == "fraction" else str(int(self.value))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a session was asked for. Raises SettingsError where a value is impossible."""
-
-    kv_type: str = "auto"
-    store: str = "auto"
-    n_ctx: int = 0
-    n_ubatch: int = 512
-    n_threads: int = 0
-    n_threads_batch: int = 0
-    n_gpu_layers: int = 0
-    n_sinks: int = 4
-    recent_window: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        one_of("kv_type", self.kv_type, KV_CHOICES)
-        one_of("store", self.store, STORES)
-        at_least("n_ctx", self.n_ctx, 0)
-        at_least("n_ubatch", self.n_ubatch, 1, MOST_MICRO_BATCH)
-        at_least("n_threads", self.n_threads, 0, MOST_THREADS)
-        at_least("n_threads_batch", self.n_threads_batch, 0, MOST_THREADS)
-        at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)  # llama.cpp's "all"
-        at_least("n_sinks", self.n_sinks, 0)
-        if self.recent_window is not None:
-            at_least("recent_window", self.recent_window, 1)
-
-    @property
-    def threads(self) -> int:
-        """Threads of token generation; the cores that this process may use unless set."""
-        return self.n_threads or usable_cores()
-
-    @property
-    def threads_batch(self) -> int:
-        """Threads of prompt reading."""
-        return self.n_threads_batch or self.threads
-
-    @property
-    def most_threads(self) -> int:
-        """Most threads that an op of the model's graph has."""
-        return max(self.threads, self.threads_batch)
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

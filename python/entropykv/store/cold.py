@@ -12,8 +12,9 @@ from entropykv.llamacpp.model import Model
 from entropykv.model.identity import identity_of
 from entropykv.policy.names import Policy
 from entropykv.settings.freezing import Freezing
+from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile
-from entropykv.store.protocol import Rung, StateDoesNotFit
+from entropykv.store.protocol import StateDoesNotFit
 
 EVEN_SHARE = 1.0
 """Of the attention: what an entry is detected below."""

@@ -14,7 +14,6 @@ from entropykv import _core
 from entropykv.errors import (
     BudgetError,
     ContextError,
-    SettingsError,
     UnsupportedModelError,
 )
 from entropykv.llamacpp.context import (
@@ -28,11 +27,10 @@ from entropykv.llamacpp.k_shift import flat_range, k_shift_obstacle
 from entropykv.llamacpp.model import Model, captured_log
 from entropykv.llamacpp.products import reads_blocks
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
-from entropykv.policy.names import Policy
-from entropykv.policy.plan import FlatPlan, plan_flat
+from entropykv.policy.plan import FlatPlan
+from entropykv.policy.recipe import Recipe
 from entropykv.profile.belongs import check_model
-from entropykv.profile.profile import EntropyProfile
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.options import Budget
 from entropykv.store.protocol import (
     CacheLook,
     DamagedState,
@@ -42,10 +40,6 @@ from entropykv.store.protocol import (
     Store,
     StoreState,
 )
-
-Q8_0_BLOCK = 32
-"""llama.cpp's: no block holds values of two heads."""
-
 
 WITHOUT_HOLES = frozenset({"qwen4exp"})
 """Architectures with a second cache of compressed keys. As of llama-cpp-python 0.3.36 an assertion
@@ -61,34 +55,28 @@ class FlatStore(Store):
     def __init__(
         self,
         model: Model,
-        settings: Settings,
-        n_ctx: int,
-        n_ubatch: int,
-        budget: Budget,
-        policy: Policy,
-        profile: EntropyProfile | None,
+        recipe: Recipe,
+        budget: Budget | None = None,
     ) -> None:
         """Make a context whose cells are the budget plus one micro-batch.
+
+        `budget` None: that of the recipe.
 
         Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for
         a diffusion model, and for one of WITHOUT_HOLES in less than the context.
         """
-        geometry = model.geometry
+        options, geometry = recipe.options, model.geometry
         refuse_diffusion(model)
-        if profile:
-            check_model(profile, model.geometry)
+        if recipe.profile:
+            check_model(recipe.profile, geometry)
         self._model = model
         self._is_recurrent = is_recurrent(model)
-        self._settings = settings
-        self._n_ctx = n_ctx
-        self._n_ubatch = n_ubatch
+        self._recipe = recipe
         self._heads_per_layer = geometry.kv_heads_per_layer
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
-        values = geometry.cached_values
-        self.bytes_full_per_token = 2 * values
-        self._cell_bytes = values * 34 // 32 if settings.kv_type == "q8_0" else 2 * values
-        n_gates = relu2_layers(model, settings)
-        self._hook = _core.WeightHook(n_gates, settings.most_threads)
+        self.bytes_full_per_token = 2 * geometry.cached_values
+        n_gates = relu2_layers(model, options)
+        self._hook = _core.WeightHook(n_gates, options.most_threads)
         self._hooked = n_gates > 0 or reads_blocks()
         plan = self._plan(budget)
         self._cells = plan.cells
@@ -97,16 +85,16 @@ class FlatStore(Store):
         self._store = _core.FlatStore(
             context=_address(self.context),
             budget=plan.entries,
-            score=policy.importance.kind,
-            variation=profile.coefficient_of_variation if profile else 0.0,
+            score=recipe.policy.importance.kind,
+            variation=recipe.variation,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
-            rope_sinks=settings.n_sinks,
+            rope_sinks=options.n_sinks,
         )
-        self.rope = flat_range(model, n_ctx, settings.n_sinks)
+        self.rope = flat_range(model, recipe.n_ctx, options.n_sinks)
         self.rope_obstacle = ""
-        if n_ctx > self.rope.limit:
-            self.rope_obstacle = k_shift_obstacle(model, self.context, settings)
+        if recipe.n_ctx > self.rope.limit:
+            self.rope_obstacle = k_shift_obstacle(model, self.context, options, recipe.kv_type)
 
     @property
     def shift(self) -> int:
@@ -117,16 +105,9 @@ class FlatStore(Store):
     def shift(self, shift: int) -> None:
         self._store.shift = shift
 
-    def _plan(self, budget: Budget) -> FlatPlan:
-        plan = plan_flat(
-            budget,
-            self._cell_bytes,
-            self._n_ctx,
-            self._n_ubatch,
-            self._settings.n_sinks,
-            self._settings.recent_window,
-        )
-        if plan.entries < self._n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
+    def _plan(self, budget: Budget | None) -> FlatPlan:
+        plan = self._recipe.flat_plan(budget)
+        if plan.entries < self._recipe.n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
             raise UnsupportedModelError(
                 f"{self._model.name}: llama.cpp fails where positions of this architecture "
                 f"({self._model.geometry.architecture}) are missing from its cache, so nothing can "
@@ -135,10 +116,10 @@ class FlatStore(Store):
         return plan
 
     def _new_context(self, cells: int) -> Any:
-        parameters = context_parameters(self._model, self._settings, self._n_ubatch, cells)
-        kv_type = GGML_TYPES[self._settings.kv_type]
-        parameters.type_k = parameters.type_v = kv_type
-        if self._settings.kv_type != "f16":
+        recipe = self._recipe
+        parameters = context_parameters(self._model, recipe.options, recipe.n_ubatch, cells)
+        parameters.type_k = parameters.type_v = GGML_TYPES[recipe.kv_type]
+        if recipe.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if self._hooked:
             let_hook_change(parameters, self._hook)
@@ -275,9 +256,9 @@ class FlatStore(Store):
 
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
-        cell_bytes = self._cell_bytes
+        cell_bytes = self._recipe.cell_bytes
         return {
-            "kv_type": self._settings.kv_type,
+            "kv_type": self._recipe.kv_type,
             "kv_bytes_budget": self._cells * cell_bytes,
             "kv_bytes_peak": self._store.peak * cell_bytes,
             "kv_bytes_now": self._store.entries * cell_bytes,
@@ -290,25 +271,6 @@ class FlatStore(Store):
             "eviction_seconds": self._store.eviction_seconds,
             "rebases": self.rebases,
         }
-
-
-def flat_kv_type(asked: str, chosen: str, model: Model) -> str:
-    """The type of llama.cpp's cache: f16 where `auto` chose one whose blocks heads do not fill.
-
-    SettingsError where such a type was asked for.
-    """
-    geometry = model.geometry
-    of_windows = (model.metadata(f"attention.{name}_length_swa") for name in ("key", "value"))
-    sizes = [geometry.head_dim_k, geometry.head_dim_v, *map(int, filter(None, of_windows))]
-    odd = [size for size in sizes if size % Q8_0_BLOCK]
-    if chosen == "f16" or not odd:
-        return chosen
-    if asked == "auto":
-        return "f16"
-    raise SettingsError(
-        f"{model.name}: the flat store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} values,"
-        f" with heads of {odd[0]}; use --kv-type f16 (kv_type='f16')"
-    )
 
 
 def _address(context: Any) -> int:

@@ -13,18 +13,17 @@ from entropykv.errors import BudgetError, ContextError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
-from entropykv.policy.names import Policy
 from entropykv.policy.online import changes_budgets, is_observed, online_budgets
-from entropykv.policy.plan import HeadwisePlan, own_windows, plan_headwise
+from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.recipe import Recipe
 from entropykv.profile.belongs import check_model
-from entropykv.profile.profile import EntropyProfile
-from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import Budget, Settings
+from entropykv.settings.options import Budget
+from entropykv.settings.recovery import Rung
 from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_state import HeadwiseState
-from entropykv.store.protocol import CacheLook, Rung, SavedState, Store, StoreState
+from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
 
 
 class HeadwiseStore(Store):
@@ -39,32 +38,25 @@ class HeadwiseStore(Store):
     def __init__(
         self,
         model: Model,
-        settings: Settings,
-        n_ctx: int,
-        n_ubatch: int,
-        budget: Budget,
-        policy: Policy,
-        profile: EntropyProfile | None,
+        recipe: Recipe,
+        budget: Budget | None = None,
         *,
-        freezing: Freezing | None = None,
         host: HeadwiseContext | None = None,
     ) -> None:
         """Make a store in a context; None: in one of its own, which it frees.
 
-        In a context of several sequences, `budget` is that of all together; the store holds
-        nothing before resize() gives it a share. `n_ubatch`: tokens of text in a micro-batch; with
-        an echo, there may be as many as the context takes. Raises UnsupportedModelError where the
-        model's graph has something that this store does not serve, SettingsError where the policy
-        needs what the model does not have.
+        `budget` None: that of the recipe. In a context of several sequences, it is that of all
+        together, and the store holds nothing before resize() gives it a share. Raises
+        UnsupportedModelError where the model's graph has something that this store does not serve,
+        SettingsError where the policy needs what the model does not have.
         """
-        self._settings = settings
-        self._policy = policy
-        self._profile = profile
-        self._n_ctx = n_ctx
-        self._n_ubatch = n_ubatch
+        options, policy = recipe.options, recipe.policy
+        self._recipe = recipe
+        self._n_ctx = recipe.n_ctx
+        self._n_ubatch = recipe.n_ubatch
         self._model = model
         self._own_host = host is None
-        self._host = host or HeadwiseContext(model, settings, n_ubatch)
+        self._host = host or HeadwiseContext(model, recipe, recipe.n_ubatch)
         self._hook = self._host.hook
         self.context = self._host.handle
         self.layers = self._host.layers
@@ -74,32 +66,30 @@ class HeadwiseStore(Store):
             self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
             self._check_importance(model)
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
-            self.rope = RopeRange(limit, settings.n_sinks)
+            self.rope = RopeRange(limit, options.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self._windowed = any(s.window for s in self.layers)
             self._loaded = 0
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
             plan = self.plan_of(budget)
-            self.cold = ColdSide(freezing, model, self.layers, settings.kv_type, policy)
+            self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
             self._store = _core.HeadwiseStore(
                 layers=self.layers,
-                kv_type=settings.kv_type,
-                importance=policy.importance.settings(
-                    profile.coefficient_of_variation if profile else 0.0
-                ),
+                kv_type=recipe.kv_type,
+                importance=policy.importance.settings(recipe.variation),
                 n_sinks=plan.protection.n_sinks,
                 recent_window=plan.protection.recent_window,
                 max_tokens=self._host.n_ubatch,
-                max_entries=n_ctx,
-                n_threads=settings.most_threads,
-                own_windows=own_windows(policy, settings.recent_window),
+                max_entries=recipe.n_ctx,
+                n_threads=options.most_threads,
+                own_windows=recipe.own_windows,
                 shared_choice=policy.rule.by_layer,
                 ropes=[node.rope for node in self._hook.nodes],
                 freezing=self.cold.settings,
                 pool=self._host.pool,
             )
             self.cold.serve(self._store)
-            self._online = online_budgets(policy, self._store, self.layers, n_ctx)
+            self._online = online_budgets(policy, self._store, self.layers, recipe.n_ctx)
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, self._online, self._recurrent
             )
@@ -116,34 +106,25 @@ class HeadwiseStore(Store):
             raise
 
     def _check_profile(self) -> None:
-        if self._profile is None:
+        profile = self._recipe.profile
+        if profile is None:
             return
         first = self.layers[0]
         heads = (len(self.layers), first.n_head, first.n_head_kv)
-        check_model(self._profile, self._model.geometry, heads)
+        check_model(profile, self._model.geometry, heads)
 
     def _check_importance(self, model: Model) -> None:
-        measure = self._policy.importance.measure
+        measure = self._recipe.policy.importance.measure
         obstacle = self._hook.rope_obstacle
         if measure == "expected" and obstacle:
             raise SettingsError(
-                f"{model.name}: policy {self._policy.name} turns queries to later positions, which "
-                f"this model does not allow: {obstacle}; use measure mass"
+                f"{model.name}: policy {self._recipe.policy.name} turns queries to later "
+                f"positions, which this model does not allow: {obstacle}; use measure mass"
             )
 
-    def plan_of(self, budget: Budget) -> HeadwisePlan:
+    def plan_of(self, budget: Budget | None) -> HeadwisePlan:
         """Return what a budget means for every KV head. BudgetError where it holds too little."""
-        settings = self._settings
-        return plan_headwise(
-            budget,
-            self.layers,
-            self._n_ctx,
-            settings.kv_type,
-            self._policy,
-            self._profile,
-            settings.n_sinks,
-            settings.recent_window,
-        )
+        return self._recipe.headwise_plan(budget, self.layers)
 
     def _follow(self, plan: HeadwisePlan) -> None:
         self._followed = plan
@@ -264,7 +245,7 @@ class HeadwiseStore(Store):
 
     def _awaits_echo(self, end: int) -> bool:
         """Whether budgets stay as they are, since what was read is still to be scored."""
-        return self._policy.importance.repeats and end <= self.whole_entries
+        return self._recipe.policy.importance.repeats and end <= self.whole_entries
 
     def share_again(self) -> None:
         """Share the budget by what was seen of the text."""
@@ -381,7 +362,7 @@ class HeadwiseStore(Store):
     def counters(self) -> dict[str, Any]:
         """The store's part of SessionStats."""
         return {
-            "kv_type": self._settings.kv_type,
+            "kv_type": self._recipe.kv_type,
             "kv_bytes_budget": self._store.budget_bytes,
             "kv_bytes_peak": self._store.peak_bytes,
             "kv_bytes_now": self._store.used_bytes,

@@ -10,7 +10,7 @@ from entropykv import _core
 from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.settings.options import Settings
+from entropykv.policy.recipe import Recipe
 from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 
 
@@ -20,32 +20,33 @@ class HeadwiseContext:
     def __init__(
         self,
         model: Model,
-        settings: Settings,
+        recipe: Recipe,
         n_ubatch: int,
-        *,
-        n_sequences: int = 1,
-        shared: bool = False,
     ) -> None:
         """Probe the model's graph, and change it from then on.
 
-        `shared`: stores share its pages; otherwise there is one, which has pages of its own.
+        `n_ubatch`: tokens of a sequence in a micro-batch, at most: of text, and its echo. Stores of
+        a pool share the context's pages; otherwise there is one, which has pages of its own.
         Raises UnsupportedModelError where the graph has something that this store does not serve.
         """
+        options = recipe.options
         refuse_by_kind(model)
-        self.n_sequences = n_sequences
+        self.n_sequences = options.n_sequences or 1
         self.n_ubatch = n_ubatch
         self.hook = _core.GraphHook(
-            relu2_layers(model, settings), settings.most_threads, in_company=shared
+            relu2_layers(model, options), options.most_threads, in_company=options.in_pool
         )
-        self.handle: Any = hooked_context(model, settings, self.hook, n_ubatch, n_sequences)
+        self.handle: Any = hooked_context(model, options, self.hook, n_ubatch, self.n_sequences)
         self.recurrent = is_recurrent(model)
         """Whether sequences have a state that llama.cpp keeps."""
         try:
-            self.layers = probed_layers(model, settings, self.hook, self.handle)
+            self.layers = probed_layers(model, options, self.hook, self.handle)
             self.pool: _core.SequencePool | None = None
             """What the stores share; one that is alone has pages of its own."""
-            if shared:
-                self.pool = _core.SequencePool(self.layers, settings.kv_type, n_ubatch, n_sequences)
+            if options.in_pool:
+                self.pool = _core.SequencePool(
+                    self.layers, recipe.kv_type, n_ubatch, self.n_sequences
+                )
         except BaseException:
             self.close()
             raise

@@ -17,7 +17,7 @@ from entropykv.llamacpp.context import (
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.windows import layer_windows
-from entropykv.settings.options import Settings
+from entropykv.settings.cache_options import CacheOptions
 
 
 def refuse_by_kind(model: Model) -> None:
@@ -33,7 +33,7 @@ def refuse_by_kind(model: Model) -> None:
 
 
 def hooked_context(
-    model: Model, settings: Settings, hook: _core.GraphHook, n_ubatch: int, n_sequences: int
+    model: Model, options: CacheOptions, hook: _core.GraphHook, n_ubatch: int, n_sequences: int
 ) -> Any:
     """A context that counts one micro-batch, and whose graphs the hook changes.
 
@@ -42,7 +42,7 @@ def hooked_context(
     n_tokens = n_ubatch + n_sequences - 1
     # Of a hybrid model, the last cell of a sequence stays until more of it is read.
     cells = n_tokens + n_sequences * is_recurrent(model)
-    parameters = context_parameters(model, settings, n_tokens, cells, n_sequences)
+    parameters = context_parameters(model, options, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
     # Layers may be on a device; K, V and attention stay on the CPU, where our ops run.
@@ -52,7 +52,7 @@ def hooked_context(
 
 
 def probed_layers(
-    model: Model, settings: Settings, hook: _core.GraphHook, context: Any
+    model: Model, options: CacheOptions, hook: _core.GraphHook, context: Any
 ) -> list[_core.LayerShape]:
     """Decode one token and look at the graph; returns the shapes of the attention layers.
 
@@ -64,7 +64,7 @@ def probed_layers(
     if hook.refusal or not hook.nodes:
         raise _unsupported(model, hook.refusal or "it has no attention layers")
     try:
-        windows = layer_windows(model, settings)
+        windows = layer_windows(model, options)
     except UnsupportedModelError as error:
         raise _unsupported(model, str(error)) from None
     if not windows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, Protocol
 
 import llama_cpp
@@ -16,24 +15,11 @@ from entropykv.errors import EntropyKVError, FreezeError, PoolError, Unsupported
 from entropykv.llamacpp.batch import SEQUENCE, BatchPart, MicroBatch
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
+from entropykv.settings.recovery import Rung
 
 Shares = npt.NDArray[np.uint8]
 CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
 """See Session.cache_map()."""
-
-
-class Rung(IntEnum):
-    """How much is restored from cold storage; each one restores more than the one before."""
-
-    NONE = 0
-    SOFT = 1
-    """Restore frozen entries that would stay so for more than one further step."""
-    WINDOW = 2
-    """Restore all that was frozen within the last steps."""
-    FULL = 3
-    """Restore all frozen entries, and forget their timers."""
-    REWALK = 4
-    """As FULL, then generate the last tokens again."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,251 @@
+"""Recipe: what was asked of the cache, and what it means for a model.
+
+`entropykv plan` prints what a session follows: both have it of resolve().
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from entropykv import _core
+from entropykv.errors import SettingsError, UnsupportedModelError
+from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
+from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.names import Policy, policy_named, schedules, takes_profile
+from entropykv.policy.plan import (
+    FlatPlan,
+    HeadwisePlan,
+    attention_layers,
+    kv_type_for,
+    own_windows,
+    plan_flat,
+    plan_headwise,
+)
+from entropykv.profile.find import find_profile
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
+from entropykv.settings.options import Budget
+from entropykv.settings.recovery import Recovery
+
+Q8_0_BLOCK = 32
+"""Values that share a scale in llama.cpp's own cache, where no block holds values of two heads."""
+_Q8_0_BLOCK_BYTES = 34
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a session of a model does: the options, and all that follows from them before it reads.
+
+    Nothing of it changes while the session lasts but the budget, which resize() changes.
+    """
+
+    options: CacheOptions
+    """What was asked for."""
+    geometry: ModelGeometry
+    store: Literal["headwise", "flat"]
+    fallback: str | None
+    """Why the flat store serves the model where either might."""
+    policy: Policy
+    profile: EntropyProfile | None
+    """What the policy shares the budget by."""
+    freezing: Freezing | None
+    """With the type of frozen entries; None: nothing is frozen."""
+    kv_type: str
+    n_ctx: int
+    n_ubatch: int
+    """Tokens of text in a micro-batch, at most."""
+
+    @property
+    def own_windows(self) -> bool:
+        """Whether the recent window of a KV head hangs on its own budget: see own_windows()."""
+        return own_windows(self.policy, self.options.recent_window)
+
+    @property
+    def variation(self) -> float:
+        """Variation of the profile's entropies, for position scores; 0 without a profile."""
+        return self.profile.coefficient_of_variation if self.profile else 0.0
+
+    def headwise_plan(
+        self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
+    ) -> HeadwisePlan:
+        """Return what a budget means for every KV head. BudgetError where it holds too little.
+
+        `budget` None: the one that was asked for. `layers`: the attention layers that were found in
+        the model's graph; None: by the file's header, which says nothing of windows.
+        """
+        return plan_headwise(
+            self.options.budget if budget is None else budget,
+            attention_layers(self.geometry) if layers is None else layers,
+            self.n_ctx,
+            self.kv_type,
+            self.policy,
+            self.profile,
+            self.options.n_sinks,
+            self.options.recent_window,
+        )
+
+    @property
+    def cell_bytes(self) -> int:
+        """K and V of one token in llama.cpp's own cache, all layers together."""
+        values = self.geometry.cached_values
+        return values * _Q8_0_BLOCK_BYTES // Q8_0_BLOCK if self.kv_type == "q8_0" else 2 * values
+
+    def flat_plan(self, budget: Budget | None = None) -> FlatPlan:
+        """Return what a budget means for llama.cpp's own cache. BudgetError as headwise_plan()."""
+        return plan_flat(
+            self.options.budget if budget is None else budget,
+            self.cell_bytes,
+            self.n_ctx,
+            self.n_ubatch,
+            self.options.n_sinks,
+            self.options.recent_window,
+        )
+
+    def on_flat_store(self, why: str) -> Recipe:
+        """Return the recipe for the flat store, where the headwise one cannot serve the model.
+
+        UnsupportedModelError, which begins with `why`, where entries are to be frozen.
+        """
+        if self.freezing:
+            raise UnsupportedModelError(
+                f"{why}; the flat store cannot freeze: use it without --freeze (freeze=) and "
+                "without policy freeze"
+            )
+        return resolve(self.options, self.geometry, flat_because=why)
+
+    def check_recovery(self, recovery: Recovery | None) -> None:
+        """Raise SettingsError for a ladder that has nothing to restore, or goes back too far."""
+        if recovery is None:
+            return
+        if not self.freezing:
+            raise SettingsError(
+                "recovery restores what is frozen, and nothing is; use --freeze ram or --policy "
+                "freeze (freeze=), or leave recovery out"
+            )
+        if recovery.held_back and self.geometry.recurrent:
+            raise SettingsError(
+                f"{self.geometry.name}: recovery that generates tokens again goes back, which "
+                "recurrent layers cannot; use recovery without its last rung, or none"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what follows from the options, as names and numbers."""
+        return {
+            "n_ctx": self.n_ctx,
+            "n_ubatch": self.n_ubatch,
+            "store": self.store,
+            "kv_type": self.kv_type,
+            "kv_budget": str(self.options.budget),
+            "policy": self.policy.name,
+            "entropy_profile": self.profile is not None,
+            "freeze": None if self.freezing is None else self.freezing.where,
+            "freeze_type": None if self.freezing is None else self.freezing.kv_type,
+        }
+
+
+def resolve(
+    options: CacheOptions, geometry: ModelGeometry, *, flat_because: str | None = None
+) -> Recipe:
+    """Say what options mean for a model, before anything of it is loaded but the file's header.
+
+    `flat_because`: why the flat store must serve the model, although headwise or auto was asked
+    for. Raises SettingsError for options that do not go together or that the model or its store
+    cannot follow, ContextError for too many sinks, and ProfileError for a profile that cannot be
+    read.
+    """
+    flat = options.store == "flat" or flat_because is not None
+    if flat and options.in_pool:
+        raise UnsupportedModelError(
+            f"{geometry.name}: the flat store holds one conversation, and no pool; use "
+            "--store headwise (store='headwise'), or a Session"
+        )
+    profile = profile_for(options.policy, geometry, given_profile(options.entropy_config))
+    freezing = options.freezing or (Freezing() if schedules(options.policy) else None)
+    policy = policy_named(
+        options.policy,
+        profile,
+        "flat" if flat else "headwise",
+        freezes=freezing is not None,
+        recurrent=geometry.recurrent,
+    )
+    check_freezing(freezing, options.store, options.kv_type)
+    n_ctx = options.n_ctx or geometry.n_ctx_train
+    check_sinks(options.n_sinks, n_ctx, geometry.n_ctx_train)
+    kv_type = kv_type_for(
+        options.kv_type, options.budget, geometry, n_ctx * (options.n_sequences or 1)
+    )
+    if flat:
+        kv_type = _flat_kv_type(options.kv_type, kv_type, geometry)
+    if freezing is not None:
+        freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
+    recipe = Recipe(
+        options=options,
+        geometry=geometry,
+        store="flat" if flat else "headwise",
+        fallback=flat_because,
+        policy=policy,
+        profile=profile,
+        freezing=freezing,
+        kv_type=kv_type,
+        n_ctx=n_ctx,
+        n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
+    )
+    recipe.check_recovery(options.recovery)
+    return recipe
+
+
+def given_profile(
+    given: EntropyProfile | str | os.PathLike[str] | None,
+) -> EntropyProfile | None:
+    """Return the profile that was given, or whose path was; ProfileError if it cannot be read."""
+    if given is None or isinstance(given, EntropyProfile):
+        return given
+    return EntropyProfile.load(given)
+
+
+def profile_for(
+    policy: str, geometry: ModelGeometry, given: EntropyProfile | None
+) -> EntropyProfile | None:
+    """Return what was given, else the model's own for a policy that takes one, else None."""
+    if given is not None or not takes_profile(policy):
+        return given
+    return find_profile(geometry)
+
+
+def _largest_micro_batch(
+    options: CacheOptions,
+    geometry: ModelGeometry,
+    n_ctx: int,
+    policy: Policy,
+    freezing: Freezing | None,
+) -> int:
+    """Tokens of a micro-batch; few where recall looks for frozen entries with each of them.
+
+    Not with echoes: they find what is needed before anything is frozen.
+    """
+    n_ubatch = options.micro_batch
+    recalls = freezing is not None and freezing.recall_interval > 0
+    if recalls and not policy.importance.repeats:
+        n_ubatch = min(n_ubatch, RECALL_MICRO_BATCH)
+    return largest_micro_batch(n_ubatch, n_ctx, geometry.n_ctx_train)
+
+
+def _flat_kv_type(asked: str, chosen: str, geometry: ModelGeometry) -> str:
+    """Return the type of llama.cpp's cache: f16 where heads do not fill the blocks of `auto`'s.
+
+    SettingsError where such a type was asked for.
+    """
+    sizes = (geometry.head_dim_k, geometry.head_dim_v, *geometry.window_head_dims)
+    odd = [size for size in sizes if size % Q8_0_BLOCK]
+    if chosen == "f16" or not odd:
+        return chosen
+    if asked == "auto":
+        return "f16"
+    raise SettingsError(
+        f"{geometry.name}: the flat store cannot hold {chosen}, whose blocks have {Q8_0_BLOCK} "
+        f"values, with heads of {odd[0]}; use --kv-type f16 (kv_type='f16')"
+    )

@@ -1,0 +1,86 @@
+"""Say when frozen entries are restored because the output grows uncertain, and how many.
+
+The ladder itself is session/recovery.py: Metinov et al., "Adaptive Soft Rolling KV Freeze with
+Entropy-Guided Recovery", section 3.6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+from entropykv.errors import SettingsError
+from entropykv.settings.options import at_least
+
+
+class Rung(IntEnum):
+    """How much is restored from cold storage; each one restores more than the one before."""
+
+    NONE = 0
+    SOFT = 1
+    """Restore frozen entries that would stay so for more than one further step."""
+    WINDOW = 2
+    """Restore all that was frozen within the last steps."""
+    FULL = 3
+    """Restore all frozen entries, and forget their timers."""
+    REWALK = 4
+    """As FULL, then generate the last tokens again."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """When the ladder is climbed, and how far. Raises SettingsError for impossible values.
+
+    A token is a spike where the entropy of the distribution after it, or -log2 of its top
+    probability, smoothed over about `smooth` tokens, is more than `deviations` deviations above its
+    running mean. Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by
+    1 / `memory` (exponential decay; a plain mean until there are as many), and a value beyond the
+    limit is taken in as the limit: a spike hardly moves them, a new level is what they have grown
+    used to soon.
+
+    Each spike climbs one rung, up to `highest`, but none within `refractory` tokens of a climb,
+    so that its effect can be seen; every `calm` tokens without a spike bring the ladder down by
+    one. `window`: steps that a window reset looks back. `rewalk`: tokens that a rewalk generates
+    again; as many are held back until they are certain. 0: it never does.
+    """
+
+    deviations: float = 3.0
+    smooth: int = 4
+    warm_up: int = 16
+    memory: int = 128
+    refractory: int = 4
+    calm: int = 32
+    window: int = 64
+    rewalk: int = 8
+    highest: Rung = Rung.REWALK
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not 0.0 < self.deviations < math.inf:
+            raise SettingsError(
+                f"deviations cannot be {self.deviations}; use a number above 0, such as 3"
+            )
+        for name, least in (
+            ("smooth", 1),
+            ("warm_up", 2),
+            ("memory", 2),
+            ("refractory", 0),
+            ("calm", 1),
+            ("window", 1),
+            ("rewalk", 0),
+        ):
+            at_least(name, getattr(self, name), least)
+        if not isinstance(self.highest, Rung) or self.highest is Rung.NONE:
+            rungs = ", ".join(f"Rung.{rung.name}" for rung in Rung if rung)
+            raise SettingsError(f"highest cannot be {self.highest!r}; use one of {rungs}")
+
+    @property
+    def top(self) -> Rung:
+        """The highest rung that there is: no REWALK of 0 tokens."""
+        return self.highest if self.rewalk else min(self.highest, Rung.FULL)
+
+    @property
+    def held_back(self) -> int:
+        """Tokens that a rewalk may take back, and that nobody is shown before."""
+        return self.rewalk if self.top is Rung.REWALK else 0

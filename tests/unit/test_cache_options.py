@@ -1,0 +1,143 @@
+"""CacheOptions: what every door takes, checked once, and what follows from it for a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from entropykv import (
+    CacheOptions,
+    ContextError,
+    EntropyLlama,
+    Freezing,
+    Pool,
+    Recovery,
+    Rung,
+    Session,
+    SettingsError,
+    attach,
+)
+from entropykv.cli import main
+from entropykv.model.geometry import read_geometry
+from entropykv.policy.recipe import resolve
+from entropykv.settings.cache_options import (
+    CacheArguments,
+    PoolArguments,
+    SessionArguments,
+)
+from entropykv.settings.options import Budget
+
+NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}
+
+
+def test_the_names_of_arguments_are_those_of_the_fields() -> None:
+    """PoolArguments is written by hand, for type checkers: it has all fields, of their types."""
+    fields = get_type_hints(CacheOptions)
+    arguments = get_type_hints(PoolArguments)
+    assert arguments == {name: fields[name] for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("door", "arguments"),
+    [
+        (Session, SessionArguments),
+        (Pool, PoolArguments),
+        (EntropyLlama, PoolArguments),
+        (attach, CacheArguments),
+    ],
+)
+def test_help_lists_what_a_door_takes(door: Any, arguments: type) -> None:
+    parameters = inspect.signature(door).parameters
+    defaults = CacheOptions()
+    for name in arguments.__annotations__:
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == getattr(defaults, name)
+
+
+def test_what_is_said_is_read_once() -> None:
+    options = CacheOptions(kv_budget="64MiB", freeze="ram")
+    assert (options.budget, options.freezing) == (Budget("bytes", 64 << 20), Freezing("ram"))
+    assert CacheOptions.of(options, {"kv_budget": 0.5}).budget == Budget("fraction", 0.5)
+    assert CacheOptions.of(options, {"kv_budget": 0.5}).freezing == Freezing("ram")
+    assert (CacheOptions().micro_batch, CacheOptions().pooled().micro_batch) == (512, 128)
+    assert CacheOptions(n_ubatch=64).pooled().micro_batch == 64
+
+
+def test_a_session_holds_one_conversation(tiny_llama: Path) -> None:
+    for options in ({"n_sequences": 4}, {"park": "disk:x"}, {"park_limit": 100}):
+        with pytest.raises(SettingsError, match=r"holds one conversation; .*make a Pool"):
+            Session(tiny_llama, **options)  # type: ignore[arg-type]
+    for n in (0, 257, True):
+        with pytest.raises(SettingsError):
+            CacheOptions(n_sequences=n)
+
+
+def test_options_reach_a_session_whole(tiny_llama: Path) -> None:
+    recovery = Recovery(highest=Rung.FULL)
+    options = CacheOptions(n_ctx=64, kv_budget=32, freeze="ram", recovery=recovery)
+    with Session(tiny_llama, options, kv_budget=16) as session:
+        assert session.recipe.options == dataclasses.replace(options, kv_budget=16)
+        assert session.recovery == recovery
+        assert session.stats().kv_budget == "16"
+    llm = EntropyLlama(str(tiny_llama), options, kv_budget=16, verbose=False)
+    assert llm._session.recipe.options.budget == Budget("tokens", 16)
+    assert (llm.n_ctx(), llm._session.recovery) == (64, recovery)
+    llm.close()
+
+
+def test_attach_leaves_to_the_model_what_is_its_own() -> None:
+    with pytest.raises(SettingsError, match="n_ctx is no argument of attach"):
+        attach(None, 0.2, n_ctx=64)  # type: ignore[arg-type, call-arg]
+
+
+def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
+    """Every figure of the recipe, before anything is loaded, is that of the session."""
+    for options in (
+        CacheOptions(n_ctx=96, kv_budget=0.5),
+        CacheOptions(n_ctx=96, kv_budget=48, freeze="ram"),
+        CacheOptions(n_ctx=96, kv_budget="1MiB", store="flat"),
+        CacheOptions(policy="freeze", n_ubatch=9),
+    ):
+        recipe = resolve(options, read_geometry(tiny_llama))
+        with Session(tiny_llama, options) as session:
+            assert session.recipe == recipe
+            assert (session.store, session.policy) == (recipe.store, recipe.policy)
+            assert session.stats().kv_type == recipe.kv_type
+            if recipe.store == "headwise":
+                planned = recipe.headwise_plan()
+                assert session.stats().kv_bytes_budget == planned.pool_bytes
+
+
+def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
+    geometry = read_geometry(tiny_llama)
+    for options, error, what in (
+        (CacheOptions(recovery=Recovery()), SettingsError, "nothing is; use --freeze"),
+        (CacheOptions(store="flat", policy="uniform"), SettingsError, "cannot follow policy"),
+        (CacheOptions(store="flat", policy="freeze"), SettingsError, "cannot follow policy"),
+        (CacheOptions(policy="nobody"), SettingsError, "policy cannot be"),
+        (CacheOptions(n_ctx=10_000, n_sinks=5_000), ContextError, "too many"),
+    ):
+        with pytest.raises(error, match=what):
+            resolve(options, geometry)
+
+
+def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Entries that are frozen change the policy that auto stands for, and the micro-batch."""
+    common = ["plan", "-m", str(tiny_llama), "-c", "96", "--kv-budget", "0.5", "--json"]
+    assert main(common) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*common, "--freeze", "ram"]) == 0
+    frozen = json.loads(capsys.readouterr().out)
+    assert (alone["policy"], alone["freeze"]) == ("adaptive:mass+values+echo", None)
+    assert (frozen["policy"], frozen["freeze"]) == ("uniform", "ram")
+    with Session(tiny_llama, n_ctx=96, kv_budget=0.5, freeze="ram") as session:
+        assert session.policy.name == frozen["policy"]
+        assert session.n_ubatch == frozen["n_ubatch"] < alone["n_ubatch"]
+        assert session.stats().kv_bytes_budget == frozen["kv_bytes_budget"]
+    assert main([*common[:-1], "--store", "flat"]) == 0
+    assert "by the flat store" in capsys.readouterr().out
