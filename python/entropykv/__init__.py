@@ -33,6 +33,7 @@ from entropykv.session.stats import SessionStats  # noqa: E402
 from entropykv.settings.cache_options import CacheOptions  # noqa: E402
 from entropykv.settings.freezing import Freezing  # noqa: E402
 from entropykv.settings.options import Budget  # noqa: E402
+from entropykv.settings.own_policy import BudgetToShare, MicroBatchSeen, OwnPolicy  # noqa: E402
 from entropykv.settings.recovery import Recovery, Rung  # noqa: E402
 
 __version__ = _version.VERSION
@@ -40,6 +41,7 @@ __version__ = _version.VERSION
 __all__ = [
     "Budget",
     "BudgetError",
+    "BudgetToShare",
     "CacheOptions",
     "CalibrationError",
     "ContextError",
@@ -49,7 +51,9 @@ __all__ = [
     "EvictionEvent",
     "FreezeError",
     "Freezing",
+    "MicroBatchSeen",
     "ModelFileError",
+    "OwnPolicy",
     "Pool",
     "PoolError",
     "PoolStats",

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from entropykv.errors import SettingsError
 from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
 from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
 """The default: `profile` where the model has one with loss curves, else `adaptive` with echoes, for
@@ -36,6 +37,10 @@ class BudgetRule(Enum):
     """By what heads lose in this text."""
     LOSSES_WITHIN_LAYER = auto()
     """The same with equal budgets for all layers."""
+    OWN = auto()
+    """By an object of the user's: see settings/own_policy.py."""
+    OWN_BY_LAYER = auto()
+    """The same, and one choice for all heads of a layer."""
 
     @property
     def by_profile(self) -> bool:
@@ -45,7 +50,8 @@ class BudgetRule(Enum):
     @property
     def by_layer(self) -> bool:
         """Whether all heads of a layer keep the same positions."""
-        return self in (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE)
+        ours = (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE, BudgetRule.OWN_BY_LAYER)
+        return self in ours
 
     @property
     def by_text(self) -> bool:
@@ -70,6 +76,8 @@ class Policy:
     rule: BudgetRule = BudgetRule.EQUAL
     schedule: bool = False
     """Entries below a threshold are frozen for a while, whatever the budget: see freezing.py."""
+    own: OwnPolicy | None = None
+    """The user's object that shares the budget."""
 
 
 _BY_AGE = Importance("streaming", ())
@@ -156,48 +164,77 @@ def policy_help() -> str:
 
 
 def policy_named(
-    name: str,
+    name: str | OwnPolicy,
     profile: EntropyProfile | None,
     store: str,
     *,
     freezes: bool = False,
     recurrent: bool = False,
 ) -> Policy:
-    """Return the policy of that name, which may be `auto` or `fast`.
+    """Return the policy of that name, which may be `auto` or `fast`, or what an own policy is.
 
     `freezes`: whether what is evicted is frozen; `recurrent`: whether the model has recurrent
     layers, which cannot read a text twice. `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name
     is the same with its modifiers in the order of MODIFIERS, and without a measure that is the
     default. Raises SettingsError for a name that does not exist or that the store cannot follow.
     """
-    if name in (AUTO, FAST):
+    if not isinstance(name, str):
+        policy = _own(name)
+    elif name in (AUTO, FAST):
         twice = name == AUTO and not recurrent
-        name = _chosen(profile, store, freezes=freezes, twice=twice)
-    policy = _parsed(name)
+        policy = _parsed(_chosen(profile, store, freezes=freezes, twice=twice))
+    else:
+        policy = _parsed(name)
     if policy.importance.repeats and recurrent:
         raise SettingsError(
-            f"policy {name} reads every stretch of text twice, which would change the state of the "
-            "model's recurrent layers; use measure mass"
+            f"policy {policy.name} reads every stretch of text twice, which would change the state "
+            "of the model's recurrent layers; use measure mass"
         )
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
         raise SettingsError(
-            f"the flat store keeps the same tokens for every head and cannot follow policy {name}; "
-            f"use --policy {possible}, or --store headwise"
+            "the flat store keeps the same tokens for every head and cannot follow policy "
+            f"{policy.name}; use --policy {possible}, or --store headwise"
         )
     return policy
 
 
-def takes_profile(name: str) -> bool:
-    """Whether a policy of that name may share budgets by an entropy profile."""
+def takes_profile(name: str | OwnPolicy) -> bool:
+    """Whether a policy of that name shares budgets by the profile of the model, if it has one.
+
+    Not an own one: it may, by the profile that it is given.
+    """
+    if not isinstance(name, str):
+        return False
     base = name.partition(":")[0]
     return base in (AUTO, FAST) or (base in POLICIES and POLICIES[base].rule.by_profile)
 
 
-def schedules(name: str) -> bool:
+def schedules(name: str | OwnPolicy) -> bool:
     """Whether a policy of that name freezes and restores by the schedule of the freeze document."""
+    if not isinstance(name, str):
+        return False
     base = name.partition(":")[0]
     return base in POLICIES and POLICIES[base].schedule
+
+
+def _own(policy: object) -> Policy:
+    own = check_own_policy(policy, [AUTO, FAST, *POLICIES])
+    importance = Importance.parse(own.importance)
+    if own.choice == "layer":
+        _check_choice_of_layers(own.name, importance)
+    rule = BudgetRule.OWN_BY_LAYER if own.choice == "layer" else BudgetRule.OWN
+    return Policy(own.name, "a policy of your own", importance, rule=rule, own=own)
+
+
+def _check_choice_of_layers(name: str, importance: Importance) -> None:
+    """Raise SettingsError for a measure that differs among the heads of a layer."""
+    if not (importance.of_observed or importance.repeats):
+        raise SettingsError(
+            f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
+            f"them by what each head has stored; use --policy {name}, or measure mass, attention "
+            "or products with modifier window or exposure"
+        )
 
 
 def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, twice: bool) -> str:
@@ -223,12 +260,8 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by positions and takes no measure; use --policy {name}"
         )
     importance = Importance.parse(measure)
-    if policy.rule.by_layer and not (importance.of_observed or importance.repeats):
-        raise SettingsError(
-            f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
-            f"them by what each head has stored; use --policy {name}, or measure mass, attention "
-            "or products with modifier window or exposure"
-        )
+    if policy.rule.by_layer:
+        _check_choice_of_layers(name, importance)
     if policy.schedule and (importance.repeats or not importance.of_observed):
         raise SettingsError(
             f"policy {name} goes by what each step's queries find, and {importance} does not; use "

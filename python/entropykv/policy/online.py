@@ -10,7 +10,10 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.policy.names import BudgetRule, Policy
+from entropykv.policy.own_budgets import OwnBudgets
 from entropykv.policy.plan import HeadwisePlan, by_layer
+from entropykv.profile.profile import EntropyProfile
+from entropykv.settings.own_policy import OwnPolicy
 
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
 """Entries beyond the floor at which losses are measured, as factors of the mean budget's."""
@@ -74,9 +77,16 @@ class OnlineBudgets(Protocol):
 
 
 def online_budgets(
-    policy: Policy, store: _core.HeadwiseStore, layers: Sequence[_core.LayerShape], n_ctx: int
+    policy: Policy,
+    store: _core.HeadwiseStore,
+    layers: Sequence[_core.LayerShape],
+    n_ctx: int,
+    profile: EntropyProfile | None = None,
 ) -> OnlineBudgets | None:
-    """Return those of a policy whose budgets follow the text."""
+    """Return those of a policy whose budgets follow the text; `profile`: for an own policy."""
+    if policy.own is not None:
+        follows = type(policy.own).observe is not OwnPolicy.observe
+        return OwnBudgets(policy.own, store, layers, n_ctx, profile) if follows else None
     if policy.rule.by_layer:
         return LayerEntropies(store, layers, n_ctx, policy.rule)
     if policy.rule.by_losses:

@@ -14,6 +14,7 @@ from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.names import ENTROPY_CLAMP, BudgetRule, Policy
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
+from entropykv.settings.own_policy import BudgetToShare, OwnPolicy, checked_weights
 
 _BytesOf = Callable[[int], int]
 
@@ -100,7 +101,12 @@ def plan_headwise(
     floor = min(protection.entries, n_ctx)
     if own_windows(policy, recent_window):
         floor = min(2 * (n_sinks + 1), floor)
-    shares = _share(policy, profile, mean, n_ctx, floor, per_head, limits)
+    if policy.own is not None:
+        heads = tuple(shape.n_head_kv for shape in layers)
+        ask = BudgetToShare(n_ctx, mean, floor, heads, tuple(limits), profile)
+        shares = own_shares(policy.own, ask, per_head)
+    else:
+        shares = _share(policy, profile, mean, n_ctx, floor, per_head, limits)
     return HeadwisePlan(
         tuple(by_layer(shares, layers)),
         mean,
@@ -111,6 +117,23 @@ def plan_headwise(
         pages(mean),
         page_bytes,
     )
+
+
+def own_shares(own: OwnPolicy, ask: BudgetToShare, per_page: Sequence[int]) -> list[int]:
+    """Return entries of every KV head, all layers in order, by a policy of the user's.
+
+    `per_page`: entries of every KV head that fill a page. SettingsError for what share() must not
+    return.
+    """
+    weights = checked_weights(own, ask)
+    shares = _core.share_budget(
+        ask.mean_entries, ask.n_ctx, ask.floor_entries, per_page, weights, ask.limits
+    )
+    if own.choice == "head":
+        return shares
+    heads = iter(shares)
+    layers = [list(itertools.islice(heads, n)) for n in ask.heads_per_layer]
+    return [min(layer) for layer in layers for _ in layer]
 
 
 def own_windows(policy: Policy, recent_window: int | None) -> bool:

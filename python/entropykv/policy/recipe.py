@@ -29,6 +29,7 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.freezing import RECALL_MICRO_BATCH, Freezing, check_freezing
 from entropykv.settings.options import Budget
+from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
@@ -208,7 +209,7 @@ def given_profile(
 
 
 def profile_for(
-    policy: str, geometry: ModelGeometry, given: EntropyProfile | None
+    policy: str | OwnPolicy, geometry: ModelGeometry, given: EntropyProfile | None
 ) -> EntropyProfile | None:
     """Return what was given, else the model's own for a policy that takes one, else None."""
     if given is not None or not takes_profile(policy):

@@ -25,6 +25,7 @@ from entropykv.settings.options import (
     at_least,
     one_of,
 )
+from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import Recovery
 
 MICRO_BATCH = 512
@@ -41,7 +42,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 class CacheArguments(TypedDict, total=False):
     """Name the fields of CacheOptions that a loaded model leaves open, besides the budget."""
 
-    policy: str
+    policy: str | OwnPolicy
     kv_type: str
     store: str
     entropy_config: EntropyProfile | str | os.PathLike[str] | None
@@ -75,14 +76,14 @@ class CacheOptions:
     """What a user asks of the cache. BudgetError, SettingsError where a value is impossible.
 
     `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB").
-    `policy`: a name: see entropykv.policy. `kv_type`: f16, q8_0, or auto: f16 where a budget in
-    bytes holds the whole context, else q8_0. `store`: headwise, flat, or auto: headwise where it
-    can serve the model. `entropy_config`: an EntropyProfile or the path of one; None: that beside
-    the model file or in this package, where the policy takes one. `n_sinks`: first entries, and
-    `recent_window`: newest entries, that every KV head keeps; None: half of the mean budget.
-    `freeze`: keep what is evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings
-    of its own; None: no, unless policy is freeze. `recovery`: the ladder that restores what is
-    frozen where the output grows uncertain; None: off.
+    `policy`: a name: see docs/budgets.md; or an object of your own: see OwnPolicy. `kv_type`: f16,
+    q8_0, or auto: f16 where a budget in bytes holds the whole context, else q8_0. `store`:
+    headwise, flat, or auto: headwise where it can serve the model. `entropy_config`: an
+    EntropyProfile or the path of one; None: that beside the model file or in this package, where
+    the policy takes one. `n_sinks`: first entries, and `recent_window`: newest entries, that every
+    KV head keeps; None: half of the mean budget. `freeze`: keep what is evicted in cold storage:
+    "ram", "disk:DIR", or a Freezing with settings of its own; None: no, unless policy is freeze.
+    `recovery`: the ladder that restores what is frozen where the output grows uncertain; None: off.
 
     `n_ctx`: the longest sequence, in tokens; 0: what the model was trained for. `n_ubatch`: tokens
     of a prompt that are read at a time; None: 512, and 128 in a pool, where others write meanwhile.
@@ -95,7 +96,7 @@ class CacheOptions:
     """
 
     kv_budget: Budget | str | float = 1.0
-    policy: str = "auto"
+    policy: str | OwnPolicy = "auto"
     kv_type: str = "auto"
     store: str = "auto"
     entropy_config: EntropyProfile | str | os.PathLike[str] | None = None

@@ -89,7 +89,9 @@ class HeadwiseStore(Store):
                 pool=self._host.pool,
             )
             self.cold.serve(self._store)
-            self._online = online_budgets(policy, self._store, self.layers, recipe.n_ctx)
+            self._online = online_budgets(
+                policy, self._store, self.layers, recipe.n_ctx, recipe.profile
+            )
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, self._online, self._recurrent
             )

@@ -1,0 +1,77 @@
+"""A policy of your own: KV heads whose attention looks far and wide get more of the budget.
+
+python examples/own_policy.py model.gguf
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from entropykv import BudgetToShare, MicroBatchSeen, OwnPolicy, Session
+
+TEXT = "A lighthouse keeper notes wind, ships and lamp oil in his book every evening. "
+
+
+class ByEntropy(OwnPolicy):
+    """Share by the mean entropy of each KV head's attention in the text so far.
+
+    The first layer gets at least an even share: its heads look at every token's neighbours.
+    """
+
+    name = "by-entropy"
+    importance = "mass+values"
+
+    def __init__(self, sharpness: float = 1.0) -> None:
+        """`sharpness`: 0 shares evenly, more favours heads that look wide."""
+        self.sharpness = sharpness
+        self.n_tokens = 0
+        self.sums = np.zeros(0)
+
+    def observe(self, seen: MicroBatchSeen) -> None:
+        """Add up entropies, per KV head: the mean of its query heads, for every token."""
+        of_heads = []
+        for layer, n_kv_heads in enumerate(seen.heads_per_layer):
+            rows = seen.entropies(layer)
+            groups = rows.reshape(rows.shape[0], n_kv_heads, -1)
+            of_heads.append(groups.mean(axis=(0, 2)))
+        if not self.sums.size:
+            self.sums = np.zeros(sum(seen.heads_per_layer))
+        self.sums += seen.n_tokens * np.concatenate(of_heads)
+        self.n_tokens += seen.n_tokens
+
+    def share(self, budget: BudgetToShare) -> np.ndarray:
+        """Return weights; even ones before anything was seen."""
+        if self.n_tokens == 0:
+            return np.ones(budget.n_kv_heads)
+        weights = (self.sums / self.n_tokens + 0.1) ** self.sharpness
+        first = slice(budget.heads_per_layer[0])
+        weights[first] = np.maximum(weights[first], weights.mean())
+        return weights
+
+    def state(self) -> np.ndarray:
+        """Return what a saved session must know."""
+        return np.concatenate([[self.n_tokens], self.sums])
+
+    def load(self, state: np.ndarray) -> None:
+        """Go on from it."""
+        if state.size == 0 or not np.isfinite(state).all():
+            raise ValueError("entropies that cannot be")
+        self.n_tokens, self.sums = int(state[0]), state[1:].copy()
+
+
+def main(path: str) -> None:
+    """Read a text in a fifth of the context, and show what every layer keeps of it."""
+    with Session(path, n_ctx=512, kv_budget=0.2, policy=ByEntropy(sharpness=2.0)) as session:
+        tokens = session.tokenize(TEXT * 40)[:400]
+        session.decode(tokens)
+        for layer, budgets in enumerate(session.budgets()):
+            kept = [len(session.entries(layer, head)) for head in range(len(budgets))]
+            print(f"layer {layer:2}: may keep {list(budgets)}, keeps {kept}")
+        stats = session.stats()
+        print(f"{stats.kv_bytes_peak:,} of {stats.kv_bytes_budget:,} bytes at most")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

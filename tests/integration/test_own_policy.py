@@ -1,0 +1,217 @@
+"""Policies of the user's own: objects given to `policy=`, without touching the package."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import (
+    BudgetToShare,
+    EntropyLlama,
+    MicroBatchSeen,
+    OwnPolicy,
+    Pool,
+    Session,
+    SessionFileError,
+    SettingsError,
+)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_policy.py"
+N_CTX = 512
+TOKENS = [(7 * i) % 200 + 3 for i in range(420)]
+
+
+class Alternating(OwnPolicy):
+    """Three quarters of what is beyond the floor to every second KV head."""
+
+    name = "alternating"
+
+    def share(self, budget: BudgetToShare) -> np.ndarray:
+        """See the class."""
+        return np.resize([3.0, 1.0], budget.n_kv_heads)
+
+
+class Counting(Alternating):
+    """Notes what it is shown, and turns the shares round once it has seen enough."""
+
+    name = "counting"
+    seen = 0
+    entropies: tuple[int, ...] = ()
+
+    def observe(self, seen: MicroBatchSeen) -> None:
+        """Count tokens."""
+        self.seen += seen.n_tokens
+        self.entropies = seen.entropies(0).shape
+        kept = seen.positions(0, 0)
+        assert seen.importance(0, 0).shape == kept.shape
+        assert np.all(np.diff(kept) > 0)
+
+    def share(self, budget: BudgetToShare) -> np.ndarray:
+        """Turn round after 200 tokens."""
+        return np.resize([1.0, 3.0] if self.seen >= 200 else [3.0, 1.0], budget.n_kv_heads)
+
+    def state(self) -> np.ndarray:
+        """Return the count."""
+        return np.array([float(self.seen)])
+
+    def load(self, state: np.ndarray) -> None:
+        """Refuse what no count is."""
+        if state.shape != (1,) or not state[0] >= 0:
+            raise ValueError("no count")
+        self.seen = int(state[0])
+
+
+class ByLayer(Alternating):
+    """One choice for all KV heads of a layer."""
+
+    name = "by-layer"
+    choice = "layer"
+    importance = "attention"
+
+
+def session_of(path: Path, policy: Any, **options: Any) -> Session:
+    return Session(path, n_ctx=N_CTX, kv_budget=0.3, policy=policy, n_threads=1, **options)
+
+
+def budgets_of(session: Session) -> np.ndarray:
+    return np.array([entries for layer in session.budgets() for entries in layer])
+
+
+def test_shares_follow_the_object(tiny_llama: Path) -> None:
+    with session_of(tiny_llama, Alternating()) as session:
+        budgets = budgets_of(session)
+        assert session.policy.name == session.stats().policy == "alternating"
+        assert np.all(budgets[::2] > budgets[1::2])
+        session.decode(TOKENS)
+        stats = session.stats()
+        assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+        assert stats.evictions > 0
+
+
+def test_what_it_observes_changes_shares(tiny_llama: Path) -> None:
+    """Each text has a copy of the object: the one that was given is never changed."""
+    given = Counting()
+    with session_of(tiny_llama, given, n_ubatch=64) as session:
+        before = budgets_of(session)
+        session.decode(TOKENS[:128])
+        assert np.array_equal(budgets_of(session), before)
+        session.decode(TOKENS[128:])
+        after = budgets_of(session)
+        assert np.all(after[::2] < after[1::2])
+        session.reset()
+        assert np.array_equal(budgets_of(session), before)
+    assert (given.seen, given.entropies) == (0, ())
+
+
+def test_a_saved_session_knows_what_was_observed(tiny_llama: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"n_ubatch": 64}
+    with session_of(tiny_llama, Counting(), **options) as session:
+        session.decode(TOKENS[:300])
+        session.save(tmp_path / "own.session")
+        expected = session.decode(TOKENS[300:])
+        budgets = budgets_of(session)
+    with session_of(tiny_llama, Counting(), **options) as session:
+        session.load(tmp_path / "own.session")
+        assert np.array_equal(session.decode(TOKENS[300:]), expected)
+        assert np.array_equal(budgets_of(session), budgets)
+    with (
+        session_of(tiny_llama, Alternating()) as session,
+        pytest.raises(SessionFileError, match="policy"),
+    ):
+        session.load(tmp_path / "own.session")
+
+
+def test_all_heads_of_a_layer_keep_the_same(tiny_llama: Path) -> None:
+    with session_of(tiny_llama, ByLayer()) as session:
+        session.decode(TOKENS)
+        for layer, budgets in enumerate(session.budgets()):
+            assert len(set(budgets)) == 1
+            first = session.entries(layer, 0)
+            for head in range(len(budgets)):
+                assert np.array_equal(session.entries(layer, head), first)
+
+
+def test_every_door_takes_it(tiny_llama: Path) -> None:
+    llm = EntropyLlama(
+        str(tiny_llama), n_ctx=N_CTX, kv_budget=0.3, policy=Counting(), verbose=False
+    )
+    assert llm.kv_stats().policy == "counting"
+    llm.close()
+    with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=512, policy=Counting(), n_sequences=2) as pool:
+        first, second = pool.session(), pool.session()
+        first.decode(TOKENS)
+        second.decode(TOKENS[:100])
+        turned, still = budgets_of(first), budgets_of(second)
+        assert turned[0] < turned[1]  # by its own text
+        assert still[0] > still[1]
+
+
+class Nameless(OwnPolicy):
+    """No name."""
+
+
+class Uniform(OwnPolicy):
+    """A name that is taken."""
+
+    name = "uniform"
+
+
+class Short(OwnPolicy):
+    """Too few shares."""
+
+    name = "short"
+
+    def share(self, budget: BudgetToShare) -> list[float]:  # noqa: ARG002
+        """One."""
+        return [1.0]
+
+
+class Negative(OwnPolicy):
+    """Less than nothing."""
+
+    name = "negative"
+
+    def share(self, budget: BudgetToShare) -> np.ndarray:
+        """See the class."""
+        return -np.ones(budget.n_kv_heads)
+
+
+class LayerByValues(OwnPolicy):
+    """Ranks by what each head has stored, but is to choose for all."""
+
+    name = "layer-by-values"
+    choice = "layer"
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (object(), "derived from entropykv.OwnPolicy"),
+        (Alternating, "derived from entropykv.OwnPolicy"),
+        (Nameless(), "the name of an own policy cannot be None"),
+        (Uniform(), "the name of an own policy cannot be 'uniform'"),
+        (Short(), r"policy short: share\(\) must return \d+ numbers"),
+        (Negative(), r"policy negative: share\(\) must return"),
+        (LayerByValues(), "keeps the same tokens for all heads of a layer"),
+    ],
+)
+def test_one_sentence_for_what_is_no_policy(tiny_llama: Path, policy: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        session_of(tiny_llama, policy)
+
+
+def test_the_flat_store_refuses_it(tiny_llama: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot follow policy alternating"):
+        session_of(tiny_llama, Alternating(), store="flat")
+
+
+def test_the_example(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = runpy.run_path(str(EXAMPLE))
+    module["main"](str(tiny_llama))
+    out = capsys.readouterr().out
+    assert "layer  0: may keep" in out
+    assert "bytes at most" in out
