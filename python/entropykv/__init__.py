@@ -25,7 +25,8 @@ from entropykv.errors import (  # noqa: E402
     VersionError,
 )
 from entropykv.llama.arguments import EvictionEvent  # noqa: E402
-from entropykv.llama.entropy_llama import EntropyLlama, attach, detach  # noqa: E402
+from entropykv.llama.attach import attach, detach  # noqa: E402
+from entropykv.llama.entropy_llama import EntropyLlama  # noqa: E402
 from entropykv.profile.profile import EntropyProfile  # noqa: E402
 from entropykv.session.pool import Pool, PoolStats  # noqa: E402
 from entropykv.session.session import Session  # noqa: E402

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,3 +55,18 @@ def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> st
         raise refusal(f"{path}: {error.strerror}; give a text file") from None
     except UnicodeDecodeError:
         raise refusal(f"{path}: not a text in UTF-8; convert it first") from None
+
+
+@contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
+    """Open a regular file to read it: a pipe would wait for ever. OSError for anything else."""
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a null byte
+        raise OSError(0, str(error)) from error
+    if stat.S_ISDIR(mode):
+        raise OSError(0, "is a directory")
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "is not a regular file")
+    with open(path, "rb") as file:
+        yield file

@@ -23,13 +23,12 @@ from entropykv.session.file import (
     VERSION,
     SavedContents,
     SavedSettings,
-    SessionReader,
     check_settings,
     check_target,
     new_session_file,
-    open_session,
     write_session,
 )
+from entropykv.session.file_reader import SessionReader, open_session
 
 SETTINGS = SavedSettings(
     entropykv="1.0",

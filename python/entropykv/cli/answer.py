@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -45,14 +46,7 @@ def write_answer(
     """
     start = session.position
     end_of_prompt = start + len(tokens)
-    bar = tqdm(
-        total=len(tokens),
-        desc="reading the prompt",
-        unit=" tokens",
-        leave=False,
-        delay=0.5,
-        disable=not sys.stderr.isatty(),
-    )
+    bar = _prompt_bar(len(tokens))
     with noted_interrupts() as interrupts, bar:
 
         def on_prompt(done: int) -> None:
@@ -82,6 +76,17 @@ def write_answer(
             answer.unread = answer.tokens[n_read:] if n_read >= 0 else None
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
+    return tqdm(
+        total=n_tokens,
+        desc="reading the prompt",
+        unit=" tokens",
+        leave=False,
+        delay=0.5,
+        disable=not sys.stderr.isatty(),
+    )
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:

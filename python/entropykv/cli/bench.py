@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from entropykv.cli.options import (
@@ -103,12 +104,7 @@ def _bench(options: argparse.Namespace) -> int:
     print(f"\nproducts of weights, by type: {computed}")
     bandwidth = read_bandwidth(threads)
     shares = attention_bandwidth(rows)
-    print(f"{threads} threads read {bandwidth / 1e9:.1f} GB/s of memory; attention of generated")
-    print("tokens, from the difference between budgets:")
-    for (length, kv_type), reached in shares.items():
-        print(
-            f"  {kv_type} at {length}: {reached / 1e9:.1f} GB/s, {reached / bandwidth:.0%} of that"
-        )
+    _print_bandwidths(threads, bandwidth, shares)
     if options.json:
         content = {
             "model": str(options.model),
@@ -123,6 +119,17 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot:
         draw_bench(rows, options.plot)
     return 0
+
+
+def _print_bandwidths(
+    threads: int, bandwidth: float, shares: Mapping[tuple[int, str], float]
+) -> None:
+    print(f"{threads} threads read {bandwidth / 1e9:.1f} GB/s of memory; attention of generated")
+    print("tokens, from the difference between budgets:")
+    for (length, kv_type), reached in shares.items():
+        print(
+            f"  {kv_type} at {length}: {reached / 1e9:.1f} GB/s, {reached / bandwidth:.0%} of that"
+        )
 
 
 def attention_bandwidth(rows: list[BenchRow]) -> dict[tuple[int, str], float]:

@@ -20,6 +20,7 @@ from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_load_option
 from entropykv.cli.table import format_rows, stats_rows
+from entropykv.cli.turn_input import BLOCK, TurnInput
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
 from entropykv.session.file import check_target
@@ -33,7 +34,6 @@ BUDGET = 1024
 ANSWER_TOKENS = BUDGET
 """A longer answer would leave nothing of the question."""
 
-BLOCK = '"""'
 SUFFIX = ".ekv"
 
 
@@ -98,7 +98,7 @@ class _Terminal:
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
-        self._is_terminal = sys.stdin.isatty()
+        self._input = TurnInput()
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "/help": ("", "show this", self._help),
             "/stats": ("", "speed, memory and entries", self._stats),
@@ -118,18 +118,18 @@ class _Terminal:
     def run(self) -> int:
         """Take turns until stdin or the user ends; returns the exit code."""
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-        if self._is_terminal:
+        if self._input.is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401, PLC0415  # input() has line editing and history then
             self._show("Say something; /help shows the commands.")
         interrupted = False
         while not self._ended:
             try:
-                text, is_command = self._read()
+                text, is_command = self._input.read()
             except EOFError:
                 break
             except KeyboardInterrupt:
-                if not self._is_terminal:
+                if not self._input.is_terminal:
                     raise
                 print(file=sys.stderr)
                 if interrupted:
@@ -140,40 +140,6 @@ class _Terminal:
             interrupted = False
             self._take(text, is_command=is_command)
         return 0
-
-    # --- input ------------------------------------------------------------------------------------
-
-    def _read(self) -> tuple[str, bool]:
-        """One text, and whether it is a command.
-
-        A line, lines that end with a backslash and the next, or a block, which is no command.
-        """
-        line = self._line("> ")
-        if line.strip() == BLOCK:
-            return self._block(), False
-        lines = [line]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            try:
-                lines.append(self._line(". "))
-            except EOFError:
-                break
-        return "\n".join(lines), line.startswith("/")
-
-    def _block(self) -> str:
-        lines: list[str] = []
-        with contextlib.suppress(EOFError):  # the end of a file ends its last block
-            while (line := self._line(". ")).strip() != BLOCK:
-                lines.append(line)
-        return "\n".join(lines)
-
-    def _line(self, prompt: str) -> str:
-        if not self._is_terminal:
-            return input()
-        if sys.stdout.isatty():
-            return input(prompt)
-        print(prompt, end="", file=sys.stderr, flush=True)
-        return input()
 
     # --- turns and commands -----------------------------------------------------------------------
 
@@ -274,17 +240,12 @@ class _Terminal:
     def _save(self, name: str) -> None:
         path = _session_path(name)
         check_target(path)
-        if Path(path).exists() and not self._agrees(f"{path} is there already; replace it? [y/N] "):
+        if Path(path).exists() and not self._input.agrees(
+            f"{path} is there already; replace it? [y/N] "
+        ):
             say(f"{path} stays as it is; give another name")
             return
         self._conversation.save(path)
-
-    def _agrees(self, question: str) -> bool:
-        """Ask the user; where turns are piped in, the next line answers."""
-        try:
-            return self._line(question).strip().lower() in ("y", "yes")
-        except EOFError:
-            return False
 
     def _load(self, name: str) -> None:
         self._conversation.load(_session_path(name))

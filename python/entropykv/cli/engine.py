@@ -47,6 +47,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
             metavar="TYPE",
             help=f"--kv-type by llama-cli's name for {name}",
         )
+    _add_device_options(group)
+    add_model_tuning(parser)
+    group.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's own log")
+    return group
+
+
+def _add_device_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-ngl",
         "--gpu-layers",
@@ -71,9 +78,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         action="store_true",
         help="changes nothing: the headwise store's KV cache is in main memory anyway",
     )
-    add_model_tuning(parser)
-    group.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's own log")
-    return group
 
 
 def _gpu_layers(text: str) -> int:

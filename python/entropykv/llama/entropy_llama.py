@@ -8,34 +8,30 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import llama_cpp
 import numpy as np
-from llama_cpp import _internals as internals
 from llama_cpp.llama import LlamaState
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
-from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
+from entropykv.errors import ModelFileError, SettingsError
 from entropykv.llama.arguments import (
     BudgetArguments,
     EvictionEvent,
-    attached_options,
     check_chat_handler,
     check_draft_model,
-    check_kind,
     split_arguments,
 )
 from entropykv.llama.context import BorrowedModel, BudgetContext
 from entropykv.llama.reading import ReadingLlama
-from entropykv.llamacpp.model_options import apply_adapters
-from entropykv.model.geometry import ModelGeometry, read_geometry, read_loadable
+from entropykv.model.geometry import ModelGeometry, read_loadable
+from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
-from entropykv.settings.cache_options import CacheArguments, CacheOptions, PoolArguments, shows
-from entropykv.settings.options import Budget
+from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 
 
 class EntropyLlama(ReadingLlama):
@@ -148,7 +144,7 @@ class EntropyLlama(ReadingLlama):
         self._lock = threading.RLock()
         self._sampled = self._generation = self._watch = None
         self._ctx = BudgetContext(self, session)
-        _start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
+        start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
 
     def _hold(self, session: Session) -> None:
         """Go on with another sequence, and what was read of it."""
@@ -235,6 +231,31 @@ class EntropyLlama(ReadingLlama):
             self.scores[: len(state.scores)] = state.scores
         self._seed = state.seed
 
+    # --- sessions on disk -------------------------------------------------------------------------
+
+    def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Write what was read to a file, as Session.save() does. Raises SessionFileError."""
+        self.eval([])
+        return self._session.save(path)
+
+    def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Go on with a file of save_session() or Session.save(); its text is not read again.
+
+        Raises SessionFileError, and then holds what it held; SettingsError with logits_all, whose
+        rows no file has.
+        """
+        if self._logits_all:
+            raise SettingsError(
+                "a saved session has the logits of its last token only; use logits_all=False, or "
+                "save_state() and load_state()"
+            )
+        contents = self._session.load(path)
+        self._requires_eval = True
+        self._sampled = None
+        self.n_tokens = contents.position
+        self.input_ids[: contents.position] = self._session.tokens[: contents.position]
+        return contents
+
     def __getstate__(self) -> dict[str, Any]:
         """Arguments that make another one: nothing that was read."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -242,110 +263,10 @@ class EntropyLlama(ReadingLlama):
         return {**state, **self._budget.keywords()}
 
 
-@shows(CacheArguments)
-def attach(
-    llm: llama_cpp.Llama,
-    kv_budget: Budget | str | float = 1.0,
-    *,
-    on_evict: Callable[[EvictionEvent], object] | None = None,
-    repeatable: bool = True,
-    on_climb: Callable[[Climb], object] | None = None,
-    **arguments: Unpack[CacheArguments],
-) -> EntropyLlama:
-    """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
-
-    The model is not loaded again; the stock context and its KV cache are freed. Nothing is read
-    yet: the next prompt is read from its start. Arguments and errors are those of EntropyLlama; an
-    error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
-    """
-    cache = attached_options(kv_budget, arguments)
-    budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
-    _check_stock(llm)
-    check_kind(
-        embedding=llm.context_params.embeddings,
-        vocab_only=llm.model_params.vocab_only,
-        attention_type=llm.context_params.attention_type,
-    )
-    check_chat_handler(llm.chat_handler)
-    geometry = read_geometry(llm.model_path)
-    llm.__class__ = EntropyLlama
-    attached = cast(EntropyLlama, llm)
-    try:
-        attached._begin(geometry, budget)
-    except BaseException:
-        llm.__class__ = llama_cpp.Llama
-        raise
-    return attached
-
-
-def detach(llm: EntropyLlama) -> llama_cpp.Llama:
-    """Make a stock llama_cpp.Llama of an EntropyLlama again, in place; nothing is read any more.
-
-    Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama that is
-    not inside a budget or that has a cache, EntropyKVError where it is closed or there is no memory
-    for the context.
-    """
-    if not isinstance(llm, EntropyLlama):
-        raise SettingsError("this model is not inside a KV budget; attach() it first")
-    _check_idle(llm)
-    if llm.pool is not None:
-        raise SettingsError("a model of a pool cannot be detached; load a llama_cpp.Llama")
-    context, batch = _stock_context(llm)
-    llm._close_session()
-    del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch
-    stock = cast(llama_cpp.Llama, llm)
-    stock.__class__ = llama_cpp.Llama
-    stock._ctx = stock._stack.enter_context(contextlib.closing(context))
-    stock._batch = stock._stack.enter_context(contextlib.closing(batch))
-    n_ctx = stock.context_params.n_ctx
-    _start_over(stock, n_ctx, n_ctx if stock._logits_all else stock.n_batch)
-    stock._n_ctx = context.n_ctx()
-    return stock
-
-
-def _stock_context(llm: llama_cpp.Llama) -> tuple[internals.LlamaContext, internals.LlamaBatch]:
-    """As Llama.__init__ makes them."""
-    parameters, verbose = llm.context_params, llm.verbose
-    try:
-        context = internals.LlamaContext(model=llm._model, params=parameters, verbose=verbose)
-    except ValueError as error:
-        raise EntropyKVError(
-            f"llama.cpp cannot make a stock context of {parameters.n_ctx} cells ({error}); go on "
-            "inside the budget, or load the model again with a smaller n_ctx"
-        ) from None
-    if llm._lora_adapter:
-        apply_adapters(context.ctx, [(llm._lora_adapter, llm.lora_scale)])
-    batch = internals.LlamaBatch(
-        n_tokens=llm.n_batch, embd=0, n_seq_max=parameters.n_ctx, verbose=verbose
-    )
-    return context, batch
-
-
-def _start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
+def start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
     """Nothing is read yet, and n_ctx tokens may be."""
     llm._n_ctx = n_ctx
     llm.n_tokens = 0
     llm._requires_eval = True
     llm.input_ids = np.zeros(n_ctx, dtype=np.intc)
     llm.scores = np.empty((score_rows, llm._n_vocab), dtype=np.single)
-
-
-def _check_stock(llm: object) -> None:
-    if isinstance(llm, EntropyLlama):
-        raise SettingsError("this model is inside a KV budget already; detach() it first")
-    if type(llm) is not llama_cpp.Llama:
-        raise SettingsError(
-            f"attach() takes a llama_cpp.Llama, not {type(llm).__name__}; make an EntropyLlama"
-        )
-    _check_idle(llm)
-
-
-def _check_idle(llm: llama_cpp.Llama) -> None:
-    """Raise where the model is closed, or its cache holds states of the other kind of context."""
-    if llm.ctx is None:
-        raise EntropyKVError("the model is closed; load it again")
-    if llm.cache is not None:
-        raise SettingsError(
-            "the states in the model's cache would not fit any more; call set_cache(None) first, "
-            "and give it a new cache afterwards"
-        )

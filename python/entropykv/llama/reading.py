@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import os
 import re
 import threading
 import time
@@ -16,12 +15,11 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.errors import ContextError, EntropyKVError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
 from entropykv.llama.context import BudgetContext
 from entropykv.llama.prefix import common_prefix, continuing, control_symbol, spelling
 from entropykv.llama.sampler import SamplerOfSequence
-from entropykv.session.file import SavedContents
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
@@ -244,31 +242,6 @@ class ReadingLlama(llama_cpp.Llama):
 
     def _tokenize_text(self, text: bytes) -> list[int]:
         return self.tokenize(text, add_bos=False, special=False)
-
-    # --- sessions on disk -------------------------------------------------------------------------
-
-    def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Write what was read to a file, as Session.save() does. Raises SessionFileError."""
-        self.eval([])
-        return self._session.save(path)
-
-    def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a file of save_session() or Session.save(); its text is not read again.
-
-        Raises SessionFileError, and then holds what it held; SettingsError with logits_all, whose
-        rows no file has.
-        """
-        if self._logits_all:
-            raise SettingsError(
-                "a saved session has the logits of its last token only; use logits_all=False, or "
-                "save_state() and load_state()"
-            )
-        contents = self._session.load(path)
-        self._requires_eval = True
-        self._sampled = None
-        self.n_tokens = contents.position
-        self.input_ids[: contents.position] = self._session.tokens[: contents.position]
-        return contents
 
     # --- completions ------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import io
 import json
 import os
 import stat
@@ -31,17 +30,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from entropykv.errors import SessionFileError
-from entropykv.files import new_file
+from entropykv.files import new_file, open_regular
 
 MAGIC = b"EKVSESS\0"
 VERSION = 5
 """Another one wherever anything in the file changes: sections, header, or the layout of a page."""
 
-_PREFIX = struct.Struct("<8sII")
-_DIGEST_BYTES = 16
-_MOST_HEADER_BYTES = 1 << 26
-_MOST = 1 << 31  # tokens, entries
-_MOST_BYTES = 1 << 53
+PREFIX = struct.Struct("<8sII")
+DIGEST_BYTES = 16
 AGAIN = "read the prompt again and save a new session"
 
 
@@ -136,14 +132,11 @@ def _other_freezing(theirs: str | None, ours: str | None) -> str:
     )
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def write_session(
     file: BinaryIO, settings: SavedSettings, contents: SavedContents, sections: Iterable[bytes]
 ) -> None:
     """Write a session to a binary file; `sections` are tokens, logits, and the store's."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
     def put(data: bytes) -> None:
         file.write(data)
@@ -151,7 +144,7 @@ def write_session(
 
     parts = {"settings": dataclasses.asdict(settings), "contents": dataclasses.asdict(contents)}
     header = json.dumps(parts).encode()
-    put(_PREFIX.pack(MAGIC, VERSION, len(header)))
+    put(PREFIX.pack(MAGIC, VERSION, len(header)))
     put(header)
     put(digest.digest())
     for section in sections:
@@ -201,149 +194,3 @@ def _check_directory(path: Path) -> None:
 def _unwritable(path: str | os.PathLike[str], error: OSError) -> SessionFileError:
     reason = error.strerror or error
     return SessionFileError(f"{path}: cannot be written ({reason}); give the path of a new file")
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def open_session(path: str | os.PathLike[str]) -> Iterator[SessionReader]:
-    """Open a saved session and check its header. Raises SessionFileError, naming the file."""
-    try:
-        with open_regular(path) as file:
-            yield SessionReader(file, str(path))
-    except FileNotFoundError:
-        raise SessionFileError(f"{path}: no such file; give the path of a saved session") from None
-    except OSError as error:
-        raise SessionFileError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a saved session"
-        ) from error
-
-
-@contextmanager
-def open_regular(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
-    """Open a regular file to read it: a pipe would wait for ever. OSError for anything else."""
-    try:
-        mode = os.stat(path).st_mode
-    except ValueError as error:  # a null byte
-        raise OSError(0, str(error)) from error
-    if stat.S_ISDIR(mode):
-        raise OSError(0, "is a directory")
-    if not stat.S_ISREG(mode):
-        raise OSError(0, "is not a regular file")
-    with open(path, "rb") as file:
-        yield file
-
-
-def reader_of(data: bytes) -> SessionReader:
-    """As open_session, for a session that was saved into memory."""
-    return SessionReader(io.BytesIO(data), "the saved state")
-
-
-class SessionReader:
-    """A saved session whose header is checked; sections() reads and checks the rest."""
-
-    def __init__(self, file: io.BufferedReader | io.BytesIO, where: str) -> None:
-        """Read the header; SessionFileError where it is not what write_session writes."""
-        self.where = where
-        self._file = file
-        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        self.settings, self.contents = self._header()
-
-    def _header(self) -> tuple[SavedSettings, SavedContents]:
-        prefix = self._file.read(_PREFIX.size)
-        self._digest.update(prefix)
-        if not prefix or not prefix.startswith(MAGIC[: len(prefix)]):
-            raise SessionFileError(
-                f"{self.where}: is not a saved session; give a file of --save-session "
-                "(Session.save)"
-            )
-        if len(prefix) < _PREFIX.size:
-            raise self._cut(_PREFIX.size)
-        _, version, size = _PREFIX.unpack(prefix)
-        if version != VERSION:
-            raise SessionFileError(
-                f"{self.where}: has version {version} of the format, but this entropykv reads "
-                f"version {VERSION}; load it with the entropykv that saved it, or {AGAIN}"
-            )
-        if size > _MOST_HEADER_BYTES:
-            raise self.damaged(f"a header of {size} bytes")
-        header = self._read(size)
-        self._check_digest("header")
-        return self._parse(bytes(header))
-
-    def _parse(self, header: bytes) -> tuple[SavedSettings, SavedContents]:
-        try:
-            data = json.loads(header)
-            settings = SavedSettings(**data["settings"])
-            contents = SavedContents(**data["contents"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self.damaged("a header that cannot be read") from error
-        for name, value in (*vars(settings).items(), *vars(contents).items()):
-            if not _is_possible(name, value):
-                raise self.damaged(f"an impossible {name}")
-        return settings, contents
-
-    def sections(self) -> list[bytearray]:
-        """Tokens, logits and the store's sections, checked against the digest."""
-        contents = self.contents
-        sizes = [4 * contents.n_tokens, 4 * contents.n_logits, *contents.sections]
-        expected = self._file.tell() + sum(sizes) + _DIGEST_BYTES
-        if self._size < expected:
-            raise self._cut(expected)
-        if self._size > expected:
-            raise self.damaged(f"{self._size - expected} bytes too many")
-        sections = [self._read(size) for size in sizes]
-        self._check_digest("contents")
-        return sections
-
-    def _read(self, size: int) -> bytearray:
-        if self._file.tell() + size > self._size:
-            raise self._cut(self._file.tell() + size)
-        data = bytearray(size)
-        if self._file.readinto(data) != size:
-            raise self._cut(self._size)
-        self._digest.update(data)
-        return data
-
-    def _check_digest(self, what: str) -> None:
-        expected = self._digest.digest()
-        if self._read(_DIGEST_BYTES) != expected:
-            raise self.damaged(f"the digest of its {what} is another one")
-
-    def _cut(self, expected: int) -> SessionFileError:
-        return SessionFileError(
-            f"{self.where}: is cut short, {self._size} of at least {expected} bytes; {AGAIN}"
-        )
-
-    def damaged(self, what: str) -> SessionFileError:
-        """The error for a file that is not as it was written."""
-        return SessionFileError(f"{self.where}: is damaged ({what}); {AGAIN}")
-
-
-_TEXTS = {"entropykv", "llama_cpp_python", "model", "store", "kv_type", "policy", "kv_budget"}
-_MAY_BE_NONE = {"chat", "freeze", "recent_window", "sequence_state"}
-_LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
-
-
-def _is_possible(name: str, value: object) -> bool:
-    """Whether a value of the header is of the kind that its field has."""
-    if value is None:
-        return name in _MAY_BE_NONE
-    if name in _TEXTS or name == "freeze":
-        return isinstance(value, str)
-    if name == "fingerprint":
-        return isinstance(value, dict)
-    if name == "chat":
-        return isinstance(value, bool)
-    rows = value if name == "entries" else [value if name == "sections" else [value]]
-    most = _LARGE.get(name, _MOST)
-    return isinstance(rows, list) and all(_are_counts(row, most) for row in rows)
-
-
-def _are_counts(values: object, most: int) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < most for value in values
-    )

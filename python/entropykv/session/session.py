@@ -29,11 +29,9 @@ from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.file import (
     SavedContents,
     SavedSettings,
-    SessionReader,
     new_session_file,
-    open_session,
-    reader_of,
 )
+from entropykv.session.file_reader import SessionReader, open_session, reader_of
 from entropykv.session.generate import generate
 from entropykv.session.host import Host
 from entropykv.session.read_parts import ReadParts

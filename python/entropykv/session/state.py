@@ -21,10 +21,10 @@ from entropykv.session.file import (
     AGAIN,
     SavedContents,
     SavedSettings,
-    SessionReader,
     check_settings,
     write_session,
 )
+from entropykv.session.file_reader import SessionReader
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
 

@@ -1,0 +1,126 @@
+"""Put a loaded llama_cpp.Llama inside a KV budget, in place, and take it out again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import cast
+
+import llama_cpp
+from llama_cpp import _internals as internals
+from typing_extensions import Unpack
+
+from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.llama.arguments import (
+    BudgetArguments,
+    EvictionEvent,
+    attached_options,
+    check_chat_handler,
+    check_kind,
+)
+from entropykv.llama.entropy_llama import EntropyLlama, start_over
+from entropykv.llamacpp.model_options import apply_adapters
+from entropykv.model.geometry import read_geometry
+from entropykv.session.recovery import Climb
+from entropykv.settings.cache_options import CacheArguments, shows
+from entropykv.settings.options import Budget
+
+
+@shows(CacheArguments)
+def attach(
+    llm: llama_cpp.Llama,
+    kv_budget: Budget | str | float = 1.0,
+    *,
+    on_evict: Callable[[EvictionEvent], object] | None = None,
+    repeatable: bool = True,
+    on_climb: Callable[[Climb], object] | None = None,
+    **arguments: Unpack[CacheArguments],
+) -> EntropyLlama:
+    """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
+
+    The model is not loaded again; the stock context and its KV cache are freed. Nothing is read
+    yet: the next prompt is read from its start. Arguments and errors are those of EntropyLlama; an
+    error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
+    """
+    cache = attached_options(kv_budget, arguments)
+    budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
+    _check_stock(llm)
+    check_kind(
+        embedding=llm.context_params.embeddings,
+        vocab_only=llm.model_params.vocab_only,
+        attention_type=llm.context_params.attention_type,
+    )
+    check_chat_handler(llm.chat_handler)
+    geometry = read_geometry(llm.model_path)
+    llm.__class__ = EntropyLlama
+    attached = cast(EntropyLlama, llm)
+    try:
+        attached._begin(geometry, budget)
+    except BaseException:
+        llm.__class__ = llama_cpp.Llama
+        raise
+    return attached
+
+
+def detach(llm: EntropyLlama) -> llama_cpp.Llama:
+    """Make a stock llama_cpp.Llama of an EntropyLlama again, in place; nothing is read any more.
+
+    Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama that is
+    not inside a budget or that has a cache, EntropyKVError where it is closed or there is no memory
+    for the context.
+    """
+    if not isinstance(llm, EntropyLlama):
+        raise SettingsError("this model is not inside a KV budget; attach() it first")
+    _check_idle(llm)
+    if llm.pool is not None:
+        raise SettingsError("a model of a pool cannot be detached; load a llama_cpp.Llama")
+    context, batch = _stock_context(llm)
+    llm._close_session()
+    del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch
+    stock = cast(llama_cpp.Llama, llm)
+    stock.__class__ = llama_cpp.Llama
+    stock._ctx = stock._stack.enter_context(contextlib.closing(context))
+    stock._batch = stock._stack.enter_context(contextlib.closing(batch))
+    n_ctx = stock.context_params.n_ctx
+    start_over(stock, n_ctx, n_ctx if stock._logits_all else stock.n_batch)
+    stock._n_ctx = context.n_ctx()
+    return stock
+
+
+def _stock_context(llm: llama_cpp.Llama) -> tuple[internals.LlamaContext, internals.LlamaBatch]:
+    """As Llama.__init__ makes them."""
+    parameters, verbose = llm.context_params, llm.verbose
+    try:
+        context = internals.LlamaContext(model=llm._model, params=parameters, verbose=verbose)
+    except ValueError as error:
+        raise EntropyKVError(
+            f"llama.cpp cannot make a stock context of {parameters.n_ctx} cells ({error}); go on "
+            "inside the budget, or load the model again with a smaller n_ctx"
+        ) from None
+    if llm._lora_adapter:
+        apply_adapters(context.ctx, [(llm._lora_adapter, llm.lora_scale)])
+    batch = internals.LlamaBatch(
+        n_tokens=llm.n_batch, embd=0, n_seq_max=parameters.n_ctx, verbose=verbose
+    )
+    return context, batch
+
+
+def _check_stock(llm: object) -> None:
+    if isinstance(llm, EntropyLlama):
+        raise SettingsError("this model is inside a KV budget already; detach() it first")
+    if type(llm) is not llama_cpp.Llama:
+        raise SettingsError(
+            f"attach() takes a llama_cpp.Llama, not {type(llm).__name__}; make an EntropyLlama"
+        )
+    _check_idle(llm)
+
+
+def _check_idle(llm: llama_cpp.Llama) -> None:
+    """Raise where the model is closed, or its cache holds states of the other kind of context."""
+    if llm.ctx is None:
+        raise EntropyKVError("the model is closed; load it again")
+    if llm.cache is not None:
+        raise SettingsError(
+            "the states in the model's cache would not fit any more; call set_cache(None) first, "
+            "and give it a new cache afterwards"
+        )
