@@ -100,8 +100,9 @@ class Steps:
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []
         self.most_bytes = 0
-        scheduler, core = pool.host.scheduler, pool.host.core_pool
-        assert core is not None
+        scheduler, shared = pool.host.scheduler, pool.host.shared
+        assert shared is not None
+        core = shared.core
         run = scheduler._run
 
         def noted(works: Any) -> None:

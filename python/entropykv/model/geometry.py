@@ -28,8 +28,11 @@ ACTIVATION_KEY = "entropykv.activation"
 BitNet files have both kinds: SiLU (1bitLLM) and squared ReLU (Microsoft's 2B-4T).
 """
 ACTIVATIONS = ("silu", "relu2")
-_OF_STATES = ("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache")
-"""Metadata that models with recurrent layers have, and no others."""
+_OF_STATES = (
+    *("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache"),
+    *("full_attention_interval", "attention.compress_ratios"),
+)
+"""Metadata that models have whose layers carry a state from token to token, and no others."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-from entropykv import _core
 from entropykv.errors import (
     BudgetError,
     EntropyKVError,
@@ -24,8 +23,10 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.recipe import resolve
 from entropykv.session.echo import Echo
-from entropykv.session.parking import Parked, Parking
+from entropykv.session.parking import Parking
 from entropykv.session.scheduler import Scheduler, Work
+from entropykv.session.seat import Seat
+from entropykv.session.shared_pool import SharedPool
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
 from entropykv.store.flat import FlatStore
@@ -35,41 +36,6 @@ from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
 """Seconds after which it is looked again whether somebody is idle."""
-IDLE_SECONDS = 1.0
-"""A sequence that was not read on for so long may be parked for another, though nobody said that it
-rests."""
-
-
-class Seat:
-    """A session's part of its host: a store, and whether it is live."""
-
-    def __init__(self, store: Store, weight: float, number: int, *, live: bool) -> None:
-        """A sequence that has read nothing yet."""
-        self.store = store
-        self.number = number
-        """How many had a seat at this host before."""
-        self.weight = weight
-        """Its part of the pool, relative to the others'."""
-        self.live = live
-        self.parked: Parked | None = None
-        self.position = 0
-        """Tokens read, when it was last between two steps."""
-        self.rests = False
-        """Whether its session has said that no token follows soon."""
-        self.last_step = 0.0
-        self.inherited = 0
-        """Entries that had been evicted of what it is a copy of."""
-        self.given_up = 0
-        """Entries that left because its share became smaller, for the sake of others."""
-
-    @property
-    def evicted(self) -> int:
-        """Entries evicted since it is there."""
-        return self.store.evicted - self.inherited
-
-    def is_idle(self, now: float) -> bool:
-        """Whether it can be parked without making anybody wait."""
-        return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
 
 class Host:
@@ -80,7 +46,7 @@ class Host:
     ) -> None:
         """Load the model; everything is checked before the weights are read."""
         self.n_sequences = options.n_sequences or 1
-        self.parking = Parking(options.park, options.park_limit)
+        parking = Parking(options.park, options.park_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
         self.recipe = resolve(options, geometry)
         """Of the store that serves the model."""
@@ -112,11 +78,17 @@ class Host:
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         recurrent = self._context is not None and self._context.recurrent
         self.scheduler = Scheduler(self._admit, self._step, together=not recurrent)
-        self._free_numbers = list(range(self.n_sequences))
-        self._pages = self._total_pages(self.budget)
-        if self.core_pool is not None:
-            self.core_pool.set_pages(self._pages)
-            self.core_pool.on_full(self.parking.make_room)
+        self.shared: SharedPool | None = None
+        """The pages of a pool; a session that is alone has its own."""
+        if self._context is not None and self._context.pool is not None:
+            self.shared = SharedPool(
+                self._context.pool,
+                self.recipe,
+                self._context.layers,
+                parking,
+                self.seats,
+                self.scheduler.is_waiting,
+            )
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -167,11 +139,6 @@ class Host:
             self._context.close()
             self._context = None
 
-    @property
-    def core_pool(self) -> _core.SequencePool | None:
-        """The pages that several sequences share."""
-        return None if self._context is None else self._context.pool
-
     # --- seats ------------------------------------------------------------------------------------
 
     def take_seat(self, weight: float = 1.0) -> Seat:
@@ -182,7 +149,7 @@ class Host:
             if self.closed:
                 raise EntropyKVError("the pool is closed; make a new one")
             store, self._spare = self._spare or self._make_store(), None
-            seat = Seat(store, weight, self._seats_taken, live=self.core_pool is None)
+            seat = Seat(store, weight, self._seats_taken, live=self.shared is None)
             self._seats_taken += 1
             self.seats.append(seat)
             return seat
@@ -195,223 +162,57 @@ class Host:
         with self.scheduler.between_steps():
             if seat not in self.seats:
                 return
-            self.forget(seat)
+            if self.shared is not None:
+                self.shared.forget(seat)
             self._evicted_by_gone += seat.evicted
             seat.store.close()
             self.seats.remove(seat)
-
-    def forget(self, seat: Seat) -> None:
-        """Drop what a sequence has read; where it shares a pool, it is not live any more."""
-        if seat.parked is not None:
-            self.parking.drop(seat.parked)
-            seat.parked = None
-        if self.core_pool is not None and seat.live:
-            self._vacate(seat)
-            self.share_pages()
-
-    def _vacate(self, seat: Seat) -> None:
-        """Take a sequence's pages and its number; what it held is kept elsewhere, or not needed."""
-        store = _headwise(seat)
-        store.set_aside()
-        self._free_numbers.append(store.sequence)
-        seat.live = False
 
     @property
     def evictions(self) -> int:
         """Entries evicted so far, of all sequences that are or were there."""
         return self._evicted_by_gone + sum(seat.evicted for seat in self.seats)
 
-    @property
-    def live(self) -> list[Seat]:
-        """Sequences that hold pages."""
-        return [seat for seat in self.seats if seat.live]
-
     @contextlib.contextmanager
     def with_seat(self, seat: Seat) -> Iterator[Store]:
         """Use a sequence's store between two steps, live. PoolError where there is no room."""
-        while not self._is_live_now(seat):
+        while True:
+            with self.scheduler.between_steps():
+                if self._is_live_now(seat):
+                    yield seat.store
+                    return
             time.sleep(_LOOK_AGAIN)
-        with self.scheduler.between_steps():
-            if not seat.live:  # somebody was faster
-                self._make_live(seat)
-            yield seat.store
 
     def _is_live_now(self, seat: Seat) -> bool:
-        """Make a sequence live, unless it has to wait for others."""
-        with self.scheduler.between_steps():
-            if seat.live:
-                return True
-            try:
-                self._make_live(seat)
-            except PoolError:
-                if self._somebody_else_reads(seat):
-                    return False
-                raise
+        """Make a sequence live, unless it has to wait for others. PoolError where nobody helps."""
+        if self.shared is None or seat.live:
             return True
-
-    def park(self, seat: Seat) -> None:
-        """Keep what a sequence holds elsewhere, and give its pages to the others. PoolError."""
-        if self.core_pool is None or not seat.live:
-            return
-        parked = self._kept(seat)
-        self._vacate(seat)
-        _headwise(seat).await_state(seat.position)
-        seat.parked = parked
-
-    def _kept(self, seat: Seat) -> Parked:
-        """Keep what a live sequence holds: its pages are shared, but for frozen ones. PoolError."""
-        store = _headwise(seat)
-        pages = store.checkpoint()
-        if pages is None:
-            return self.parking.put(seat.position, store.shift, store.state())
-        return self.parking.hold(seat.position, pages, store.state_of)
+        try:
+            self.shared.make_live(seat)
+        except PoolError:
+            if self.shared.somebody_else_reads(seat):
+                return False
+            raise
+        return True
 
     def _admit(self, work: Work) -> bool:
         """Make a sequence live that waits to be read; False: it has to wait for others."""
         seat = cast(Seat, work.owner)
-        if seat.live:
-            return True
         try:
-            self._make_live(seat)
-        except PoolError as error:
-            if self._somebody_else_reads(seat):
-                return False
-            work.part.error = error
+            return self._is_live_now(seat)
         except Exception as error:
             work.part.error = error
         return True
 
-    def _somebody_else_reads(self, seat: Seat) -> bool:
-        now = time.monotonic()
-        return any(not each.is_idle(now) for each in self.live if each is not seat)
-
-    def _make_live(self, seat: Seat) -> None:
-        """Give a sequence a share: of the idle ones' first, then of all. PoolError."""
-        now = time.monotonic()
-        full: PoolError | None = None
-        for each in self.live:
-            if each.is_idle(now) and not self.scheduler.is_waiting(each):
-                try:
-                    self.park(each)
-                except PoolError as error:
-                    full = error
-                    break
-        if not self._free_numbers or not self._holds([*self.live, seat]):
-            self.share_pages()
-            raise full or PoolError(
-                f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
-                "one, or give it more bytes (kv_budget) and sequences (n_sequences)"
-            )
-        _headwise(seat).take_place(self._free_numbers.pop())
-        seat.live = True
-        seat.last_step = now
-        try:
-            self.share_pages()
-            if seat.parked is not None:
-                self._resume(seat, seat.parked)
-        except BaseException:
-            self._vacate(seat)
-            self.share_pages()
-            raise
-
-    def _resume(self, seat: Seat, parked: Parked) -> None:
-        store, n_parked = _headwise(seat), parked.n_entries
-        with self.parking.staying(parked):
-            done = parked.pages is not None and store.go_on_from(parked.pages, ends=True)
-        if not done:  # its pages are needed to make it smaller
-            self.parking.leave_pool(parked)
-            store.load_state(self.parking.take(parked))
-        seat.given_up += n_parked - store.core.entries
-        self.parking.drop(parked)
-        seat.parked = None
-
-    def copy(self, source: Seat, target: Seat) -> None:
-        """Let a sequence that has read nothing go on from what another one holds. PoolError.
-
-        It is parked until it reads; its pages are those of the other one.
-        """
-        with self.scheduler.between_steps():
-            if source.parked is not None:
-                target.parked = self.parking.copy(source.parked)
-            else:
-                target.parked = self._kept(source)
-            target.position = source.position
-            _headwise(target).await_state(target.position)
-            target.inherited = target.parked.evicted
-            _headwise(target).core.set_evicted(target.inherited)
-
-    # --- shares -----------------------------------------------------------------------------------
-
-    def _total_pages(self, budget: Budget) -> int:
-        """Pages of the pool: as many as all sequences can use, at most."""
-        store = self._spare or self.seats[0].store
-        if not isinstance(store, HeadwiseStore):
-            return 0
-        most = self.n_sequences * store.plan_of(Budget("fraction", 1.0)).pool_pages
-        plan = store.plan_of(budget)
-        if budget.kind == "bytes":
-            return min(most, int(budget.value) // plan.page_bytes)
-        if budget.kind == "tokens" and budget.value > self.recipe.n_ctx:
-            tokens = min(int(budget.value), self.n_sequences * self.recipe.n_ctx)
-            return min(most, sum(_core.pages_for(tokens, n) for n in plan.entries_per_page))
-        return plan.pool_pages
-
-    def _shares(self, seats: list[Seat], pages: int) -> list[int]:
-        """Pages of each: equal ones, but for weights."""
-        weights = sum(seat.weight for seat in seats)
-        return [int(pages * seat.weight / weights) for seat in seats]
-
-    def _holds(self, seats: list[Seat], pages: int | None = None) -> bool:
-        """Whether every share would hold what no eviction takes."""
-        total = self._pages if pages is None else pages
-        try:
-            for seat, share in zip(seats, self._shares(seats, total), strict=True):
-                _headwise(seat).plan_of(_budget_of(seat, share))
-        except BudgetError:
-            return False
-        return True
-
-    def share_pages(self) -> None:
-        """Give every live sequence its share; those that get less evict first."""
-        live = self.live
-        if self.core_pool is None or not live:
-            return
-        shares = dict(zip(live, self._shares(live, self._pages), strict=True))
-        for seat in sorted(live, key=lambda each: shares[each] - _headwise(each).share_pages):
-            store, share = _headwise(seat), shares[seat]
-            if store.share_pages != share:
-                held = store.core.entries
-                store.resize(_budget_of(seat, share))
-                store.share_pages = share
-                seat.given_up += held - store.core.entries
-
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes; it grows at once, and shrinks by evicting. BudgetError."""
         with self.scheduler.between_steps():
-            if self.core_pool is None:
+            if self.shared is None:
                 for seat in self.seats:
                     seat.store.resize(budget)
             else:
-                self._resize_pool(self.core_pool, budget)
+                self.shared.resize(budget)
             self.budget = budget
-
-    def _resize_pool(self, pool: _core.SequencePool, budget: Budget) -> None:
-        pages = self._total_pages(budget)
-        now = time.monotonic()
-        for seat in self.live:
-            if not self._holds(self.live, pages) and seat.is_idle(now):
-                self.park(seat)
-        if not self._holds(self.live, pages):
-            self.share_pages()
-            raise BudgetError(
-                f"a KV budget of {budget} does not hold {len(self.live)} conversations; close "
-                "some, or give a larger one"
-            )
-        former, self._pages = self._pages, pages
-        if pages >= former:
-            pool.set_pages(pages)
-        self.share_pages()
-        pool.set_pages(pages)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -456,12 +257,3 @@ class Host:
             self._batch.close()
             self._close_context()
             self.model.close()
-
-
-def _headwise(seat: Seat) -> HeadwiseStore:
-    """Return the store of a sequence that shares a pool: no other store does."""
-    return cast(HeadwiseStore, seat.store)
-
-
-def _budget_of(seat: Seat, share: int) -> Budget:
-    return Budget("bytes", max(1, share * _headwise(seat).plan.page_bytes))

@@ -127,10 +127,11 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """Counts and bytes of the moment."""
-        host, core = self._host, self._host.core_pool
-        if core is None:
+        host, shared = self._host, self._host.shared
+        if host.closed or shared is None:
             raise EntropyKVError("the pool is closed; make a new one")
         with host.scheduler.between_steps():
+            core = shared.core
             counters = [seat.store.counters() for seat in host.seats]
             return PoolStats(
                 kv_bytes_budget=core.budget_bytes,
@@ -139,9 +140,9 @@ class Pool:
                 kv_bytes_staging=core.staging_bytes,
                 kv_bytes_scratch=_sum(counters, "kv_bytes_scratch") + core.scratch_bytes,
                 sessions=len(host.seats),
-                live=len(host.live),
-                parked=host.parking.count,
-                parked_bytes=host.parking.bytes,
+                live=len(shared.live),
+                parked=shared.parking.count,
+                parked_bytes=shared.parking.bytes,
                 waiting=host.scheduler.n_waiting,
                 entries_kept=_sum(counters, "entries_kept"),
                 evictions=host.evictions,

@@ -6,15 +6,17 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.session.host import Host, Seat
+from entropykv.session.host import Host
 from entropykv.session.read_parts import ReadParts
 from entropykv.session.recovery import Climb
+from entropykv.session.seat import Seat
 from entropykv.session.session import Session
+from entropykv.session.shared_pool import SharedPool
 from entropykv.settings.recovery import Recovery
 
 
@@ -69,7 +71,8 @@ class PoolSession(Session):
         if origin is None or origin.position == 0:
             return
         try:
-            host.copy(origin.seat, self._seat)
+            with host.scheduler.between_steps():
+                self._shared.copy(origin.seat, self._seat)
         except BaseException:
             self.close()
             raise
@@ -78,6 +81,11 @@ class PoolSession(Session):
         self._evicted_before = origin.evicted
         self._reusable_from = origin.reusable_from
         self._echoed = origin.echoed
+
+    @property
+    def _shared(self) -> SharedPool:
+        """What it shares with the others; a session that is alone has no such thing."""
+        return cast(SharedPool, self._host.shared)
 
     @property
     def weight(self) -> float:
@@ -116,8 +124,8 @@ class PoolSession(Session):
         """Leave its part of the pool to the others until it is used again. PoolError."""
         self._check_usable()
         with self._host.scheduler.between_steps():
-            self._host.park(self._seat)
-            self._host.share_pages()
+            self._shared.park(self._seat)
+            self._shared.share()
 
     def fork(self) -> PoolSession:
         """Return another session of the pool, which goes on from what this one has read.

@@ -544,9 +544,10 @@ class Session:
                 self._reusable_from = self.n_ctx + 1  # what is missing stays so, wherever it goes
 
     def _truncate_store(self, position: int) -> None:
-        if position == 0 and self._host.core_pool is not None:
+        shared = self._host.shared
+        if position == 0 and shared is not None:
             with self._host.scheduler.between_steps():
-                self._host.forget(self._seat)
+                shared.forget(self._seat)
         else:
             with self._host.with_seat(self._seat) as store:
                 store.truncate(position)

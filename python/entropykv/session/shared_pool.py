@@ -1,0 +1,210 @@
+"""The pages that the sequences of a pool share: who is live, who is parked, and how much each has.
+
+All of it happens between two steps: see Scheduler.between_steps().
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from entropykv import _core
+from entropykv.errors import BudgetError, PoolError
+from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.recipe import Recipe
+from entropykv.session.parking import Parked, Parking
+from entropykv.session.seat import Seat
+from entropykv.settings.options import Budget
+
+
+class SharedPool:
+    """One pool of pages, and the sequences that hold some of them, or are parked."""
+
+    def __init__(
+        self,
+        core: _core.SequencePool,
+        recipe: Recipe,
+        layers: Sequence[_core.LayerShape],
+        parking: Parking,
+        seats: list[Seat],
+        is_waiting: Callable[[Seat], bool],
+    ) -> None:
+        """Share the pages of `core` by the recipe's budget.
+
+        `seats`: all sequences, as they come and go; `parking`: where idle ones go; `is_waiting`:
+        whether tokens of one wait to be read.
+        """
+        self.core = core
+        self.parking = parking
+        self._recipe = recipe
+        self._layers = layers
+        self._seats = seats
+        self._is_waiting = is_waiting
+        self._n_sequences = recipe.options.n_sequences or 1
+        self._free_numbers = list(range(self._n_sequences))
+        self._pages = self._total_pages(recipe.options.budget)
+        core.set_pages(self._pages)
+        core.on_full(self.parking.make_room)
+
+    def _plan(self, budget: Budget) -> HeadwisePlan:
+        return self._recipe.headwise_plan(budget, self._layers)
+
+    @property
+    def live(self) -> list[Seat]:
+        """Sequences that hold pages."""
+        return [seat for seat in self._seats if seat.live]
+
+    def forget(self, seat: Seat) -> None:
+        """Drop what a sequence has read; where it shares a pool, it is not live any more."""
+        if seat.parked is not None:
+            self.parking.drop(seat.parked)
+            seat.parked = None
+        if seat.live:
+            self._vacate(seat)
+            self.share()
+
+    def _vacate(self, seat: Seat) -> None:
+        """Take a sequence's pages and its number; what it held is kept elsewhere, or not needed."""
+        store = seat.headwise
+        store.set_aside()
+        self._free_numbers.append(store.sequence)
+        seat.live = False
+
+    def park(self, seat: Seat) -> None:
+        """Keep what a sequence holds elsewhere, and give its pages to the others. PoolError."""
+        if not seat.live:
+            return
+        parked = self._kept(seat)
+        self._vacate(seat)
+        seat.headwise.await_state(seat.position)
+        seat.parked = parked
+
+    def _kept(self, seat: Seat) -> Parked:
+        """Keep what a live sequence holds: its pages are shared, but for frozen ones. PoolError."""
+        store = seat.headwise
+        pages = store.checkpoint()
+        if pages is None:
+            return self.parking.put(seat.position, store.shift, store.state())
+        return self.parking.hold(seat.position, pages, store.state_of)
+
+    def somebody_else_reads(self, seat: Seat) -> bool:
+        """Whether it is worth waiting: another live sequence is in use."""
+        now = time.monotonic()
+        return any(not each.is_idle(now) for each in self.live if each is not seat)
+
+    def make_live(self, seat: Seat) -> None:
+        """Give a sequence a share: of the idle ones' first, then of all. PoolError."""
+        now = time.monotonic()
+        full: PoolError | None = None
+        for each in self.live:
+            if each.is_idle(now) and not self._is_waiting(each):
+                try:
+                    self.park(each)
+                except PoolError as error:
+                    full = error
+                    break
+        if not self._free_numbers or not self._holds([*self.live, seat]):
+            self.share()
+            raise full or PoolError(
+                f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
+                "one, or give it more bytes (kv_budget) and sequences (n_sequences)"
+            )
+        seat.headwise.take_place(self._free_numbers.pop())
+        seat.live = True
+        seat.last_step = now
+        try:
+            self.share()
+            if seat.parked is not None:
+                self._resume(seat, seat.parked)
+        except BaseException:
+            self._vacate(seat)
+            self.share()
+            raise
+
+    def _resume(self, seat: Seat, parked: Parked) -> None:
+        store, n_parked = seat.headwise, parked.n_entries
+        with self.parking.staying(parked):
+            done = parked.pages is not None and store.go_on_from(parked.pages, ends=True)
+        if not done:  # its pages are needed to make it smaller
+            self.parking.leave_pool(parked)
+            store.load_state(self.parking.take(parked))
+        seat.given_up += n_parked - store.core.entries
+        self.parking.drop(parked)
+        seat.parked = None
+
+    def copy(self, source: Seat, target: Seat) -> None:
+        """Let a sequence that has read nothing go on from what another one holds. PoolError.
+
+        It is parked until it reads; its pages are those of the other one. Between two steps.
+        """
+        if source.parked is not None:
+            target.parked = self.parking.copy(source.parked)
+        else:
+            target.parked = self._kept(source)
+        target.position = source.position
+        target.headwise.await_state(target.position)
+        target.inherited = target.parked.evicted
+        target.headwise.core.set_evicted(target.inherited)
+
+    def _total_pages(self, budget: Budget) -> int:
+        """Pages of the pool: as many as all sequences can use, at most."""
+        most = self._n_sequences * self._plan(Budget("fraction", 1.0)).pool_pages
+        plan = self._plan(budget)
+        if budget.kind == "bytes":
+            return min(most, int(budget.value) // plan.page_bytes)
+        if budget.kind == "tokens" and budget.value > self._recipe.n_ctx:
+            tokens = min(int(budget.value), self._n_sequences * self._recipe.n_ctx)
+            return min(most, sum(_core.pages_for(tokens, n) for n in plan.entries_per_page))
+        return plan.pool_pages
+
+    def _shares(self, seats: list[Seat], pages: int) -> list[int]:
+        """Pages of each: equal ones, but for weights."""
+        weights = sum(seat.weight for seat in seats)
+        return [int(pages * seat.weight / weights) for seat in seats]
+
+    def _holds(self, seats: list[Seat], pages: int | None = None) -> bool:
+        """Whether every share would hold what no eviction takes."""
+        total = self._pages if pages is None else pages
+        try:
+            for seat, share in zip(seats, self._shares(seats, total), strict=True):
+                self._plan(_budget_of(seat, share))
+        except BudgetError:
+            return False
+        return True
+
+    def share(self) -> None:
+        """Give every live sequence its share; those that get less evict first."""
+        live = self.live
+        if not live:
+            return
+        shares = dict(zip(live, self._shares(live, self._pages), strict=True))
+        for seat in sorted(live, key=lambda each: shares[each] - each.headwise.share_pages):
+            store, share = seat.headwise, shares[seat]
+            if store.share_pages != share:
+                held = store.core.entries
+                store.resize(_budget_of(seat, share))
+                store.share_pages = share
+                seat.given_up += held - store.core.entries
+
+    def resize(self, budget: Budget) -> None:
+        """Change the pool's bytes; it grows at once, and shrinks by evicting. BudgetError."""
+        pages = self._total_pages(budget)
+        now = time.monotonic()
+        for seat in self.live:
+            if not self._holds(self.live, pages) and seat.is_idle(now):
+                self.park(seat)
+        if not self._holds(self.live, pages):
+            self.share()
+            raise BudgetError(
+                f"a KV budget of {budget} does not hold {len(self.live)} conversations; close "
+                "some, or give a larger one"
+            )
+        former, self._pages = self._pages, pages
+        if pages >= former:
+            self.core.set_pages(pages)
+        self.share()
+        self.core.set_pages(pages)
+
+
+def _budget_of(seat: Seat, share: int) -> Budget:
+    return Budget("bytes", max(1, share * seat.headwise.plan.page_bytes))
