@@ -11,16 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
+from entropykv.policy.layer_entropies import LAYER_RANGE, LayerEntropies, layer_weights
 from entropykv.policy.names import POLICIES, BudgetRule
-from entropykv.policy.online import (
-    LAYER_RANGE,
-    LEAST_TOKENS,
-    LayerEntropies,
-    MeasuredLosses,
-    changes_budgets,
-    layer_weights,
-    online_budgets,
-)
+from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
 from entropykv.policy.plan import HeadwisePlan, plan_headwise
 from entropykv.settings.options import Budget
 from tests.support import reference

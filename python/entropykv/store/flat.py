@@ -80,7 +80,7 @@ class FlatStore(Store):
         self._hooked = n_gates > 0 or reads_blocks()
         plan = self._plan(budget)
         self._cells = plan.cells
-        self.recent_window = plan.protection.recent_window
+        self._recent_window = plan.protection.recent_window
         self.context = self._new_context(plan.cells)
         self._store = _core.FlatStore(
             context=_address(self.context),
@@ -95,6 +95,11 @@ class FlatStore(Store):
         self.rope_obstacle = ""
         if recipe.n_ctx > self.rope.limit:
             self.rope_obstacle = k_shift_obstacle(model, self.context, options, recipe.kv_type)
+
+    @property
+    def recent_window(self) -> int:
+        """The newest entries, which every KV head keeps."""
+        return self._recent_window
 
     @property
     def shift(self) -> int:
@@ -144,8 +149,8 @@ class FlatStore(Store):
         plan = self._plan(budget)
         if plan.cells > self._cells:
             self._move_to(plan.cells)
-        self.recent_window = plan.protection.recent_window
-        self._store.set_budget(plan.entries, plan.protection.n_sinks, self.recent_window)
+        self._recent_window = plan.protection.recent_window
+        self._store.set_budget(plan.entries, plan.protection.n_sinks, self._recent_window)
 
     def _move_to(self, cells: int) -> None:
         """Go on in a larger context. BudgetError, and nothing has changed, where that fails."""

@@ -9,19 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import BudgetError, ContextError, SettingsError
+from entropykv.errors import ContextError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
-from entropykv.policy.online import changes_budgets, is_observed, online_budgets
+from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
-from entropykv.profile.belongs import check_model
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
 from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.cold import ColdSide
+from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
+from entropykv.store.headwise_probe import check_recipe
 from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
 
@@ -53,7 +54,6 @@ class HeadwiseStore(Store):
         options, policy = recipe.options, recipe.policy
         self._recipe = recipe
         self._n_ctx = recipe.n_ctx
-        self._n_ubatch = recipe.n_ubatch
         self._model = model
         self._own_host = host is None
         self._host = host or HeadwiseContext(model, recipe, recipe.n_ubatch)
@@ -62,114 +62,66 @@ class HeadwiseStore(Store):
         self.layers = self._host.layers
         try:
             self._recurrent = RecurrentState(self.context) if self._host.recurrent else None
-            self._check_profile()
             self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
-            self._check_importance(model)
+            check_recipe(recipe, model, self.layers, self._hook.rope_obstacle)
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, options.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self._windowed = any(s.window for s in self.layers)
             self._loaded = 0
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
-            plan = self.plan_of(budget)
             self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
-            self._store = _core.HeadwiseStore(
-                layers=self.layers,
-                kv_type=recipe.kv_type,
-                importance=policy.importance.settings(recipe.variation),
-                n_sinks=plan.protection.n_sinks,
-                recent_window=plan.protection.recent_window,
-                max_tokens=self._host.n_ubatch,
-                max_entries=recipe.n_ctx,
-                n_threads=options.most_threads,
-                own_windows=recipe.own_windows,
-                shared_choice=policy.rule.by_layer,
-                ropes=[node.rope for node in self._hook.nodes],
-                freezing=self.cold.settings,
-                pool=self._host.pool,
-            )
+            plan = self.plan_of(recipe.options.budget if budget is None else budget)
+            self._store = self._made_core(plan)
             self.cold.serve(self._store)
-            self._online = online_budgets(
-                policy, self._store, self.layers, recipe.n_ctx, recipe.profile
-            )
+            online = online_budgets(policy, self._store, self.layers, self._n_ctx, recipe.profile)
             self._state = HeadwiseState(
-                self._store, self.layers, policy, self.cold, self._online, self._recurrent
+                self._store, self.layers, policy, self.cold, online, self._recurrent
             )
-            self._followed = plan
-            self.recent_window = plan.protection.recent_window
-            self._least_sure: int | None = None
-            self._whole_entries = 0
+            self._budgets = HeadwiseBudgets(self._store, recipe, self.layers, online)
             if self._host.pool is None:
-                self._follow(plan)
+                self._budgets.follow(plan)
             else:
-                self._least_sure = self._sure_in_company(plan)
+                self._budgets.await_share(plan, self._host.n_sequences)
         except BaseException:
             self.close()
             raise
 
-    def _check_profile(self) -> None:
-        profile = self._recipe.profile
-        if profile is None:
-            return
-        first = self.layers[0]
-        heads = (len(self.layers), first.n_head, first.n_head_kv)
-        check_model(profile, self._model.geometry, heads)
+    def _made_core(self, plan: HeadwisePlan) -> _core.HeadwiseStore:
+        recipe, host = self._recipe, self._host
+        return _core.HeadwiseStore(
+            layers=self.layers,
+            kv_type=recipe.kv_type,
+            importance=recipe.policy.importance.settings(recipe.variation),
+            n_sinks=plan.protection.n_sinks,
+            recent_window=plan.protection.recent_window,
+            max_tokens=host.n_ubatch,
+            max_entries=recipe.n_ctx,
+            n_threads=recipe.options.most_threads,
+            own_windows=recipe.own_windows,
+            shared_choice=recipe.policy.rule.by_layer,
+            ropes=[node.rope for node in self._hook.nodes],
+            freezing=self.cold.settings,
+            pool=host.pool,
+        )
 
-    def _check_importance(self, model: Model) -> None:
-        measure = self._recipe.policy.importance.measure
-        obstacle = self._hook.rope_obstacle
-        if measure == "expected" and obstacle:
-            raise SettingsError(
-                f"{model.name}: policy {self._recipe.policy.name} turns queries to later "
-                f"positions, which this model does not allow: {obstacle}; use measure mass"
-            )
-
-    def plan_of(self, budget: Budget | None) -> HeadwisePlan:
+    def plan_of(self, budget: Budget) -> HeadwisePlan:
         """Return what a budget means for every KV head. BudgetError where it holds too little."""
         return self._recipe.headwise_plan(budget, self.layers)
 
-    def _follow(self, plan: HeadwisePlan) -> None:
-        self._followed = plan
-        self.recent_window = plan.protection.recent_window
-        if self._online:
-            self._online.expect(plan)
-        self._share()
-
-    def _shares(self) -> list[int]:
-        """Budgets of the plan, or those that follow from the text."""
-        plan = self._followed
-        online = self._online.budgets(plan) if self._online else None
-        return online or [entries for layer in plan.budgets for entries in layer]
-
-    def _share(self) -> None:
-        """Apply the plan."""
-        self._set_budgets(self._shares(), self._followed.pool_pages)
-
-    def keep_everything(self) -> None:
-        """Drop nothing, not even what has left a window: for those who look at whole texts."""
-        pages = sum(_core.pages_for(self._n_ctx, n) for n in self._followed.entries_per_page)
-        self._set_budgets([self._n_ctx] * self.n_kv_heads, pages)
-
-    def _set_budgets(self, budgets: list[int], pages: int) -> None:
-        protection = self._followed.protection
-        self._store.set_budgets(budgets, pages, protection.n_sinks, protection.recent_window)
-        # Every token asks for it; looking at all KV heads each time would take longer.
-        limits = self._followed.limits
-        short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
-        self._whole_entries = min(short, default=self._n_ctx)
-
-    def _sure_in_company(self, plan: HeadwisePlan) -> int:
-        """Return what sure_entries is in the smallest share that a sequence may come down to."""
-        pages = plan.pool_pages // self._host.n_sequences
-        try:
-            return self._sure_of(self.plan_of(Budget("bytes", max(1, pages * plan.page_bytes))))
-        except BudgetError:  # so many sequences are never held together
-            return 0
+    @property
+    def recent_window(self) -> int:
+        """The newest entries, which every KV head keeps."""
+        return self.plan.protection.recent_window
 
     @property
     def plan(self) -> HeadwisePlan:
         """The plan that is followed."""
-        return self._followed
+        return self._budgets.plan
+
+    def keep_everything(self) -> None:
+        """Drop nothing, not even what has left a window: for those who look at whole texts."""
+        self._budgets.keep_everything()
 
     def set_aside(self) -> None:
         """Forget everything, and leave the pool's pages to others until resize()."""
@@ -213,13 +165,7 @@ class HeadwiseStore(Store):
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
-        alone = n_tokens == 0  # an echo of text that was read before
-        self._budgets_change = alone or (
-            changes_budgets(n_tokens, position, self._n_ubatch)
-            and not self._awaits_echo(position + n_tokens)
-        )
-        if self._online:
-            self._online.prepare(budgets_change=self._budgets_change)
+        self._budgets.prepare(n_tokens, position)
         with self.cold.growing():
             rope_position = self.rope_position(position)
             self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)
@@ -236,23 +182,13 @@ class HeadwiseStore(Store):
         """Share the budget again, where the policy follows the text."""
         if self._recurrent:
             self._recurrent.forget_cells()
-        if self._online is None:
-            return
-        if n_tokens == 0:
-            self._online.observe_again()
-        elif is_observed(n_tokens, self._n_ubatch):
-            self._online.observe(n_tokens, budgets_change=self._budgets_change)
-            if self._budgets_change:
-                self.share_again()
-
-    def _awaits_echo(self, end: int) -> bool:
-        """Whether budgets stay as they are, since what was read is still to be scored."""
-        return self._recipe.policy.importance.repeats and end <= self.whole_entries
+        if self._budgets.observe(n_tokens):
+            self.share_again()
 
     def share_again(self) -> None:
         """Share the budget by what was seen of the text."""
         with self.cold.growing_later():
-            self._share()
+            self._budgets.share()
 
     def check(self) -> None:
         """Raise FreezeError where cold storage failed; what was frozen is given up."""
@@ -262,22 +198,17 @@ class HeadwiseStore(Store):
         """Share the new budget among the heads, evicting where they hold more."""
         plan = self.plan_of(budget)
         with self.cold.growing():
-            self._follow(plan)
+            self._budgets.follow(plan)
 
     @property
     def sure_entries(self) -> int:
         """Sinks and recent window, or all; none where a schedule may freeze any of them."""
-        return self._sure_of(self._followed) if self._least_sure is None else self._least_sure
-
-    def _sure_of(self, plan: HeadwisePlan) -> int:
-        if self.cold.settings is not None:
-            return 0
-        return self._n_ctx if plan.mean_entries >= self._n_ctx else plan.floor_entries
+        return self._budgets.sure_entries
 
     @property
     def whole_entries(self) -> int:
         """The smallest budget, but for heads that can hold all that they will ever see."""
-        return self._whole_entries
+        return self._budgets.whole_entries
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
@@ -298,9 +229,7 @@ class HeadwiseStore(Store):
         self._loaded = min(self._loaded, position)
         if position == 0:
             self.shift = 0
-            if self._online:
-                self._online.forget()
-                self._share()
+            self._budgets.forget()
 
     def can_return_to(self, position: int) -> bool:
         """Whether windows held all then that they would hold again; states do not."""
@@ -335,7 +264,7 @@ class HeadwiseStore(Store):
 
     def load_state(self, state: SavedState) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
-        self._state.load(state, self._shares, self._share)
+        self._state.load(state, self._budgets.shares, self._budgets.share)
         self.shift = state.shift
         self.await_state(state.position)
 

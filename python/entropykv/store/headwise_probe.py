@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
 
 from entropykv import _core
-from entropykv.errors import EntropyKVError, UnsupportedModelError
+from entropykv.errors import EntropyKVError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.context import (
     context_parameters,
     decode_one_token,
@@ -17,6 +18,8 @@ from entropykv.llamacpp.context import (
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.windows import layer_windows
+from entropykv.policy.recipe import Recipe
+from entropykv.profile.belongs import check_model
 from entropykv.settings.cache_options import CacheOptions
 
 
@@ -70,6 +73,20 @@ def probed_layers(
     if not windows:
         return [node.shape for node in hook.nodes]
     return [windows[node.cache_layer].of(node.shape) for node in hook.nodes]
+
+
+def check_recipe(
+    recipe: Recipe, model: Model, layers: Sequence[_core.LayerShape], rope_obstacle: str
+) -> None:
+    """Raise ProfileError for a profile of other layers, SettingsError for a measure of no use."""
+    if recipe.profile is not None:
+        heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
+        check_model(recipe.profile, model.geometry, heads)
+    if recipe.policy.importance.measure == "expected" and rope_obstacle:
+        raise SettingsError(
+            f"{model.name}: policy {recipe.policy.name} turns queries to later positions, which "
+            f"this model does not allow: {rope_obstacle}; use measure mass"
+        )
 
 
 def _unsupported(model: Model, why: str) -> UnsupportedModelError:

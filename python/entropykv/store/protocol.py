@@ -127,8 +127,9 @@ class Store(Protocol):
     def whole_entries(self) -> int:
         """How long a text may get before the budgets of now evict anything; n_ctx: they do not."""
 
-    recent_window: int
-    """The newest entries, which every KV head keeps."""
+    @property
+    def recent_window(self) -> int:
+        """The newest entries, which every KV head keeps."""
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position; ContextError, and nothing has changed, where that

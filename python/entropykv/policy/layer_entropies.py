@@ -1,0 +1,120 @@
+"""Budgets per layer by the entropy of its attention in this text: the layer document's policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.policy.names import BudgetRule
+from entropykv.policy.plan import HeadwisePlan, by_layer
+
+LAYER_RANGE = (8, 128)
+"""Budgets of the layers with the lowest and the highest entropy, as in the layer document."""
+MOST_BITS = 32
+"""Entropy of a row: it has fewer than 2^32 entries."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class LayerEntropies:
+    """Budgets per layer by the mean entropy of its query heads in all that observe() took in, up to
+    the micro-batch after which they last changed.
+
+    The layer document (Mathematics 2025, 13, 2366): in proportion to it, or between a least and a
+    largest budget; here both are scaled to the budget's total, which is hard.
+    """
+
+    def __init__(
+        self,
+        store: _core.HeadwiseStore,
+        layers: Sequence[_core.LayerShape],
+        n_ctx: int,
+        rule: BudgetRule,
+    ) -> None:
+        """See online_budgets()."""
+        self._store = store
+        self._layers = layers
+        self._n_ctx = n_ctx
+        self._in_range = rule is BudgetRule.LAYER_RANGE
+        self._seen: Floats
+        self._followed: Floats
+        store.track_entropy(True)
+        self.forget()
+
+    def expect(self, plan: HeadwisePlan) -> None:
+        """Entropies are always the same."""
+
+    def prepare(self, *, budgets_change: bool) -> None:
+        """Entropies are tracked in any case."""
+
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
+        """Add the entropies of the micro-batch's rows."""
+        layers = range(len(self._layers))
+        means = [self._store.row_entropies(layer).mean(dtype=np.float64) for layer in layers]
+        self._seen += n_tokens * np.array([1.0, *means])
+        if budgets_change:
+            self._followed = self._seen.copy()
+
+    def observe_again(self) -> None:
+        """Follow all that was seen: entropies of a text are those of its own queries."""
+        self._followed = self._seen.copy()
+
+    def budgets(self, plan: HeadwisePlan) -> list[int] | None:
+        """Shares by layer; the heads of a layer get the same."""
+        rows, sums = self._followed[0], self._followed[1:]
+        if rows == 0:
+            return None
+        weights = layer_weights(sums / rows, in_range=self._in_range)
+        of_heads = [
+            weight
+            for weight, shape in zip(weights, self._layers, strict=True)
+            for _ in range(shape.n_head_kv)
+        ]
+        shares = _core.share_budget(
+            plan.mean_entries,
+            self._n_ctx,
+            plan.floor_entries,
+            plan.entries_per_page,
+            of_heads,
+            plan.limits,
+        )
+        return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
+
+    def forget(self) -> None:
+        """No rows were seen."""
+        self._seen = np.zeros(1 + len(self._layers))
+        self._followed = self._seen.copy()
+
+    def state(self) -> Floats:
+        """Number of rows, then the sum of every layer's mean entropy over them: of all that were
+        seen, and of those that the budgets follow.
+        """
+        return np.concatenate([self._seen, self._followed])
+
+    def problem(self, state: Floats) -> str | None:
+        """Sums that are not one for every layer, or cannot be."""
+        right_size = state.size == self._seen.size + self._followed.size
+        if not right_size or not np.isfinite(state).all():
+            return "entropies that cannot be"
+        seen, followed = np.split(state, 2)
+        for sums in (seen, followed):
+            if not np.all((sums >= 0.0) & (sums <= MOST_BITS * sums[0])):
+                return "entropies that cannot be"
+        return None if np.all(followed <= seen) else "entropies that cannot be"
+
+    def load(self, state: Floats) -> None:
+        """Rows and sums, both times."""
+        self._seen, self._followed = (half.copy() for half in np.split(state, 2))
+
+
+def layer_weights(entropies: Floats, *, in_range: bool) -> list[float]:
+    """What layers get in proportion, from their mean entropies in bits; equal where all are 0."""
+    weights = entropies
+    if in_range:
+        low, high = entropies.min(), entropies.max()
+        span = (entropies - low) / (high - low) if high > low else np.ones_like(entropies)
+        weights = LAYER_RANGE[0] + (LAYER_RANGE[1] - LAYER_RANGE[0]) * span
+    return (weights if weights.sum() > 0.0 else np.ones_like(weights)).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,116 @@
+"""What the KV heads of the headwise store may hold: the plan that is followed, and shares of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from entropykv import _core
+from entropykv.errors import BudgetError
+from entropykv.policy.online import OnlineBudgets, changes_budgets, is_observed
+from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.recipe import Recipe
+from entropykv.settings.options import Budget
+
+
+class HeadwiseBudgets:
+    """Budgets of all KV heads of a store, which change with the plan and maybe with the text."""
+
+    plan: HeadwisePlan
+    """The plan that is followed."""
+
+    def __init__(
+        self,
+        store: _core.HeadwiseStore,
+        recipe: Recipe,
+        layers: Sequence[_core.LayerShape],
+        online: OnlineBudgets | None,
+    ) -> None:
+        """`online`: budgets that follow the text; None: the plan's own stay."""
+        self._store = store
+        self._recipe = recipe
+        self._layers = layers
+        self._online = online
+        self._budgets_change = False
+        self._least_sure: int | None = None
+        self.whole_entries = 0
+        """How long a text may get before it evicts anything; n_ctx: it does not."""
+
+    def follow(self, plan: HeadwisePlan) -> None:
+        """Share a budget by another plan; heads that hold more evict."""
+        self.plan = plan
+        if self._online:
+            self._online.expect(plan)
+        self.share()
+
+    def await_share(self, plan: HeadwisePlan, n_sequences: int) -> None:
+        """Hold nothing yet: `plan` is that of all sequences of a pool together."""
+        self.plan = plan
+        self._least_sure = self._sure_in_company(plan, n_sequences)
+
+    def shares(self) -> list[int]:
+        """Return the budgets of the plan, or those that follow from the text."""
+        online = self._online.budgets(self.plan) if self._online else None
+        return online or [entries for layer in self.plan.budgets for entries in layer]
+
+    def share(self) -> None:
+        """Apply the plan."""
+        self._set(self.shares(), self.plan.pool_pages)
+
+    def keep_everything(self) -> None:
+        """Drop nothing, not even what has left a window: for those who look at whole texts."""
+        n_ctx = self._recipe.n_ctx
+        pages = sum(_core.pages_for(n_ctx, n) for n in self.plan.entries_per_page)
+        self._set([n_ctx] * len(self.plan.limits), pages)
+
+    def _set(self, budgets: list[int], pages: int) -> None:
+        protection = self.plan.protection
+        self._store.set_budgets(budgets, pages, protection.n_sinks, protection.recent_window)
+        # Every token asks for it; looking at all KV heads each time would take longer.
+        limits = self.plan.limits
+        short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
+        self.whole_entries = min(short, default=self._recipe.n_ctx)
+
+    def prepare(self, n_tokens: int, position: int) -> None:
+        """Begin a micro-batch of `n_tokens` of text; 0: an echo of text that was read before."""
+        n_ubatch, repeats = self._recipe.n_ubatch, self._recipe.policy.importance.repeats
+        awaits_echo = repeats and position + n_tokens <= self.whole_entries
+        changes = changes_budgets(n_tokens, position, n_ubatch) and not awaits_echo
+        self._budgets_change = n_tokens == 0 or changes
+        if self._online:
+            self._online.prepare(budgets_change=self._budgets_change)
+
+    def observe(self, n_tokens: int) -> bool:
+        """Take in what the micro-batch has shown; returns whether to share the budget again."""
+        if self._online is None:
+            return False
+        if n_tokens == 0:
+            self._online.observe_again()
+            return False
+        if not is_observed(n_tokens, self._recipe.n_ubatch):
+            return False
+        self._online.observe(n_tokens, budgets_change=self._budgets_change)
+        return self._budgets_change
+
+    def forget(self) -> None:
+        """Begin another text."""
+        if self._online:
+            self._online.forget()
+            self.share()
+
+    @property
+    def sure_entries(self) -> int:
+        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+        return self._sure_of(self.plan) if self._least_sure is None else self._least_sure
+
+    def _sure_of(self, plan: HeadwisePlan) -> int:
+        if self._recipe.freezing is not None:
+            return 0
+        return self._recipe.n_ctx if plan.mean_entries >= self._recipe.n_ctx else plan.floor_entries
+
+    def _sure_in_company(self, plan: HeadwisePlan, n_sequences: int) -> int:
+        """Return what sure_entries is in the smallest share that a sequence may come down to."""
+        budget = Budget("bytes", max(1, plan.pool_pages // n_sequences * plan.page_bytes))
+        try:
+            return self._sure_of(self._recipe.headwise_plan(budget, self._layers))
+        except BudgetError:  # so many sequences are never held together
+            return 0
