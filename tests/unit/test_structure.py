@@ -18,15 +18,11 @@ MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_METHODS_OF_A_CLASS = 25
 
-LONG_FILES: dict[str, int] = {
-    "session/session.py": 670,
-    "store/headwise.py": 303,
-}
+LONG_FILES: dict[str, int] = {}
 """What is still too long, and how long it may be: shrink it, and take it out of here."""
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {
-    "session/session.py:Session": 68,
-    "store/headwise.py:HeadwiseStore": 34,
+    "store/headwise.py:HeadwiseStore": 33,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -67,7 +67,7 @@ class Observer:
     def _full_store(self, options: CacheOptions) -> HeadwiseStore:
         """A store that evicts nothing; importance is that of the policies by attention mass."""
         store = HeadwiseStore(self._model, resolve(options, self.geometry))
-        store.keep_everything()
+        store.sharing.keep_everything()
         return store
 
     def _shape(self) -> tuple[int, int, int]:

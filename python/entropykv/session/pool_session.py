@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from entropykv.session.host import Host
-from entropykv.session.read_parts import ReadParts
 from entropykv.session.recovery import Climb
 from entropykv.session.seat import Seat
+from entropykv.session.sequence import TokenSequence
 from entropykv.session.session import Session
 from entropykv.session.shared_pool import SharedPool
 from entropykv.settings.recovery import Recovery
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What a session that is forked goes on from."""
-
-    seat: Seat
-    position: int
-    tokens: array[int]
-    logits: npt.NDArray[np.float32] | None
-    parts: ReadParts
-    reusable_from: int
-    evicted: int
-    echoed: int
 
 
 @dataclass(frozen=True)
@@ -62,25 +44,22 @@ class PoolSession(Session):
         weight: float = 1.0,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
-        origin: _Origin | None = None,
+        origin: Seat | None = None,
+        sequence: TokenSequence | None = None,
     ) -> None:
-        """Take a seat; `origin`: whose entries are copied."""
+        """Take a seat; `origin`: whose entries are copied, and `sequence`: the text of it."""
         host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
-        if origin is None or origin.position == 0:
+        if origin is None or sequence is None or sequence.position == 0:
             return
         try:
             with host.scheduler.between_steps():
-                self._shared.copy(origin.seat, self._seat)
+                self._shared.copy(origin, self._seat)
         except BaseException:
             self.close()
             raise
-        self._position, self._tokens = origin.position, origin.tokens[:]
-        self._logits, self._parts = origin.logits, origin.parts.copy()
-        self._evicted_before = origin.evicted
-        self._reusable_from = origin.reusable_from
-        self._echoed = origin.echoed
+        self._sequence = sequence
 
     @property
     def _shared(self) -> SharedPool:
@@ -134,20 +113,12 @@ class PoolSession(Session):
         own. Raises PoolError where no more can be parked.
         """
         self._check_usable()
-        origin = _Origin(
-            self._seat,
-            self._position,
-            self._tokens,
-            self._logits,
-            self._parts,
-            self.reusable_from,
-            self.evicted,
-            self._echoed,
-        )
+        self._sequence.note_evictions(self.evicted)
         return PoolSession(
             self._host,
             weight=self.weight,
             recovery=self.recovery,
             on_climb=self.on_climb,
-            origin=origin,
+            origin=self._seat,
+            sequence=self._sequence.copy(),
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
-from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,37 +15,23 @@ from typing_extensions import Unpack
 from entropykv.errors import (
     ContextError,
     EntropyKVError,
-    FreezeError,
-    PoolError,
-    SessionFileError,
 )
 from entropykv.llamacpp.model import Model
-from entropykv.policy.names import Policy
-from entropykv.profile.belongs import other_file
-from entropykv.profile.profile import EntropyProfile
 from entropykv.session.echo import LEAST_TOKENS
-from entropykv.session.file import (
-    SavedContents,
-    SavedSettings,
-    new_session_file,
-)
-from entropykv.session.file_reader import SessionReader, open_session, reader_of
 from entropykv.session.generate import generate
 from entropykv.session.host import Host
-from entropykv.session.read_parts import ReadParts
 from entropykv.session.recovery import Climb
 from entropykv.session.sampling import Sampling
-from entropykv.session.state import ReadSoFar, load_state, saved_settings, write_state
-from entropykv.session.stats import SessionStats, peak_rss_bytes
+from entropykv.session.saving import Saving
+from entropykv.session.sequence import TokenSequence
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
-from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import Budget, at_least
+from entropykv.settings.options import at_least
 from entropykv.settings.recovery import Recovery, Rung
-from entropykv.store.protocol import CacheLook, Part
+from entropykv.store.protocol import Part
 
 
-class Session:
+class Session(Saving):
     """A model that reads and writes one sequence of tokens inside a KV budget.
 
     `model`: path of a GGUF file, or a Model, which the session closes. `options`, or keyword
@@ -59,9 +43,6 @@ class Session:
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
     """
-
-    _closed = True
-    """Until it holds something: close() works even where __init__ raises."""
 
     @shows(SessionArguments)
     def __init__(
@@ -105,15 +86,8 @@ class Session:
         self._store = self._seat.store
         self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
         self._closed = False
-        self._broken = False
-        self._position = 0
-        self._tokens = array("i")
-        self._echoed = 0
-        self._parts = ReadParts(self.recipe.n_ubatch)
-        self._logits: npt.NDArray[np.float32] | None = None
-        self._reusable_from = 0
-        self._evicted_before = 0
-        self._clear_counters()
+        self._sequence = TokenSequence(self.recipe.n_ubatch)
+        self._clear_counts()
 
     def __enter__(self) -> Session:
         """Use the session as a context manager: it closes at the end."""
@@ -135,65 +109,6 @@ class Session:
         self._host.leave_seat(self._seat)
         if self._alone:
             self._host.close()
-
-    # --- text -------------------------------------------------------------------------------------
-
-    @property
-    def n_vocab(self) -> int:
-        """Size of the vocabulary."""
-        return self._model.n_vocab
-
-    @property
-    def vocabulary(self) -> Any:
-        """The llama_vocab, for samplers of llama.cpp."""
-        return self._model.vocabulary
-
-    def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
-        """Tokens of a text. `add_bos` None: as the model wants; `special` reads control tokens."""
-        add = self._model.adds_bos if add_bos is None else add_bos
-        return self._model.tokenize(text, add_bos=add, special=special)
-
-    def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Text of tokens; control tokens are left out unless `special`."""
-        return self._model.detokenize(tokens, special=special)
-
-    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token, for output as it is generated; `special`: of control tokens, too."""
-        return self._model.token_bytes(token, special=special)
-
-    def chat_prompt(self, text: str, system: str | None = None) -> str | None:
-        """The prompt of one user turn: see Model.chat_prompt."""
-        return self._model.chat_prompt(text, system)
-
-    def chat_turn(self, text: str) -> str | None:
-        """What a further user turn adds after an answer: see Model.chat_turn."""
-        return self._model.chat_turn(text)
-
-    def is_end(self, token: int) -> bool:
-        """Whether a token ends the generation."""
-        return self._model.is_end(token)
-
-    # --- decoding ---------------------------------------------------------------------------------
-
-    @property
-    def position(self) -> int:
-        """Tokens decoded so far."""
-        return self._position
-
-    @property
-    def n_ubatch(self) -> int:
-        """Tokens of text that are read at once, however many follow."""
-        return self._echo.stretch if self._echo else self.recipe.n_ubatch
-
-    @property
-    def tokens(self) -> list[int]:
-        """Every token read or generated so far, evicted or not."""
-        return self._tokens.tolist()
-
-    @property
-    def logits(self) -> npt.NDArray[np.float32] | None:
-        """Logits of the last token, (n_vocab,), float32; None before one and after truncate()."""
-        return self._logits
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Read tokens inside the budget; returns their logits.
@@ -230,41 +145,31 @@ class Session:
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
             raise ContextError("there is nothing to read; give at least one token")
-        if self._position + n_tokens > self.n_ctx:
+        end, store = self._sequence.position + n_tokens, self._store
+        if end > self.n_ctx:
             raise ContextError(
-                f"{self._position + n_tokens} tokens do not fit into a context of {self.n_ctx}; "
+                f"{end} tokens do not fit into a context of {self.n_ctx}; "
                 "shorten the prompt or raise --ctx-size (n_ctx)"
             )
-
-        store = self._store
-        if store.rope_obstacle and self._position + n_tokens > store.rope.limit:
+        if store.rope_obstacle and end > store.rope.limit:
             raise ContextError(
-                f"{self._model.name}: {self._position + n_tokens} tokens are more than the "
+                f"{self._model.name}: {end} tokens are more than the "
                 f"{store.rope.limit} that the model was trained for, and it cannot go beyond them: "
                 f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
             )
-
-    def _check_usable(self) -> None:
-        if self._closed or self._host.closed:
-            raise EntropyKVError("the session is closed; make a new one")
-        if self._broken:
-            raise EntropyKVError("the last decode failed half-way; call reset() first")
 
     def _decode_micro_batch(
         self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
     ) -> npt.NDArray[np.float32] | None:
         logits = self._decode(tokens, n_rows, echo, arrival)
         if echo:
-            self._echoed = self._position + len(tokens)
-        self._logits = None if logits is None else logits[-1].copy()
-        self._parts.note(self._position, len(tokens), self._logits)
-        self._position += len(tokens)
-        self._tokens.extend(tokens)
-        self._note_evictions()
+            self._sequence.echoed = self._sequence.position + len(tokens)
+        self._sequence.add(tokens, None if logits is None else logits[-1].copy())
+        self._sequence.note_evictions(self.evicted)
         if self.trajectory:
             counters = self._store.counters()
             frozen = counters.get("frozen_entries", 0)
-            self.trajectory.record(self._position, counters["entries_kept"], frozen)
+            self.trajectory.record(self._sequence.position, counters["entries_kept"], frozen)
         self._broken = False
         self._store.check()
         return logits
@@ -274,7 +179,7 @@ class Session:
     ) -> npt.NDArray[np.float32] | None:
         """Decode a micro-batch at the end of the text; the session is broken until it says not."""
         self._broken = True
-        part = Part(self._store, tokens, self._position, n_rows, echo)
+        part = Part(self._store, tokens, self._sequence.position, n_rows, echo)
         try:
             self._host.read(self._seat, part, arrival)
             return part.result()
@@ -287,22 +192,22 @@ class Session:
         if not self._seat.live:  # its budget is that of the share that it gets
             with self._host.with_seat(self._seat):
                 pass
-        return self._position + n_tokens > self._store.whole_entries
+        return self._sequence.position + n_tokens > self._store.whole_entries
 
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
         """Read the echoes of what has had none before `n_tokens` more evict it, if it is enough."""
         least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
-        if self._echo is None or self._position - self._echoed < least:
+        if self._echo is None or self._sequence.position - self._sequence.echoed < least:
             return
-        for first in range(self._echoed, self._position, self._echo.stretch):
-            last = min(first + self._echo.stretch, self._position)
-            if echo := self._echo_of(self._tokens[first:last], first):
+        for first in range(self._sequence.echoed, self._sequence.position, self._echo.stretch):
+            last = min(first + self._echo.stretch, self._sequence.position)
+            if echo := self._echo_of(self._sequence.tokens[first:last], first):
                 self._decode([], 0, echo, arrival)
                 self._broken = False
-        self._echoed = self._position
+        self._sequence.echoed = self._sequence.position
         with self._host.with_seat(self._seat) as store:
             store.share_again()
-        self._note_evictions()
+        self._sequence.note_evictions(self.evicted)
 
     def _echo_of(self, stretch: Sequence[int], first: int | None = None) -> list[int]:
         """The echo of a stretch that is read now, or was from position `first` on.
@@ -311,9 +216,9 @@ class Session:
         """
         if self._echo is None:
             return []
-        first = self._position if first is None else first
-        echo = self._echo.of(self._tokens[:first], stretch)
-        end = max(self._position, first + len(stretch)) + len(echo)
+        first = self._sequence.position if first is None else first
+        echo = self._echo.of(self._sequence.tokens[:first], stretch)
+        end = max(self._sequence.position, first + len(stretch)) + len(echo)
         return [] if self._store.rope_obstacle and end > self._store.rope.limit else echo
 
     def generate(
@@ -349,86 +254,6 @@ class Session:
         """Call off a decode that waits for its turn in another thread, which gets PoolError."""
         self._host.scheduler.cancel(self._seat)
 
-    # --- the store --------------------------------------------------------------------------------
-
-    @property
-    def n_ctx(self) -> int:
-        """The longest sequence, in tokens."""
-        return self.recipe.n_ctx
-
-    @property
-    def policy(self) -> Policy:
-        """What the budget is shared by; never `auto`."""
-        return self.recipe.policy
-
-    @property
-    def profile(self) -> EntropyProfile | None:
-        """The entropy profile that was given or found, where the policy takes one."""
-        return self.recipe.profile
-
-    @property
-    def freezing(self) -> Freezing | None:
-        """Where evicted entries are kept; None: nowhere."""
-        return self.recipe.freezing
-
-    @property
-    def fallback(self) -> str | None:
-        """Why the flat store serves the model where either might."""
-        return self.recipe.fallback
-
-    @property
-    def store(self) -> str:
-        """Which store serves the model: headwise or flat."""
-        return self._store.name
-
-    @property
-    def context(self) -> Any:
-        """The llama_context, for samplers of llama.cpp; its logits may be another session's."""
-        return self._store.context
-
-    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Positions that a KV head keeps, ascending. IndexError for a head that is not there."""
-        budgets = self._store.budgets()
-        if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
-            raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
-        with self._host.with_seat(self._seat) as store:
-            return store.entries(layer, kv_head)
-
-    def cache_map(self) -> CacheLook:
-        """Return a function that looks at what all KV heads hold, for those who watch.
-
-        look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,
-        columns), or of one row where all KV heads keep the same: which share of a column's
-        positions is held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
-        """
-        return self._store.cache_map()
-
-    def budgets(self) -> list[tuple[int, ...]]:
-        """Entries that every KV head may keep, as `[layer][KV head]`."""
-        return self._store.budgets()
-
-    def other_file(self) -> str | None:
-        """A sentence where the profile was made with another file of the model's shape."""
-        return None if self.profile is None else other_file(self.profile, self._model.geometry)
-
-    def resize(self, kv_budget: Budget | str | float) -> None:
-        """Change the budget while running: it grows at once, and shrinks by evicting.
-
-        BudgetError leaves the session as it was.
-        """
-        self._check_usable()
-        budget = Budget.parse(kv_budget)
-        try:
-            self._host.resize(budget)
-        except MemoryError:
-            raise self._host.too_large(budget) from None
-        self._note_evictions()
-
-    @property
-    def evicted(self) -> int:
-        """Entries evicted so far, of all KV heads: dropped for good."""
-        return self._store.evicted
-
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
         """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.
 
@@ -439,220 +264,24 @@ class Session:
         self._check_usable()
         at_least("window", window, 0)
         with self._host.with_seat(self._seat) as store:
-            return store.thaw(rung, window, self._position)
+            return store.thaw(rung, window, self._sequence.position)
 
     def note_climb(self, climb: Climb) -> None:
         """Take down a climb of the recovery ladder, and tell `on_climb`."""
         name = climb.rung.name.lower()
-        self._climbs[name] = self._climbs.get(name, 0) + 1
+        climbs = self._counts.climbs
+        climbs[name] = climbs.get(name, 0) + 1
         if self.trajectory:
             self.trajectory.mark(climb.position, name)
         if self.on_climb:
             self.on_climb(climb)
 
-    def _note_evictions(self) -> None:
-        """Note where the text ended when something was evicted, also to make room for others."""
-        evicted = self.evicted
-        if evicted != self._evicted_before:
-            self._reusable_from = max(self._reusable_from, self._position)
-        self._evicted_before = evicted
-
-    @property
-    def reusable_from(self) -> int:
-        """The position at the end of what last evicted an entry in any KV head; 0 if none ever did.
-
-        Truncating to it or beyond leaves the entries that were there when the session stood there.
-        After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
-        session that never read on would have, until reset().
-        """
-        self._note_evictions()
-        return self._reusable_from
-
-    def can_return_to(self, position: int) -> bool:
-        """Whether truncate(position) leaves the entries of a session that never read on.
-
-        Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
-        them are frozen may be others.
-        """
-        if position == 0:
-            return True
-        if self._broken or not self.reusable_from <= position <= self._position:
-            return False
-        return position == self._position or self._store.can_return_to(position)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no decode has failed half-way since the last reset()."""
-        return not self._broken
-
-    @property
-    def sure_entries(self) -> int:
-        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
-        return self._store.sure_entries
-
-    def repeatable_from(self, position: int, end: int) -> int:
-        """Return where to truncate to, so that the text after it is read as it would be from 0.
-
-        The result is at most `position`, where the text departs from what was read; `end` is how
-        long it may get. It is 0 where something may be evicted before `end`: what is kept then
-        depends on all queries that were ever asked.
-        """
-        if min(end, self.n_ctx) > self.sure_entries:
-            return 0
-        begin = self._parts.begin_before(position)
-        return begin if self.can_return_to(begin) else 0
-
-    def return_to_prompt(self, position: int, end: int) -> bool:
-        """Go back to the end of the last prompt, whose logits are those of the session again.
-
-        Returns False, and nothing changes, where the last prompt did not end at `position`, or
-        something may be evicted before `end`: see repeatable_from().
-        """
-        logits = self._parts.logits_at(position)
-        sure = min(end, self.n_ctx) <= self.sure_entries
-        if logits is None or not sure or not self.can_return_to(position):
-            return False
-        self.truncate(position)
-        self._logits = logits
-        return True
-
-    def truncate(self, position: int) -> None:
-        """Go back to `position` tokens; 0 is possible after a decode that failed, too.
-
-        What was evicted before `position` does not come back: see can_return_to(). ContextError
-        where a model's recurrent layers or sliding windows cannot go back that far.
-        """
-        if position == 0:
-            self._broken = False
-        self._check_usable()
-        if not 0 <= position <= self._position:
-            raise ContextError(
-                f"cannot truncate to position {position}; give 0 to {self._position}"
-            )
-        self._note_evictions()
-        if position == 0 or position < self._position:
-            self._truncate_store(position)
-            del self._tokens[position - self._position :]
-            self._position, self._logits = position, None
-            self._parts.truncate(position)
-            self._echoed = min(self._echoed, position)
-            if self.trajectory:
-                self.trajectory.truncate(position)
-            if position == 0:
-                self._reusable_from = 0
-            elif position < self._reusable_from:
-                self._reusable_from = self.n_ctx + 1  # what is missing stays so, wherever it goes
-
-    def _truncate_store(self, position: int) -> None:
-        shared = self._host.shared
-        if position == 0 and shared is not None:
-            with self._host.scheduler.between_steps():
-                shared.forget(self._seat)
-        else:
-            with self._host.with_seat(self._seat) as store:
-                store.truncate(position)
-        self._seat.position = position
-
-    def reset(self) -> None:
-        """Forget every token; counters start again."""
-        self.truncate(0)
-        self._clear_counters()
-
-    # --- sessions on disk -------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
-        """Write all that decoding depends on to a file, which appears complete or not at all.
-
-        `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
-        """
-        with new_session_file(path) as file:
-            return self._save(file, chat)
-
-    def save_state(self) -> bytes:
-        """Return the bytes that save() would write."""
-        file = io.BytesIO()
-        self._save(file, None)
-        return file.getvalue()
-
-    def load(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a session that was saved: the same numbers as if it had never ended.
-
-        Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
-        than what the file holds, it evicts. All of the file is read and checked before anything
-        changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
-        is as it was before.
-        """
-        with open_session(path) as reader:
-            return self._load(reader)
-
-    def load_state(self, data: bytes) -> SavedContents:
-        """As load(), from the bytes of save_state()."""
-        return self._load(reader_of(data))
-
-    def _saved_settings(self) -> SavedSettings:
-        return saved_settings(self._model, self.recipe, self._store, self._host.budget)
-
-    def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
-        self._check_usable()
-        read = ReadSoFar(self._position, self._tokens, self._logits, self._echoed)
-        with self._host.with_seat(self._seat) as store:
-            return write_state(file, self._saved_settings(), store, read, chat)
-
-    def _load(self, reader: SessionReader) -> SavedContents:
-        self._check_usable()
-        self._broken = True
-        try:
-            with self._host.with_seat(self._seat) as store:
-                read = load_state(reader, self._saved_settings(), store, self.n_vocab)
-        except (FreezeError, PoolError, SessionFileError):
-            self._broken = False
-            raise
-        self._clear_counters()
-        self._position, self._tokens, self._logits = read.position, read.tokens, read.logits
-        self._seat.position = read.position
-        self._echoed = read.echoed
-        self._parts = ReadParts(self.recipe.n_ubatch)  # no file tells how its text was cut
-        self._reusable_from = self._position if self.evicted else 0  # nobody knows when it last did
-        self._evicted_before = self.evicted
-        self._broken = False
-        return reader.contents
-
-    def _clear_counters(self) -> None:
-        self._prompt_tokens = 0
-        self._prompt_seconds = 0.0
-        self._generated_tokens = 0
-        self._decode_seconds = 0.0
-        self._climbs: dict[str, int] = {}
-        if self.trajectory:
-            self.trajectory.clear()
-
     def count_generated(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as generated."""
-        self._generated_tokens += n_tokens
-        self._decode_seconds += seconds
+        self._counts.generated_tokens += n_tokens
+        self._counts.decode_seconds += seconds
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
         """Add to what stats() reports as prompt."""
-        self._prompt_tokens += n_tokens
-        self._prompt_seconds += seconds
-
-    def stats(self) -> SessionStats:
-        """Counts, bytes and times so far."""
-        store = self._store
-        return SessionStats(
-            model=self._model.name,
-            store=store.name,
-            policy=self.policy.name,
-            kv_budget=str(self._host.budget),
-            n_ctx=self.n_ctx,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
-            prompt_seconds=self._prompt_seconds,
-            decode_seconds=self._decode_seconds,
-            kv_bytes_full=self._position * store.bytes_full_per_token,
-            entries_full=self._position * store.n_kv_heads,
-            peak_rss_bytes=peak_rss_bytes(),
-            freeze=self.freezing.where if self.freezing else None,
-            climbs=dict(self._climbs),
-            **store.counters(),
-        )
+        self._counts.prompt_tokens += n_tokens
+        self._counts.prompt_seconds += seconds

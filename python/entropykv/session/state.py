@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from array import array
-from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -25,22 +23,11 @@ from entropykv.session.file import (
     write_session,
 )
 from entropykv.session.file_reader import SessionReader
+from entropykv.session.sequence import TokenSequence
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
 
 Logits = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class ReadSoFar:
-    """What was read, besides what the store keeps of it."""
-
-    position: int
-    tokens: array[int]
-    logits: Logits | None
-    """Of the last token, (n_vocab,)."""
-    echoed: int
-    """Tokens from the first on whose entries echoes have scored: see session/echo.py."""
 
 
 def saved_settings(model: Model, recipe: Recipe, store: Store, budget: Budget) -> SavedSettings:
@@ -66,7 +53,11 @@ def saved_settings(model: Model, recipe: Recipe, store: Store, budget: Budget) -
 
 
 def write_state(
-    file: BinaryIO, settings: SavedSettings, store: Store, sequence: ReadSoFar, chat: bool | None
+    file: BinaryIO,
+    settings: SavedSettings,
+    store: Store,
+    sequence: TokenSequence,
+    chat: bool | None,
 ) -> SavedContents:
     """Write a session to a binary file."""
     state = store.state()
@@ -90,9 +81,9 @@ def write_state(
 
 
 def load_state(
-    reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int
-) -> ReadSoFar:
-    """Replace what a store holds by a saved session.
+    reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int, n_ubatch: int
+) -> TokenSequence:
+    """Replace what a store holds by a saved session, and return its text.
 
     Raises SessionFileError where it does not fit or is damaged: the store is as it was then.
     """
@@ -105,7 +96,7 @@ def load_state(
         )
     _check_shift(reader, settings, store)
     tokens, logits, *sections = reader.sections()
-    sequence = _sequence(reader, tokens, logits, n_vocab)
+    sequence = _sequence(reader, tokens, logits, n_vocab, n_ubatch)
     state = SavedState(
         contents.position, contents.entries, contents.evicted, contents.shift, sections
     )
@@ -135,7 +126,9 @@ def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -
         raise reader.damaged("an impossible shift")
 
 
-def _sequence(reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab: int) -> ReadSoFar:
+def _sequence(
+    reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab: int, n_ubatch: int
+) -> TokenSequence:
     contents = reader.contents
     ids = np.frombuffer(tokens, "<i4")
     row = np.frombuffer(last, "<f4")
@@ -145,6 +138,8 @@ def _sequence(reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab
         raise reader.damaged("tokens that cannot be")
     if row.size not in (0, n_vocab) or np.isnan(row).any():
         raise reader.damaged("logits that cannot be")
-    logits = row if row.size else None
-    echoed = min(contents.echoed, contents.position)
-    return ReadSoFar(contents.position, array("i", ids.tolist()), logits, echoed)
+    sequence = TokenSequence(n_ubatch, ids.tolist())
+    sequence.position = contents.position
+    sequence.logits = row if row.size else None
+    sequence.echoed = min(contents.echoed, contents.position)
+    return sequence

@@ -78,11 +78,11 @@ class HeadwiseStore(Store):
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, online, self._recurrent
             )
-            self._budgets = HeadwiseBudgets(self._store, recipe, self.layers, online)
+            self.sharing = HeadwiseBudgets(self._store, recipe, self.layers, online)
             if self._host.pool is None:
-                self._budgets.follow(plan)
+                self.sharing.follow(plan)
             else:
-                self._budgets.await_share(plan, self._host.n_sequences)
+                self.sharing.await_share(plan, self._host.n_sequences)
         except BaseException:
             self.close()
             raise
@@ -117,11 +117,7 @@ class HeadwiseStore(Store):
     @property
     def plan(self) -> HeadwisePlan:
         """The plan that is followed."""
-        return self._budgets.plan
-
-    def keep_everything(self) -> None:
-        """Drop nothing, not even what has left a window: for those who look at whole texts."""
-        self._budgets.keep_everything()
+        return self.sharing.plan
 
     def set_aside(self) -> None:
         """Forget everything, and leave the pool's pages to others until resize()."""
@@ -165,7 +161,7 @@ class HeadwiseStore(Store):
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
-        self._budgets.prepare(n_tokens, position)
+        self.sharing.prepare(n_tokens, position)
         with self.cold.growing():
             rope_position = self.rope_position(position)
             self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)
@@ -182,13 +178,13 @@ class HeadwiseStore(Store):
         """Share the budget again, where the policy follows the text."""
         if self._recurrent:
             self._recurrent.forget_cells()
-        if self._budgets.observe(n_tokens):
+        if self.sharing.observe(n_tokens):
             self.share_again()
 
     def share_again(self) -> None:
         """Share the budget by what was seen of the text."""
         with self.cold.growing_later():
-            self._budgets.share()
+            self.sharing.share()
 
     def check(self) -> None:
         """Raise FreezeError where cold storage failed; what was frozen is given up."""
@@ -198,17 +194,17 @@ class HeadwiseStore(Store):
         """Share the new budget among the heads, evicting where they hold more."""
         plan = self.plan_of(budget)
         with self.cold.growing():
-            self._budgets.follow(plan)
+            self.sharing.follow(plan)
 
     @property
     def sure_entries(self) -> int:
         """Sinks and recent window, or all; none where a schedule may freeze any of them."""
-        return self._budgets.sure_entries
+        return self.sharing.sure_entries
 
     @property
     def whole_entries(self) -> int:
         """The smallest budget, but for heads that can hold all that they will ever see."""
-        return self._budgets.whole_entries
+        return self.sharing.whole_entries
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
@@ -229,7 +225,7 @@ class HeadwiseStore(Store):
         self._loaded = min(self._loaded, position)
         if position == 0:
             self.shift = 0
-            self._budgets.forget()
+            self.sharing.forget()
 
     def can_return_to(self, position: int) -> bool:
         """Whether windows held all then that they would hold again; states do not."""
@@ -264,7 +260,7 @@ class HeadwiseStore(Store):
 
     def load_state(self, state: SavedState) -> None:
         """Get the pages, then copy; heads that hold more than their budget evict."""
-        self._state.load(state, self._budgets.shares, self._budgets.share)
+        self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
         self.await_state(state.position)
 

@@ -1,0 +1,105 @@
+"""GoingBack: to where a session can return, and what is read again from there."""
+
+from __future__ import annotations
+
+from entropykv.errors import ContextError
+from entropykv.session.counts import SessionCounts
+from entropykv.session.session_cache import SessionCache
+
+
+class GoingBack(SessionCache):
+    """A session that forgets the end of its text, or all of it."""
+
+    @property
+    def reusable_from(self) -> int:
+        """The position at the end of what last evicted an entry in any KV head; 0 if none ever did.
+
+        Truncating to it or beyond leaves the entries that were there when the session stood there.
+        After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
+        session that never read on would have, until reset().
+        """
+        self._sequence.note_evictions(self.evicted)
+        return self._sequence.reusable_from
+
+    def can_return_to(self, position: int) -> bool:
+        """Whether truncate(position) leaves the entries of a session that never read on.
+
+        Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
+        them are frozen may be others.
+        """
+        if position == 0:
+            return True
+        if self._broken or not self.reusable_from <= position <= self._sequence.position:
+            return False
+        return position == self._sequence.position or self._store.can_return_to(position)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no decode has failed half-way since the last reset()."""
+        return not self._broken
+
+    def repeatable_from(self, position: int, end: int) -> int:
+        """Return where to truncate to, so that the text after it is read as it would be from 0.
+
+        The result is at most `position`, where the text departs from what was read; `end` is how
+        long it may get. It is 0 where something may be evicted before `end`: what is kept then
+        depends on all queries that were ever asked.
+        """
+        if min(end, self.n_ctx) > self.sure_entries:
+            return 0
+        begin = self._sequence.parts.begin_before(position)
+        return begin if self.can_return_to(begin) else 0
+
+    def return_to_prompt(self, position: int, end: int) -> bool:
+        """Go back to the end of the last prompt, whose logits are those of the session again.
+
+        Returns False, and nothing changes, where the last prompt did not end at `position`, or
+        something may be evicted before `end`: see repeatable_from().
+        """
+        logits = self._sequence.parts.logits_at(position)
+        sure = min(end, self.n_ctx) <= self.sure_entries
+        if logits is None or not sure or not self.can_return_to(position):
+            return False
+        self.truncate(position)
+        self._sequence.logits = logits
+        return True
+
+    def truncate(self, position: int) -> None:
+        """Go back to `position` tokens; 0 is possible after a decode that failed, too.
+
+        What was evicted before `position` does not come back: see can_return_to(). ContextError
+        where a model's recurrent layers or sliding windows cannot go back that far.
+        """
+        if position == 0:
+            self._broken = False
+        self._check_usable()
+        if not 0 <= position <= self._sequence.position:
+            raise ContextError(
+                f"cannot truncate to position {position}; give 0 to {self._sequence.position}"
+            )
+        self._sequence.note_evictions(self.evicted)
+        if position == 0 or position < self._sequence.position:
+            self._truncate_store(position)
+            self._sequence.truncate(position, self.n_ctx)
+            if self.trajectory:
+                self.trajectory.truncate(position)
+
+    def _truncate_store(self, position: int) -> None:
+        shared = self._host.shared
+        if position == 0 and shared is not None:
+            with self._host.scheduler.between_steps():
+                shared.forget(self._seat)
+        else:
+            with self._host.with_seat(self._seat) as store:
+                store.truncate(position)
+        self._seat.position = position
+
+    def reset(self) -> None:
+        """Forget every token; counters start again."""
+        self.truncate(0)
+        self._clear_counts()
+
+    def _clear_counts(self) -> None:
+        self._counts = SessionCounts()
+        if self.trajectory:
+            self.trajectory.clear()

@@ -1,0 +1,49 @@
+"""ModelText: a model's vocabulary and templates, as sessions offer them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from entropykv.llamacpp.model import Model
+
+
+class ModelText:
+    """Turn text into tokens of a model, and tokens into text."""
+
+    _model: Model
+
+    @property
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self._model.n_vocab
+
+    @property
+    def vocabulary(self) -> Any:
+        """The llama_vocab, for samplers of llama.cpp."""
+        return self._model.vocabulary
+
+    def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
+        """Tokens of a text. `add_bos` None: as the model wants; `special` reads control tokens."""
+        add = self._model.adds_bos if add_bos is None else add_bos
+        return self._model.tokenize(text, add_bos=add, special=special)
+
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Text of tokens; control tokens are left out unless `special`."""
+        return self._model.detokenize(tokens, special=special)
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token, for output as it is generated; `special`: of control tokens, too."""
+        return self._model.token_bytes(token, special=special)
+
+    def chat_prompt(self, text: str, system: str | None = None) -> str | None:
+        """The prompt of one user turn: see Model.chat_prompt."""
+        return self._model.chat_prompt(text, system)
+
+    def chat_turn(self, text: str) -> str | None:
+        """What a further user turn adds after an answer: see Model.chat_turn."""
+        return self._model.chat_turn(text)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the generation."""
+        return self._model.is_end(token)

@@ -1,0 +1,73 @@
+"""TokenSequence: one text that a session has read, besides what the store keeps of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.session.read_parts import ReadParts
+
+Logits = npt.NDArray[np.float32]
+
+
+class TokenSequence:
+    """Tokens, position and logits of a text, and from where on it can be read again.
+
+    Plain values: who changes the store tells the sequence.
+    """
+
+    def __init__(self, n_ubatch: int, tokens: Iterable[int] = ()) -> None:
+        """Begin with tokens that were read; `n_ubatch`: how many a micro-batch has, at most."""
+        self.tokens = array("i", tokens)
+        """Every token read or generated so far, evicted or not."""
+        self.position = len(self.tokens)
+        """Tokens read."""
+        self.logits: Logits | None = None
+        """Of the last token, (n_vocab,); None before one and after truncate()."""
+        self.echoed = 0
+        """Tokens from the first on whose entries echoes have scored: see echo.py."""
+        self.parts = ReadParts(n_ubatch)
+        self.reusable_from = 0
+        """The position at the end of what last evicted an entry; 0 if nothing ever did."""
+        self._evicted_before = 0
+
+    def add(self, tokens: list[int], logits: Logits | None) -> None:
+        """Add a micro-batch that was read; `logits`: those of its last token."""
+        self.logits = logits
+        self.parts.note(self.position, len(tokens), logits)
+        self.position += len(tokens)
+        self.tokens.extend(tokens)
+
+    def note_evictions(self, evicted: int) -> None:
+        """Note where the text ended when entries were evicted; `evicted`: how many so far."""
+        if evicted != self._evicted_before:
+            self.reusable_from = max(self.reusable_from, self.position)
+        self._evicted_before = evicted
+
+    def truncate(self, position: int, n_ctx: int) -> None:
+        """Go back to an earlier position, or to 0."""
+        del self.tokens[position - self.position :]
+        self.position, self.logits = position, None
+        self.parts.truncate(position)
+        self.echoed = min(self.echoed, position)
+        if position == 0:
+            self.reusable_from = 0
+        elif position < self.reusable_from:
+            self.reusable_from = n_ctx + 1  # what is missing stays so, wherever it goes
+
+    def begin_after_load(self, evicted: int) -> None:
+        """Take over what a file tells of evictions: nobody knows when the last one was."""
+        self.reusable_from = self.position if evicted else 0
+        self._evicted_before = evicted
+
+    def copy(self) -> TokenSequence:
+        """Return a sequence that goes on from here by itself."""
+        other = TokenSequence(0)
+        other.tokens, other.position, other.logits = self.tokens[:], self.position, self.logits
+        other.echoed, other.parts = self.echoed, self.parts.copy()
+        other.reusable_from = self.reusable_from
+        other._evicted_before = self._evicted_before
+        return other

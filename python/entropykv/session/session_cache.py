@@ -1,0 +1,174 @@
+"""SessionCache: what a session's cache holds, and may hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import EntropyKVError
+from entropykv.policy.names import Policy
+from entropykv.policy.recipe import Recipe
+from entropykv.profile.belongs import other_file
+from entropykv.profile.profile import EntropyProfile
+from entropykv.session.counts import SessionCounts
+from entropykv.session.echo import Echo
+from entropykv.session.host import Host
+from entropykv.session.model_text import ModelText
+from entropykv.session.seat import Seat
+from entropykv.session.sequence import TokenSequence
+from entropykv.session.stats import SessionStats, peak_rss_bytes
+from entropykv.session.trajectory import Trajectory
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget
+from entropykv.store.protocol import CacheLook, Store
+
+
+class SessionCache(ModelText):
+    """A sequence, the store that keeps its entries, and the host that they share with others."""
+
+    recipe: Recipe
+    """What was asked for, and what it means for the model."""
+    trajectory: Trajectory | None
+    """What was held over the text, where entries are frozen."""
+    _host: Host
+    _seat: Seat
+    _store: Store
+    _sequence: TokenSequence
+    _counts: SessionCounts
+    _echo: Echo | None
+    _closed = True
+    """Until it holds something: close() works even where __init__ raises."""
+    _broken = False
+    """Whether a decode has failed half-way."""
+
+    def _check_usable(self) -> None:
+        if self._closed or self._host.closed:
+            raise EntropyKVError("the session is closed; make a new one")
+        if self._broken:
+            raise EntropyKVError("the last decode failed half-way; call reset() first")
+
+    @property
+    def position(self) -> int:
+        """Tokens decoded so far."""
+        return self._sequence.position
+
+    @property
+    def n_ubatch(self) -> int:
+        """Tokens of text that are read at once, however many follow."""
+        return self._echo.stretch if self._echo else self.recipe.n_ubatch
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token read or generated so far, evicted or not."""
+        return self._sequence.tokens.tolist()
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """Logits of the last token, (n_vocab,), float32; None before one and after truncate()."""
+        return self._sequence.logits
+
+    @property
+    def n_ctx(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.recipe.n_ctx
+
+    @property
+    def policy(self) -> Policy:
+        """What the budget is shared by; never `auto`."""
+        return self.recipe.policy
+
+    @property
+    def profile(self) -> EntropyProfile | None:
+        """The entropy profile that was given or found, where the policy takes one."""
+        return self.recipe.profile
+
+    @property
+    def freezing(self) -> Freezing | None:
+        """Where evicted entries are kept; None: nowhere."""
+        return self.recipe.freezing
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the flat store serves the model where either might."""
+        return self.recipe.fallback
+
+    @property
+    def store(self) -> str:
+        """Which store serves the model: headwise or flat."""
+        return self._store.name
+
+    @property
+    def context(self) -> Any:
+        """The llama_context, for samplers of llama.cpp; its logits may be another session's."""
+        return self._store.context
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
+        """Positions that a KV head keeps, ascending. IndexError for a head that is not there."""
+        budgets = self._store.budgets()
+        if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
+            raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
+        with self._host.with_seat(self._seat) as store:
+            return store.entries(layer, kv_head)
+
+    def cache_map(self) -> CacheLook:
+        """Return a function that looks at what all KV heads hold, for those who watch.
+
+        look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,
+        columns), or of one row where all KV heads keep the same: which share of a column's
+        positions is held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+        """
+        return self._store.cache_map()
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """Entries that every KV head may keep, as `[layer][KV head]`."""
+        return self._store.budgets()
+
+    def other_file(self) -> str | None:
+        """A sentence where the profile was made with another file of the model's shape."""
+        return None if self.profile is None else other_file(self.profile, self._model.geometry)
+
+    def resize(self, kv_budget: Budget | str | float) -> None:
+        """Change the budget while running: it grows at once, and shrinks by evicting.
+
+        BudgetError leaves the session as it was.
+        """
+        self._check_usable()
+        budget = Budget.parse(kv_budget)
+        try:
+            self._host.resize(budget)
+        except MemoryError:
+            raise self._host.too_large(budget) from None
+        self._sequence.note_evictions(self.evicted)
+
+    @property
+    def evicted(self) -> int:
+        """Entries evicted so far, of all KV heads: dropped for good."""
+        return self._store.evicted
+
+    @property
+    def sure_entries(self) -> int:
+        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+        return self._store.sure_entries
+
+    def stats(self) -> SessionStats:
+        """Counts, bytes and times so far."""
+        store = self._store
+        return SessionStats(
+            model=self._model.name,
+            store=store.name,
+            policy=self.policy.name,
+            kv_budget=str(self._host.budget),
+            n_ctx=self.n_ctx,
+            prompt_tokens=self._counts.prompt_tokens,
+            generated_tokens=self._counts.generated_tokens,
+            prompt_seconds=self._counts.prompt_seconds,
+            decode_seconds=self._counts.decode_seconds,
+            kv_bytes_full=self._sequence.position * store.bytes_full_per_token,
+            entries_full=self._sequence.position * store.n_kv_heads,
+            peak_rss_bytes=peak_rss_bytes(),
+            freeze=self.freezing.where if self.freezing else None,
+            climbs=dict(self._counts.climbs),
+            **store.counters(),
+        )
