@@ -21,7 +21,7 @@ from entropykv.session.session import Session
 
 @dataclasses.dataclass
 class Answer:
-    """What was generated; write_answer() fills it, so that it is known after an error, too."""
+    """Keep what was generated; write_answer() fills it, so that it is known after an error, too."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     unread: list[int] | None = None

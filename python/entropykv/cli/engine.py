@@ -19,7 +19,7 @@ from entropykv.settings.options import KV_TYPES, MOST_THREADS
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """How the model is run, and what is frozen: see open_engine."""
+    """Add how the model is run, and what is frozen: see open_engine()."""
     add_freeze_options(parser)
     add_recovery_options(parser)
     group = parser.add_argument_group("engine")

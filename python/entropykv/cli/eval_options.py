@@ -35,7 +35,7 @@ _DEFAULTS = Request
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """What is compared, and by what."""
+    """Add what is compared, and by what."""
     _add_combination_options(parser)
     _add_text_options(parser)
     _add_passkey_options(parser)
@@ -236,7 +236,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def engine_of(options: argparse.Namespace) -> Engine:
-    """How sessions are made."""
+    """Return how sessions are made."""
     cache = CacheOptions(
         store=options.store,
         entropy_config=given_profile(options.entropy_config),
@@ -250,7 +250,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
 
 
 def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, object]:
-    """What figures depend on, besides the request."""
+    """Return what figures depend on, besides the request."""
     cache = engine.options
     beside = profile_beside(options.model)
     path = options.entropy_config or (beside if beside.exists() else None)

@@ -16,7 +16,7 @@ _DEFAULTS = Freezing
 
 
 def add_freeze_options(parser: argparse.ArgumentParser) -> None:
-    """Where evicted entries are kept, and the schedule of policy freeze."""
+    """Add where evicted entries are kept, and the schedule of policy freeze."""
     group = parser.add_argument_group("freezing (headwise store)")
     group.add_argument(
         "--freeze",
@@ -73,7 +73,7 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_recovery_options(parser: argparse.ArgumentParser) -> None:
-    """What is done where the output grows uncertain."""
+    """Add what is done where the output grows uncertain."""
     group = parser.add_argument_group("recovery (where entries are frozen)")
     group.add_argument(
         "--recovery",

@@ -86,7 +86,7 @@ def _model_path(text: str) -> str:
 def add_budget_options(
     parser: argparse.ArgumentParser, *, n_ctx: int = _DEFAULTS.n_ctx, kv_budget: str = "1.0"
 ) -> None:
-    """Model, context and budget."""
+    """Add the model, the context and the budget."""
     add_model_options(parser)
     parser.add_argument(
         "-c",
@@ -123,7 +123,7 @@ def add_budget_options(
 
 
 def add_entropy_config(group: argparse._ArgumentGroup) -> None:
-    """--entropy-config."""
+    """Add --entropy-config."""
     group.add_argument(
         "--entropy-config",
         metavar="FILE",
@@ -133,7 +133,7 @@ def add_entropy_config(group: argparse._ArgumentGroup) -> None:
 
 
 def add_protection_options(group: argparse._ArgumentGroup) -> None:
-    """What no eviction takes."""
+    """Add --sinks and --recent-window: entries that no eviction takes."""
     group.add_argument(
         "--sinks",
         type=integer(0),
@@ -151,7 +151,7 @@ def add_protection_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_store_options(group: argparse._ArgumentGroup) -> None:
-    """Which store, how many threads, and how much of a prompt is read at a time."""
+    """Add which store, how many threads, and how much of a prompt is read at a time."""
     group.add_argument(
         "--store",
         choices=STORES,
@@ -182,7 +182,7 @@ def add_no_chat(group: argparse._ActionsContainer) -> None:
 
 
 def add_threads_option(group: argparse._ActionsContainer) -> None:
-    """-t."""
+    """Add -t."""
     group.add_argument(
         "-t",
         "--threads",

@@ -1,4 +1,4 @@
-"""What is evaluated: policies, types and budgets in every combination, each as a session."""
+"""Combine policies, types and budgets to be evaluated, each combination as a session."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Engine:
         return 2 * read_geometry(self.model).cached_values
 
     def budget_for(self, budget: Budget, n_tokens: int) -> Budget:
-        """What a budget is for a text of n_tokens."""
+        """Return what a budget is for a text of n_tokens."""
         if budget.kind != "fraction":
             return budget
         if budget.value == 1.0 and not self.equal_bytes:

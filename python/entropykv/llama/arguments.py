@@ -1,4 +1,4 @@
-"""What EntropyLlama and attach() are asked for, and what of llama_cpp.Llama a budget excludes."""
+"""Split the arguments of EntropyLlama and attach(), and refuse what a budget excludes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHARED = _OURS & _DEFAULTS.keys()
 
 @dataclass(frozen=True)
 class EvictionEvent:
-    """What one decode call dropped, of all KV heads."""
+    """Tell what one decode call dropped, counted over all KV heads."""
 
     evicted: int
     """Entries evicted in this call."""
@@ -45,7 +45,7 @@ class EvictionEvent:
 
 @dataclass(frozen=True)
 class BudgetArguments:
-    """What EntropyLlama takes besides the arguments of llama_cpp.Llama: see there."""
+    """Hold what EntropyLlama takes besides the arguments of llama_cpp.Llama."""
 
     cache: CacheOptions
     on_evict: Callable[[EvictionEvent], object] | None = None

@@ -88,7 +88,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
 
 
 def _stock_context(llm: llama_cpp.Llama) -> tuple[internals.LlamaContext, internals.LlamaBatch]:
-    """As Llama.__init__ makes them."""
+    """Make a context and a batch as llama_cpp.Llama.__init__ does."""
     parameters, verbose = llm.context_params, llm.verbose
     try:
         context = internals.LlamaContext(model=llm._model, params=parameters, verbose=verbose)

@@ -1,4 +1,4 @@
-"""What a llama_cpp.Llama uses of its context and its model, inside a KV budget."""
+"""Stand in for the context and the model of a llama_cpp.Llama, inside a KV budget."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class EntropyLlama(ReadingLlama):
         self._begin(geometry, budget)
 
     def _set_sizes(self, arguments: Mapping[str, Any]) -> None:
-        """What Llama.__init__ would have set without the stub."""
+        """Set the sizes that Llama.__init__ would have set without the stub."""
         parameters = self.context_params
         parameters.n_ctx = arguments["n_ctx"] or self._model.n_ctx_train()
         self.n_batch = parameters.n_batch = min(parameters.n_ctx, arguments["n_batch"])
@@ -156,7 +156,7 @@ class EntropyLlama(ReadingLlama):
 
     @property
     def pool(self) -> Pool | None:
-        """What it shares with those that another() makes; None without `n_sequences`."""
+        """The pool that it shares with those that another() makes; None without `n_sequences`."""
         return self._pool
 
     def another(self) -> Self:
@@ -191,7 +191,7 @@ class EntropyLlama(ReadingLlama):
         super().close()
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
-        """See llama_cpp.Llama.create_chat_completion. SettingsError for a handler of images."""
+        """Answer a chat as llama_cpp.Llama does. SettingsError for a handler of images."""
         check_chat_handler(self.chat_handler)
         return super().create_chat_completion(*arguments, **options)
 
@@ -209,7 +209,7 @@ class EntropyLlama(ReadingLlama):
         return self._session.stats()
 
     def save_state(self) -> LlamaState:
-        """What was read, as entries of the budget; for load_state() and LlamaRAMCache."""
+        """Return what was read, as entries of the budget, for load_state() and LlamaRAMCache."""
         self.eval([])
         data = self._session.save_state()
         return LlamaState(
@@ -257,14 +257,14 @@ class EntropyLlama(ReadingLlama):
         return contents
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arguments that make another one: nothing that was read."""
+        """Return arguments that make another one like it, which has read nothing."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
         return {**state, **self._budget.keywords()}
 
 
 def start_over(llm: llama_cpp.Llama, n_ctx: int, score_rows: int) -> None:
-    """Nothing is read yet, and n_ctx tokens may be."""
+    """Forget what was read, and make room for n_ctx tokens."""
     llm._n_ctx = n_ctx
     llm.n_tokens = 0
     llm._requires_eval = True

@@ -1,4 +1,4 @@
-"""How a llama_cpp.Llama reads inside a KV budget, and what of a prompt it need not read again."""
+"""Read prompts inside a KV budget as a llama_cpp.Llama does, and nothing twice that need not be."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ReadingLlama(llama_cpp.Llama):
         return self._ctx.session
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """Tokens of a text; see llama_cpp.Llama.tokenize. EntropyKVError once closed."""
+        """Return the tokens of a text, as llama_cpp.Llama does. EntropyKVError once closed."""
         _ = self._session  # llama-cpp-python would crash
         return super().tokenize(text, add_bos, special)
 
@@ -252,9 +252,9 @@ class ReadingLlama(llama_cpp.Llama):
         *arguments: Any,
         **options: Any,
     ) -> Iterator[Any]:
-        """As Llama's, with tokens in the prompt's place where those that were read can stay.
+        """Complete as Llama does, with tokens in the prompt's place where those read can stay.
 
-        So that usage, positions of logprobs and the limit of n_ctx are those of what is read.
+        That way usage, positions of logprobs and the limit of n_ctx are those of what is read.
         """
         given = prompt
         given_limit = arguments[0] if arguments else options.get("max_tokens")

@@ -1,4 +1,4 @@
-"""What ranks entries: measures of importance and their modifiers, by name."""
+"""Name what ranks entries: measures of importance, and their modifiers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Importance:
         return Importance(measure, tuple(name for name in MODIFIERS if name in modifiers))
 
     def __str__(self) -> str:
-        """As parse() reads it."""
+        """Write it as parse() reads it."""
         return "+".join((self.measure, *self.modifiers))
 
     @property

@@ -34,7 +34,7 @@ class LayerEntropies:
         n_ctx: int,
         rule: BudgetRule,
     ) -> None:
-        """See online_budgets()."""
+        """Track entropies of a store; see online_budgets()."""
         self._store = store
         self._layers = layers
         self._n_ctx = n_ctx
@@ -45,10 +45,10 @@ class LayerEntropies:
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
-        """Entropies are always the same."""
+        """Prepare nothing: entropies are tracked whatever the budgets are."""
 
     def prepare(self, *, budgets_change: bool) -> None:
-        """Entropies are tracked in any case."""
+        """Prepare nothing: entropies are tracked with every micro-batch."""
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Add the entropies of the micro-batch's rows."""
@@ -84,7 +84,7 @@ class LayerEntropies:
         return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
 
     def forget(self) -> None:
-        """No rows were seen."""
+        """Begin another text, of which no rows were seen."""
         self._seen = np.zeros(1 + len(self._layers))
         self._followed = self._seen.copy()
 
@@ -95,7 +95,7 @@ class LayerEntropies:
         return np.concatenate([self._seen, self._followed])
 
     def problem(self, state: Floats) -> str | None:
-        """Sums that are not one for every layer, or cannot be."""
+        """Find sums that are not one for every layer, or that cannot be."""
         right_size = state.size == self._seen.size + self._followed.size
         if not right_size or not np.isfinite(state).all():
             return "entropies that cannot be"
@@ -106,12 +106,12 @@ class LayerEntropies:
         return None if np.all(followed <= seen) else "entropies that cannot be"
 
     def load(self, state: Floats) -> None:
-        """Rows and sums, both times."""
+        """Take over rows and sums: of all that was seen, and of what budgets follow."""
         self._seen, self._followed = (half.copy() for half in np.split(state, 2))
 
 
 def layer_weights(entropies: Floats, *, in_range: bool) -> list[float]:
-    """What layers get in proportion, from their mean entropies in bits; equal where all are 0."""
+    """Return weights of layers by their mean entropies in bits; equal ones where all are 0."""
     weights = entropies
     if in_range:
         low, high = entropies.min(), entropies.max()

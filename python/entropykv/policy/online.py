@@ -43,7 +43,7 @@ def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
 
 
 class OnlineBudgets(Protocol):
-    """What was seen of a text, and the budgets that follow from it."""
+    """Keep what was seen of a text, and say which budgets follow from it."""
 
     def expect(self, plan: HeadwisePlan) -> None:
         """Measure what budgets of this plan will need."""
@@ -67,7 +67,7 @@ class OnlineBudgets(Protocol):
         """All that was seen, for session files."""
 
     def problem(self, state: Floats) -> str | None:
-        """What is wrong with a state."""
+        """Return what is wrong with a state; None where nothing is."""
 
     def load(self, state: Floats) -> None:
         """Go on from a state without problems."""
@@ -106,7 +106,7 @@ class MeasuredLosses:
         n_ctx: int,
         rule: BudgetRule,
     ) -> None:
-        """See online_budgets()."""
+        """Measure losses in a store; see online_budgets()."""
         self._store = store
         self._n_ctx = n_ctx
         heads = [shape.n_head_kv for shape in layers]
@@ -174,16 +174,16 @@ class MeasuredLosses:
         return list(zip(self._layers, means, strict=True))
 
     def forget(self) -> None:
-        """Nothing was measured."""
+        """Begin another text, of which nothing was measured."""
         self._knots = np.empty(0)
         self._losses = np.empty((self._n_heads, 0))
 
     def state(self) -> Floats:
-        """Knots, then the losses of every head."""
+        """Return the knots, then the losses of every head."""
         return np.concatenate([self._knots, self._losses.ravel()])
 
     def problem(self, state: Floats) -> str | None:
-        """Knots that do not ascend from 0, or losses that cannot be."""
+        """Find knots that do not ascend from 0, or losses that cannot be."""
         n_knots, rest = divmod(state.size, self._n_heads + 1)
         knots, losses = state[:n_knots], state[n_knots:]
         ascend = n_knots == 0 or (knots[0] == 0.0 and bool(np.all(np.diff(knots) >= 1.0)))
@@ -192,7 +192,7 @@ class MeasuredLosses:
         return None
 
     def load(self, state: Floats) -> None:
-        """Knots and losses."""
+        """Take over knots and losses."""
         n_knots = state.size // (self._n_heads + 1)
         self._knots = state[:n_knots].copy()
         self._losses = state[n_knots:].reshape(self._n_heads, n_knots).copy()

@@ -22,7 +22,7 @@ class OwnBudgets:
         n_ctx: int,
         profile: EntropyProfile | None,
     ) -> None:
-        """See online_budgets()."""
+        """Ask `own` for shares; see online_budgets()."""
         self._given = own
         self._store = store
         self._heads_per_layer = tuple(shape.n_head_kv for shape in layers)
@@ -35,7 +35,7 @@ class OwnBudgets:
         """Prepare nothing: entropies are tracked, whatever the budgets are."""
 
     def prepare(self, *, budgets_change: bool) -> None:
-        """Prepare nothing."""
+        """Prepare nothing: what observe() is shown is kept anyway."""
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Show the policy what the store knows of a micro-batch."""

@@ -33,7 +33,7 @@ class Protection:
 
     @property
     def entries(self) -> int:
-        """What every KV head must be able to hold."""
+        """Entries that every KV head must be able to hold."""
         return self.n_sinks + self.recent_window
 
 

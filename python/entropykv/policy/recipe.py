@@ -39,7 +39,7 @@ _Q8_0_BLOCK_BYTES = 34
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a session of a model does: the options, and all that follows from them before it reads.
+    """Say how a session runs a model: the options, and all that follows from them before it reads.
 
     Nothing of it changes while the session lasts but the budget, which resize() changes.
     """

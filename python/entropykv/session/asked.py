@@ -52,7 +52,7 @@ def cache_options_of(
 
 
 def freezing_of(options: Any) -> Freezing | None:
-    """What options say: those of the command line, or of the server.
+    """Return what options say of freezing: those of the command line, or of the server.
 
     `options.policy` may be a list. Raises SettingsError for those that would change nothing.
     """

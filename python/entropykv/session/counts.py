@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SessionCounts:
-    """What a session has done; see SessionStats, which shows it."""
+    """Count what a session does; SessionStats shows it."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0

@@ -43,7 +43,7 @@ AGAIN = "read the prompt again and save a new session"
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """What a session was saved with; a session that loads it compares them with its own."""
+    """Settings that a session was saved with; who loads it compares them with its own."""
 
     entropykv: str
     llama_cpp_python: str
@@ -66,7 +66,7 @@ class SavedSettings:
 
 @dataclass(frozen=True)
 class SavedContents:
-    """What a session held when it was saved."""
+    """Contents of a session when it was saved."""
 
     position: int
     echoed: int

@@ -41,7 +41,7 @@ def open_session(path: str | os.PathLike[str]) -> Iterator[SessionReader]:
 
 
 def reader_of(data: bytes) -> SessionReader:
-    """As open_session, for a session that was saved into memory."""
+    """Read a session that was saved into memory, as open_session() reads one from a file."""
     return SessionReader(io.BytesIO(data), "the saved state")
 
 
@@ -124,7 +124,7 @@ class SessionReader:
         )
 
     def damaged(self, what: str) -> SessionFileError:
-        """The error for a file that is not as it was written."""
+        """Return the error for a file that is not as it was written."""
         return SessionFileError(f"{self.where}: is damaged ({what}); {AGAIN}")
 
 

@@ -21,7 +21,7 @@ from entropykv.settings.options import at_least
 
 
 class Decoder(Protocol):
-    """What the loop needs of a session; one that is Recoverable can have a recovery ladder."""
+    """Offer the loop what it needs; a session that is Recoverable can have a recovery ladder."""
 
     @property
     def n_ctx(self) -> int:

@@ -24,24 +24,27 @@ class ModelText:
         return self._model.vocabulary
 
     def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
-        """Tokens of a text. `add_bos` None: as the model wants; `special` reads control tokens."""
+        """Return the tokens of a text; `add_bos` None: as the model wants.
+
+        `special`: names of control tokens are read as such.
+        """
         add = self._model.adds_bos if add_bos is None else add_bos
         return self._model.tokenize(text, add_bos=add, special=special)
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Text of tokens; control tokens are left out unless `special`."""
+        """Return the text of tokens; control tokens are left out unless `special`."""
         return self._model.detokenize(tokens, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token, for output as it is generated; `special`: of control tokens, too."""
+        """Return the bytes of a token, for output as it comes; `special`: also of control tokens."""
         return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
-        """The prompt of one user turn: see Model.chat_prompt."""
+        """Return the prompt of one user turn: see Model.chat_prompt."""
         return self._model.chat_prompt(text, system)
 
     def chat_turn(self, text: str) -> str | None:
-        """What a further user turn adds after an answer: see Model.chat_turn."""
+        """Return what a further user turn adds after an answer: see Model.chat_turn."""
         return self._model.chat_turn(text)
 
     def is_end(self, token: int) -> bool:

@@ -21,7 +21,7 @@ from entropykv.settings.recovery import Recovery
 
 @dataclass(frozen=True)
 class PoolStats:
-    """What a pool holds now; bytes are bytes."""
+    """Figures of a pool at one moment."""
 
     kv_bytes_budget: int
     """What all conversations together can never exceed."""
@@ -95,7 +95,7 @@ class Pool:
 
     @property
     def host(self) -> Host:
-        """What the sessions share."""
+        """The model, the context and the steps that the sessions share."""
         return self._host
 
     def session(

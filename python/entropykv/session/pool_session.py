@@ -63,7 +63,7 @@ class PoolSession(Session):
 
     @property
     def _shared(self) -> SharedPool:
-        """What it shares with the others; a session that is alone has no such thing."""
+        """The pages that it shares with the others of its pool."""
         return cast(SharedPool, self._host.shared)
 
     @property

@@ -40,7 +40,7 @@ class Climb:
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """What a session has that can restore what it took out of attention."""
+    """Restore entries that were taken out of attention: a session with cold storage can."""
 
     @property
     def recovery(self) -> Recovery | None:

@@ -42,7 +42,7 @@ class Saving(GoingBack):
             return self._load(reader)
 
     def load_state(self, data: bytes) -> SavedContents:
-        """As load(), from the bytes of save_state()."""
+        """Go on with what save_state() returned, as load() does with a file."""
         return self._load(reader_of(data))
 
     def _saved_settings(self) -> SavedSettings:

@@ -1,4 +1,4 @@
-"""SessionCache: what a session's cache holds, and may hold."""
+"""SessionCache: look at what a session's cache holds, and change what it may hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SessionCache(ModelText):
 
     @property
     def policy(self) -> Policy:
-        """What the budget is shared by; never `auto`."""
+        """The policy that shares the budget; never `auto`."""
         return self.recipe.policy
 
     @property

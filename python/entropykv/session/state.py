@@ -1,4 +1,4 @@
-"""What a session is, as a file holds it: gathered to be written, and checked to be loaded."""
+"""Gather a session for its file, and check what a file holds before a session takes it over."""
 
 from __future__ import annotations
 

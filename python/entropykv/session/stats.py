@@ -1,4 +1,4 @@
-"""What a session did, as numbers."""
+"""SessionStats: figures of what a session did."""
 
 from __future__ import annotations
 

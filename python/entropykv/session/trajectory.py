@@ -1,4 +1,4 @@
-"""What a session held as its text grew: entries in attention, and frozen ones."""
+"""Trajectory: entries in attention, and frozen ones, as a text grew."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a user can say, checked once and frozen."""
+"""Values that a user can give, checked once and frozen."""

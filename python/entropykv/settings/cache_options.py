@@ -73,7 +73,7 @@ class PoolArguments(SessionArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What a user asks of the cache. BudgetError, SettingsError where a value is impossible.
+    """Ask something of the cache. BudgetError, SettingsError where a value is impossible.
 
     `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB").
     `policy`: a name: see docs/budgets.md; or an object of your own: see OwnPolicy. `kv_type`: f16,

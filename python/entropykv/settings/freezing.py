@@ -79,7 +79,7 @@ class Freezing:
 
     @property
     def limit_bytes(self) -> int | None:
-        """`limit` in bytes."""
+        """The `limit`, in bytes; None: there is none."""
         return None if self.limit is None else _bytes(self.limit)
 
     def type_for(self, kv_type: str) -> str:

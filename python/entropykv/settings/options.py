@@ -78,7 +78,7 @@ class Budget:
         raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
 
     def __str__(self) -> str:
-        """As the user would write it."""
+        """Write it as a user would."""
         if self.kind == "bytes":
             return f"{int(self.value)}B"
         return f"{self.value:g}" if self.kind == "fraction" else str(int(self.value))

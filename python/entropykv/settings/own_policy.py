@@ -19,7 +19,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,40}")
 
 @dataclass(frozen=True)
 class BudgetToShare:
-    """What OwnPolicy.share() has to share among the KV heads of a model."""
+    """Tell OwnPolicy.share() how much there is to share among the KV heads of a model."""
 
     n_ctx: int
     """The longest text, in tokens."""
@@ -42,7 +42,7 @@ class BudgetToShare:
 
 @dataclass(frozen=True)
 class MicroBatchSeen:
-    """What OwnPolicy.observe() is shown after a micro-batch of text was read."""
+    """Show OwnPolicy.observe() what a micro-batch of text has brought."""
 
     n_tokens: int
     """Its tokens."""

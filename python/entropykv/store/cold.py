@@ -23,7 +23,7 @@ THRESHOLD_OF_PRODUCTS = 0.5
 
 
 class ColdSide:
-    """What a headwise store freezes into; without `freezing`, nothing is frozen.
+    """Freeze entries of a headwise store; without `freezing`, nothing is frozen.
 
     Raises SettingsError where the policy cannot freeze, BudgetError for a limit that holds nothing,
     FreezeError where the file cannot be made.
@@ -108,7 +108,7 @@ class ColdSide:
 
     @contextmanager
     def growing_later(self) -> Iterator[None]:
-        """The same for what is done after a micro-batch: check() raises."""
+        """Let cold storage grow after a micro-batch: what goes wrong, check() raises later."""
         try:
             with self.growing():
                 yield
@@ -148,7 +148,7 @@ class ColdSide:
             raise error
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """See Session.thaw()."""
+        """Restore frozen entries: see Session.thaw()."""
         if self._store is None:
             return 0
         now = position - 1

@@ -174,7 +174,7 @@ class FlatStore(Store):
 
     @property
     def whole_entries(self) -> int:
-        """The budget again."""
+        """How long a text may get before it evicts anything: as long as the budget is."""
         return self._store.budget
 
     def truncate(self, position: int) -> None:

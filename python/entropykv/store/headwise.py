@@ -145,11 +145,11 @@ class HeadwiseStore(Store):
             self._recurrent.forget()
 
     def begin_step(self) -> None:
-        """See HeadwiseContext."""
+        """Begin a micro-batch in the context, which others may share."""
         self._host.begin_step()
 
     def end_step(self) -> None:
-        """See HeadwiseContext."""
+        """End it: the context frees llama.cpp's cells, and checks that each layer was served."""
         self._host.end_step()
 
     @property
@@ -236,7 +236,7 @@ class HeadwiseStore(Store):
         return max(self._loaded, self._store.windows_whole_from)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Positions kept, ascending."""
+        """Return the positions that a KV head keeps, ascending."""
         return self._store.positions(layer, kv_head)
 
     def cache_map(self) -> CacheLook:
@@ -251,7 +251,7 @@ class HeadwiseStore(Store):
         ]
 
     def state(self) -> StoreState:
-        """See HeadwiseState."""
+        """Return what is held, to be saved: a section for every KV head."""
         return self._state.save()
 
     def check_state(self, state: SavedState) -> None:
@@ -305,7 +305,7 @@ class HeadwiseStore(Store):
         }
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """See Session.thaw()."""
+        """Restore frozen entries: see Session.thaw()."""
         return self.cold.thaw(rung, window, position)
 
     def close(self) -> None:

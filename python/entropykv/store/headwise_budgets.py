@@ -1,4 +1,4 @@
-"""What the KV heads of the headwise store may hold: the plan that is followed, and shares of it."""
+"""Say what the KV heads of the headwise store may hold: a plan, and the shares of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HeadwiseBudgets:
         return online or [entries for layer in self.plan.budgets for entries in layer]
 
     def share(self) -> None:
-        """Apply the plan."""
+        """Set the budgets of all KV heads; those that hold more evict."""
         self._set(self.shares(), self.plan.pool_pages)
 
     def keep_everything(self) -> None:

@@ -1,4 +1,4 @@
-"""What the headwise store finds in a model's graph before it serves it: layers, or a refusal."""
+"""Look into a model's graph before the headwise store serves it: find its layers, or refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session needs of a store, whichever it is."""
+"""Define what a session needs of a store, whichever it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
 
 @dataclass(frozen=True)
 class StoreState:
-    """What a store holds, for it to be saved."""
+    """State of a store, for it to be saved."""
 
     entries: list[list[int]]
     """[layer][KV head]"""
@@ -35,7 +35,7 @@ class StoreState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a store held when it was saved, for check_state() and load_state()."""
+    """State of a store when it was saved, for check_state() and load_state()."""
 
     position: int
     """Of the next token."""
@@ -144,7 +144,7 @@ class Store(Protocol):
         return True
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Positions kept, ascending."""
+        """Return the positions that a KV head keeps, ascending."""
 
     def cache_map(self) -> CacheLook:
         """Return a function that looks at what is held: see Session.cache_map()."""
