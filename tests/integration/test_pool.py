@@ -23,7 +23,7 @@ from entropykv import (
     SettingsError,
     UnsupportedModelError,
 )
-from entropykv.session import host
+from entropykv.session import seat
 from tests.architectures import ARCHITECTURES
 from tests.integration.test_headwise import relative_error
 from tests.support.releases import write_known
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, nobody who only waits for the processor is taken to be idle."""
-    monkeypatch.setattr(host, "IDLE_SECONDS", 60.0)
+    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
 
 
 def pool_of(model: Path, **options: Any) -> Pool:
@@ -402,7 +402,7 @@ def test_one_thread_can_hold_several_generations(model: Path) -> None:
         start = time.monotonic()
         pairs = list(zip(*streams, strict=True))
         assert len(pairs) == 6
-        assert time.monotonic() - start < host.IDLE_SECONDS
+        assert time.monotonic() - start < seat.IDLE_SECONDS
 
 
 # --- forks ----------------------------------------------------------------------------------------
