@@ -14,8 +14,8 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.model.architectures import ArchitectureCheck, Served
 from tests.architectures.description import Architecture
 from tests.architectures.writer import write_architecture
-from tests.integration.test_architectures import Logits, decided, greedy, next_logits, read
-from tests.integration.test_headwise import relative_error, tokens_for
+from tests.support.architecture_reading import Logits, decided, greedy, next_logits, read
+from tests.support.logits import relative_error, tokens_for
 
 N_CTX = 256
 PROMPT_TOKENS = 30

@@ -13,8 +13,8 @@ from entropykv import Session, UnsupportedModelError, _core
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.context import let_hook_change
 from entropykv.llamacpp.model import Model
-from tests.integration.test_cli import assert_refused, entropykv
-from tests.integration.test_headwise import Logits, relative_error, tokens_for
+from tests.support.command import assert_refused, entropykv
+from tests.support.logits import Logits, relative_error, tokens_for
 from tests.support.model_reference import ModelReference
 from tests.support.tiny_models import write_bitnet, write_gemma, write_llama
 

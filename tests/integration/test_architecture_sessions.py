@@ -16,14 +16,14 @@ from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.recovery import Recovery, Rung
 from tests.architectures import ARCHITECTURES, Architecture
-from tests.integration.test_architectures import next_logits, read
-from tests.integration.test_cli import entropykv
-from tests.integration.test_freezing import freeze_and_restore, frozen_entries
-from tests.integration.test_headwise import relative_error, tokens_for
-from tests.integration.test_llama import QUIET
-from tests.integration.test_llama_reuse import Reads
-from tests.integration.test_sessions_on_disk import all_entries
+from tests.support.architecture_reading import next_logits, read
+from tests.support.command import entropykv
+from tests.support.freezing import freeze_and_restore, frozen_entries
+from tests.support.llamas import QUIET
+from tests.support.logits import relative_error, tokens_for
+from tests.support.reads import Reads
 from tests.support.releases import write_known
+from tests.support.saved_sessions import all_entries
 
 MODELS = {model.name: model for models in ARCHITECTURES.values() for model in models}
 WINDOW = 32  # of the models below that have one

@@ -21,7 +21,7 @@ from entropykv.model.architectures import (
 from tests.architectures import Architecture, write_architecture
 from tests.architectures.checks import GREEDY_TOKENS, Served, check
 from tests.architectures.table import DOCUMENT, JSON, MODELS, ROOT, document, main, merged
-from tests.integration.test_cli import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv
 
 TABLE = checked_architectures()
 ROW_OF = {name: row for row in TABLE.rows for name in row.models}

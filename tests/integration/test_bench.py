@@ -10,7 +10,7 @@ import pytest
 from entropykv import _core
 from entropykv.cli.bench import attention_bandwidth
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
-from tests.integration.test_cli import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv
 
 
 def row(name: str, kv_bytes: int, decode_speed: float) -> BenchRow:

@@ -29,9 +29,9 @@ from entropykv.calibration.measure import (
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.texts import Text, read_texts
 from entropykv.profile.curves import CurveRules, average_curves
-from tests.integration.test_cli import assert_refused, entropykv
-from tests.integration.test_headwise import tokens_for
 from tests.support import reference
+from tests.support.command import assert_refused, entropykv
+from tests.support.logits import tokens_for
 from tests.support.model_reference import ModelReference
 from tests.support.tiny_models import write_llama
 

@@ -26,7 +26,7 @@ from entropykv import Session
 from entropykv.cli import main
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
-from tests.integration.test_cli import entropykv
+from tests.support.command import entropykv
 from tests.support.tiny_models import write_gpt2
 
 GREEDY = ("--temp", "0", "-t", "1", "-n", "12")

@@ -15,8 +15,8 @@ import pytest
 from gguf import GGUFWriter
 
 from entropykv import EntropyProfile, Session
+from tests.support.command import assert_refused, entropykv
 
-Result = subprocess.CompletedProcess[str]
 SLOW_COMMAND = """
 import sys, time
 from entropykv import cli
@@ -53,28 +53,6 @@ STATS_FIELDS = {
     "rebases",
     "peak_rss_bytes",
 }
-
-
-def entropykv(*arguments: object, stdin: str | None = None) -> Result:
-    return subprocess.run(
-        [sys.executable, "-m", "entropykv.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        input=stdin,
-        timeout=120,
-        check=False,
-    )
-
-
-def assert_refused(result: Result, *words: str) -> None:
-    """One clear sentence, exit code 2, no traceback, nothing on stdout."""
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout.strip() == ""
-    assert result.stderr.startswith("entropykv: "), result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
-    for word in words:
-        assert word in result.stderr, result.stderr
 
 
 def test_run_writes_the_text_alone_to_stdout(tiny_llama: Path, tmp_path: Path) -> None:

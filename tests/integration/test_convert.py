@@ -10,52 +10,18 @@ import sys
 import time
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGUFReader
 
-from entropykv import Session, _core
+from entropykv import Session
 from entropykv.convert import convert
-from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.context import let_hook_change
-from entropykv.llamacpp.model import Model
 from entropykv.model.geometry import read_geometry
-from tests.integration.test_cli import assert_refused, entropykv
-from tests.integration.test_headwise import relative_error
+from tests.support.command import assert_refused, entropykv
+from tests.support.exact_logits import TOKENS, exact_logits
 from tests.support.i2s_files import I2sModel
+from tests.support.logits import relative_error
 from tests.support.tiny_models import write_bitnet
-
-Logits = npt.NDArray[np.float32]
-TOKENS = [int(token) for token in np.random.default_rng(7).integers(0, 290, 100)]
-
-
-def exact_logits(path: Path, tokens: list[int] = TOKENS, *, n_threads: int = 2) -> Logits:
-    """llama.cpp's own context with an F32 cache; squared ReLU where the file asks for it."""
-    model = Model(path, n_gpu_layers=0, verbose=False)
-    parameters = llama_cpp.llama_context_default_params()
-    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = 256
-    parameters.n_threads = parameters.n_threads_batch = n_threads
-    parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F32
-    parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    hook = None
-    if model.geometry.activation == "relu2":
-        hook = _core.GateHook(model.geometry.n_layer)
-        let_hook_change(parameters, hook)
-        hook.begin_step()
-    context = model.new_context(parameters)
-    batch = MicroBatch(256, model.n_vocab)
-    try:
-        logits = batch.decode(context, tokens, 0, n_rows=len(tokens))
-        if hook is not None:
-            hook.check_step()
-    finally:
-        batch.close()
-        llama_cpp.llama_free(context)
-        model.close()
-    assert logits is not None
-    return logits
 
 
 @pytest.mark.parametrize("layout", ["x86", "arm64", "rows4"])

@@ -10,8 +10,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.convert import convert
-from tests.integration.test_convert import exact_logits
-from tests.integration.test_convert_reference import (
+from tests.support.convert_reference import (
     N_VOCAB,
     TOKENS,
     add_quantization,
@@ -23,7 +22,8 @@ from tests.integration.test_convert_reference import (
     torch,
     transformers,
 )
-from tests.integration.test_headwise import kl_divergence, relative_error
+from tests.support.exact_logits import exact_logits
+from tests.support.logits import kl_divergence, relative_error
 
 pytestmark = [
     pytest.mark.reference,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,26 @@ from gguf.quants import dequantize
 
 from entropykv import Session, UnsupportedModelError
 from entropykv.convert import convert
-from tests.integration.test_convert import Logits, exact_logits
-from tests.integration.test_headwise import kl_divergence, relative_error
-from tests.support.hf_files import write_tokenizer
+from tests.support.convert_reference import (
+    _WHY,
+    N_VOCAB,
+    TOKENS,
+    add_quantization,
+    bitnet,
+    make_ternary,
+    pack_checkpoint,
+    projections,
+    reference_logits,
+    safetensors_torch,
+    save_checkpoint,
+    torch,
+    transformers,
+)
+from tests.support.exact_logits import exact_logits
+from tests.support.logits import kl_divergence, relative_error
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes seconds, and a compiler
-_WHY = "needs torch and transformers: pip install entropykv[reference]"
-torch = pytest.importorskip("torch", reason=_WHY)
-transformers = pytest.importorskip("transformers", reason=_WHY)
-bitnet = pytest.importorskip("transformers.integrations.bitnet", reason=_WHY)
-safetensors_torch = pytest.importorskip("safetensors.torch", reason=_WHY)
 
-N_VOCAB = 320
-TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, N_VOCAB, 90)]
-PROJECTIONS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 pytestmark = [
     pytest.mark.reference,
@@ -78,28 +75,6 @@ def random_model(hidden_act: str = "relu2", n_head_kv: int = 2, **changes: Any) 
                 gain = 2.5 if "embed" in name else 1.3
                 weight.copy_(noise * gain / weight.shape[1] ** 0.5)
     return model
-
-
-def reference_logits(model: Any) -> Logits:
-    with torch.no_grad():
-        logits: Logits = model(torch.tensor([TOKENS])).logits[0].float().numpy()
-    return logits
-
-
-def projections(model: Any) -> dict[str, Any]:
-    """Projections by the name that llama.cpp has for them."""
-    found = {}
-    for layer, block in enumerate(model.model.layers):
-        for theirs, ours in PROJECTIONS.items():
-            found[f"blk.{layer}.{ours}"] = block.get_submodule(theirs)
-    return found
-
-
-def make_ternary(model: Any) -> None:
-    """Replace every projection by what WeightQuant makes of it."""
-    with torch.no_grad():
-        for module in projections(model).values():
-            module.weight.copy_(bitnet.WeightQuant.apply(module.weight))
 
 
 def converted_weights(path: Path) -> dict[str, tuple[npt.NDArray[np.float32], np.float32]]:
@@ -183,47 +158,6 @@ def test_masters_are_quantised_as_transformers_does(
         # float32: torch and numpy may add up the mean in another order.
         tolerance = 1e-6 if dtype == "float32" else 0.0
         assert abs(scale - np.abs(expected).max()) <= tolerance * scale, name
-
-
-def add_quantization(directory: Path, linear_class: str, mode: str) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] = {
-        "quant_method": "bitnet",
-        "linear_class": linear_class,
-        "quantization_mode": mode,
-    }
-    path.write_text(json.dumps(config))
-
-
-def save_checkpoint(model: Any, directory: Path, **options: Any) -> None:
-    """Save a checkpoint with a tokenizer: what has none is refused when it is loaded."""
-    model.save_pretrained(directory, **options)
-    write_tokenizer(directory)
-
-
-def pack_checkpoint(directory: Path, model: Any, linear_class: str) -> dict[str, Any]:
-    """Pack a saved model with transformers' own pack_weights; returns the modules it would run."""
-    path = directory / "model.safetensors"
-    tensors = safetensors_torch.load_file(path)
-    running = {}
-    random = np.random.default_rng(3)
-    for name, module in projections(model).items():
-        out_features, in_features = module.weight.shape
-        scale = torch.tensor([random.uniform(0.01, 0.1)], dtype=torch.float32)
-        ternary = torch.sign(bitnet.WeightQuant.apply(module.weight.detach()))
-        packed = bitnet.pack_weights(ternary.clone())
-        layer, projection = name.split(".")[1:]
-        theirs = next(key for key, value in PROJECTIONS.items() if value == projection)
-        key = f"model.layers.{layer}.{theirs}"
-        stored = scale if linear_class == "autobitlinear" else 1.0 / scale
-        tensors[f"{key}.weight"], tensors[f"{key}.weight_scale"] = packed, stored
-        runs = {"autobitlinear": bitnet.AutoBitLinear, "bitlinear": bitnet.BitLinear}[linear_class]
-        running[name] = runs(in_features, out_features, bias=False, dtype=torch.float32)
-        running[name].load_state_dict({"weight": packed, "weight_scale": stored})
-    safetensors_torch.save_file(tensors, path, {"format": "pt"})
-    add_quantization(directory, linear_class, "offline")
-    return running
 
 
 @pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])

@@ -17,7 +17,7 @@ from entropykv.calibration.measure import excerpts_of, measure
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
 from entropykv.profile.find import profile_beside
-from tests.integration.test_cli import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv
 from tests.support.model_reference import ModelReference
 from training.facts import STOP, STOP_LINE, Writer
 from training.tokenizer import WordTokenizer

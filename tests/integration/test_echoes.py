@@ -12,9 +12,9 @@ from entropykv import Session, SettingsError
 from entropykv.evaluation.passkeys import make_cases
 from entropykv.llamacpp.batch import BatchPart, MicroBatch
 from tests.architectures import ARCHITECTURES
-from tests.integration.test_headwise import tokens_for
-from tests.integration.test_sessions_on_disk import all_entries, future, session_of
+from tests.support.logits import tokens_for
 from tests.support.releases import write_known
+from tests.support.saved_sessions import all_entries, future, session_of
 from tests.support.tiny_models import write_gpt2
 
 POLICIES = (

@@ -21,6 +21,7 @@ from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.shipped import DEMOS
+from tests.support.eval_command import Command
 from tests.support.tiny_models import write_llama
 
 PHRASES = ["the and of ", "to in on at. ", "The end, then another. ", "Is it an ocean? ", "of the "]
@@ -37,26 +38,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for number, file in enumerate(files):
         file.write_text(words(number, 400), encoding="utf-8")
     return files
-
-
-class Command:
-    """`entropykv eval` of a model, in this process."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._options = ["eval", "-m", str(model), "-t", "1"]
-        self._json = folder / "result.json"
-
-    def code(self, *options: object) -> int:
-        return main([*self._options, *map(str, options), "--json", str(self._json)])
-
-    def result(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self._json.read_text(encoding="utf-8"))
-        return content
-
-    def rows(self, *options: object) -> list[dict[str, Any]]:
-        assert self.code(*options) == 0
-        rows: list[dict[str, Any]] = self.result()["rows"]
-        return rows
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entropykv import BudgetError, ContextError, Session, SettingsError, UnsupportedModelError
-from tests.integration.test_headwise import relative_error, stock_logits, tokens_for
+from tests.support.logits import relative_error, stock_logits, tokens_for
 
 
 def test_ample_budget_gives_the_logits_of_stock(tiny_llama: Path) -> None:

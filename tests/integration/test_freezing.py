@@ -18,8 +18,9 @@ from entropykv import BudgetError, FreezeError, Freezing, Session, SessionFileEr
 from entropykv.cli import main
 from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile, digest_of
-from tests.integration.test_headwise import relative_error, tokens_for
-from tests.integration.test_sessions_on_disk import (
+from tests.support.freezing import freeze_and_restore, frozen_entries
+from tests.support.logits import relative_error, tokens_for
+from tests.support.saved_sessions import (
     all_entries,
     assert_load_refused,
     sections_start,
@@ -51,15 +52,6 @@ def least_limit(path: Path, **options: Any) -> int:
     return int(str(refused.value).split("--freeze-limit ")[1].split("B")[0])
 
 
-def frozen_entries(session: Session) -> list[list[int]]:
-    core = session._store.core  # type: ignore[attr-defined]
-    return [
-        core.frozen_positions(layer, head).tolist()
-        for layer, heads in enumerate(session.budgets())
-        for head in range(len(heads))
-    ]
-
-
 def check_all_is_there(session: Session) -> None:
     """Active, frozen and evicted entries are all that was read, and no entry is in two places."""
     stats = session.stats()
@@ -68,16 +60,6 @@ def check_all_is_there(session: Session) -> None:
         assert not set(active) & set(frozen)
         if stats.evictions == 0:
             assert sorted([*active, *frozen]) == list(range(session.position))
-
-
-def freeze_and_restore(session: Session) -> None:
-    """Everything, there and back."""
-    core = session._store.core  # type: ignore[attr-defined]
-    n = core.entries
-    core.freeze_all(session.position - 1)
-    assert (core.entries, core.frozen) == (0, n)
-    assert core.restore(session.position - 1) == n
-    assert (core.entries, core.frozen) == (n, 0)
 
 
 # --- there and back -------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from entropykv.calibration.texts import Text
 from entropykv.convert import convert
 from entropykv.convert.known import KnownModel, known_models
 from entropykv.profile.belongs import check_model
-from tests.integration.test_convert import exact_logits
-from tests.integration.test_headwise import relative_error
+from tests.support.exact_logits import exact_logits
 from tests.support.hf_files import hf_config, hf_tensors, write_hf
 from tests.support.i2s_files import I2sModel
+from tests.support.logits import relative_error
 from tests.support.model_reference import ModelReference
 
 KNOWN = {model.name: model for model in known_models()}

@@ -33,23 +33,13 @@ from entropykv import (
     detach,
 )
 from entropykv.model import shipped
-from tests.integration.test_headwise import tokens_for
+from tests.support.llamas import QUIET, STORES, answer, content
+from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
 
-QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
 PROMPT = "the winding road to the land of "
 GRAMMAR = 'root ::= [a-z]{3} " " [0-9]{2}'
-STORES = ("headwise", "flat")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def content(response: Any) -> Any:
-    """A response without what differs between two calls: id and time."""
-    return {name: value for name, value in response.items() if name not in ("id", "created")}
-
-
-def answer(response: Any) -> str:
-    return str(response["choices"][0]["message"]["content"])
 
 
 def penalise_e(_: Any, scores: Any) -> Any:

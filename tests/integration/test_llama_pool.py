@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from entropykv import EntropyLlama, SettingsError, detach
-from tests.integration.test_pool import in_threads
+from tests.support.threads import in_threads
 from tests.support.tiny_models import write_llama
 
 PROMPTS = ["the king of the and", "on the other ", "where then are they", "an idea in the end"]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from llama_cpp import LlamaGrammar
 
 from entropykv import ContextError, EntropyLlama, Session
-from tests.integration.test_headwise import tokens_for
-from tests.integration.test_llama import QUIET, STORES, answer, content
+from tests.support.llamas import QUIET, STORES, answer, content
+from tests.support.logits import tokens_for
+from tests.support.reads import Reads
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
 BYTE = 3  # the first of the 256 byte tokens of the tiny models
@@ -23,19 +24,6 @@ BYTE = 3  # the first of the 256 byte tokens of the tiny models
 def as_bytes(text: str) -> list[int]:
     """A text as the tiny models' tokenizer would never cut it: every byte a token."""
     return [BYTE + byte for byte in text.encode("utf-8")]
-
-
-class Reads:
-    """How many prompt tokens a call reads, and from where on."""
-
-    def __init__(self, llm: EntropyLlama) -> None:
-        self.llm = llm
-        self._before = llm.kv_stats().prompt_tokens
-
-    def count(self) -> int:
-        now = self.llm.kv_stats().prompt_tokens
-        count, self._before = now - self._before, now
-        return count
 
 
 @pytest.fixture(params=STORES)

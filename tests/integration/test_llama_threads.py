@@ -12,8 +12,8 @@ from entropykv import EntropyKVError, EntropyLlama, Recovery
 from entropykv.errors import SettingsError
 from entropykv.session.recovery import Climb
 from entropykv.settings.recovery import Rung
-from tests.integration.test_headwise import tokens_for
-from tests.integration.test_llama import QUIET
+from tests.support.llamas import QUIET
+from tests.support.logits import tokens_for
 
 PROMPT, OTHER = tokens_for(60), tokens_for(50, seed=1)
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from entropykv import Session
 from entropykv.model.shipped import DEMOS
 from entropykv.store.headwise import HeadwiseStore
-from tests.integration.test_cli import entropykv
-from tests.integration.test_headwise import tokens_for
-from tests.integration.test_sessions_on_disk import (
+from tests.support.command import entropykv
+from tests.support.logits import tokens_for
+from tests.support.saved_sessions import (
     all_entries,
     assert_load_refused,
     future,

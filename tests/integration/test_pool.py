@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from entropykv import (
 )
 from entropykv.session import seat
 from tests.architectures import ARCHITECTURES
-from tests.integration.test_headwise import relative_error
+from tests.support.logits import relative_error
 from tests.support.releases import write_known
+from tests.support.threads import in_threads
 from tests.support.tiny_models import write_llama
 
 Rows = list[npt.NDArray[np.float32]]
@@ -61,27 +62,6 @@ def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
         rows.append(session.decode([int(rows[-1].argmax())])[-1])
     session.rest()
     return rows
-
-
-def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, each in a thread of its own."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:

@@ -10,10 +10,10 @@ import pytest
 
 from entropykv import Session, _core
 from entropykv.llamacpp.stock import StockSession
-from tests.integration.test_architectures import read
-from tests.integration.test_headwise import relative_error, tokens_for
-from tests.integration.test_weight_types import FILE_TYPES, quantised
+from tests.support.architecture_reading import read
+from tests.support.logits import relative_error, tokens_for
 from tests.support.tiny_models import write_llama
+from tests.support.weight_types import FILE_TYPES, quantised
 
 OURS = ("TQ2_0", "TQ1_0", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 STOCKS_FOR_ONE_TOKEN = ("Q6_K",)

@@ -12,7 +12,7 @@ import pytest
 
 from entropykv import ContextError, Session, SessionFileError, SettingsError
 from entropykv.model.shipped import DEMOS
-from tests.integration.test_headwise import Logits, relative_error, tokens_for
+from tests.support.logits import Logits, relative_error, tokens_for
 from tests.support.tiny_models import TinyRope, write_bitnet, write_gpt2, write_llama
 from training.facts import STOP, STOP_LINE, Writer
 

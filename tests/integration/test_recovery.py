@@ -12,8 +12,8 @@ import pytest
 from entropykv import Session
 from entropykv.session.recovery import Climb
 from entropykv.settings.recovery import Recovery, Rung
-from tests.integration.test_headwise import tokens_for
-from tests.unit.test_recovery import ClimbCounts
+from tests.support.climbs import ClimbCounts
+from tests.support.logits import tokens_for
 
 N_TOKENS = 40
 READS_AHEAD = Recovery(warm_up=10**6)

@@ -11,8 +11,8 @@ import pytest
 
 from entropykv import EntropyLlama, attach
 from entropykv.session.read_parts import ReadParts
-from tests.integration.test_headwise import tokens_for
-from tests.integration.test_llama import QUIET, STORES
+from tests.support.llamas import QUIET, STORES
+from tests.support.logits import tokens_for
 
 PROMPTS = [
     tokens_for(90),

@@ -14,7 +14,7 @@ from entropykv.evaluation.ruler.scores import RulerPart, ruler_parts
 from entropykv.evaluation.ruler.suite import QUESTIONS, Suite, own_texts
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
-from tests.integration.test_eval import Command
+from tests.support.eval_command import Command
 
 EASY = ("--suite", "ruler", "--kv-type", "f16", "--policy", "uniform")
 

@@ -14,7 +14,7 @@ import pytest
 from entropykv.cli import answer as answers
 from entropykv.cli import main
 from entropykv.cli.interrupts import Interrupts
-from tests.integration.test_cli import assert_refused, entropykv
+from tests.support.command import assert_refused, entropykv
 
 SMALL = ("-c", "64", "-n", "4", "-t", "1", "--temp", "0")
 

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.test_cli import entropykv
+from tests.support.command import entropykv
 from tests.support.running_server import KEY, MODEL, N_CTX, Server
 
 PARALLEL = ("--parallel", 3, "--kv-budget", 6000, "--kv-type", "f16")

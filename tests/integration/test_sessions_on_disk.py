@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pty
@@ -25,9 +24,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import ContextError, Session, SessionFileError
-from entropykv.session.file import MAGIC, VERSION
-from tests.integration.test_cli import assert_refused, entropykv
-from tests.integration.test_headwise import relative_error, tokens_for
+from tests.support.command import assert_refused, entropykv
+from tests.support.logits import relative_error, tokens_for
+from tests.support.saved_sessions import (
+    all_entries,
+    assert_load_refused,
+    future,
+    sections_start,
+    session_of,
+    signed,
+    with_contents,
+)
 from tests.support.tiny_models import write_llama
 
 STORES = [
@@ -36,30 +43,6 @@ STORES = [
     ("headwise", "streaming"),
     ("flat", "recency"),
 ]
-
-
-def session_of(path: Path, **options: Any) -> Session:
-    return Session(
-        path, **{"n_ctx": 512, "kv_budget": 96, "n_ubatch": 64, "n_threads": 1, **options}
-    )
-
-
-def all_entries(session: Session) -> list[list[int]]:
-    return [
-        session.entries(layer, head).tolist()
-        for layer, heads in enumerate(session.budgets())
-        for head in range(len(heads))
-    ]
-
-
-def future(session: Session) -> tuple[Any, ...]:
-    """All that a session can be asked for, now and later."""
-    state = (session.position, session.tokens, all_entries(session), session.budgets())
-    written = list(session.generate([], 40)) if session.logits is not None else []
-    rows = np.concatenate(
-        [session.decode(tokens_for(90, seed=9), all_logits=True), session.logits[None]]
-    )  # type: ignore[index]
-    return (*state, written, rows.tobytes(), all_entries(session))
 
 
 # --- what is loaded goes on as saved --------------------------------------------------------------
@@ -294,14 +277,6 @@ def test_a_killed_process_goes_on_in_another(model: str, tmp_path: Path, request
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def assert_load_refused(session: Session, data: bytes, words: str) -> None:
-    """Named, and the session is as it was."""
-    before = session.save_state()
-    with pytest.raises(SessionFileError, match=words):
-        session.load_state(data)
-    assert session.save_state() == before
-
-
 def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path: Path) -> None:
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(200))
@@ -332,27 +307,6 @@ def test_a_flat_session_that_needs_more_cells(tiny_llama: Path) -> None:
     with session_of(tiny_llama, store="flat", kv_budget=50) as session:
         session.decode(tokens_for(100))
         assert_load_refused(session, data, "--kv-budget 400")
-
-
-def signed(data: bytes) -> bytes:
-    """The file with right digests, whatever was changed in it."""
-    size = struct.unpack_from("<I", data, 12)[0]
-    head = data[: 16 + size]
-    head += hashlib.blake2b(head, digest_size=16).digest()
-    body = head + data[len(head) : -16]
-    return body + hashlib.blake2b(body, digest_size=16).digest()
-
-
-def sections_start(data: bytes) -> int:
-    return 16 + int(struct.unpack_from("<I", data, 12)[0]) + 16
-
-
-def with_contents(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    start = sections_start(data)
-    header = json.loads(data[16 : start - 16])
-    change(header["contents"])
-    text = json.dumps(header).encode()
-    return signed(struct.pack("<8sII", MAGIC, VERSION, len(text)) + text + bytes(16) + data[start:])
 
 
 def test_lies_under_a_right_digest(tiny_llama: Path) -> None:

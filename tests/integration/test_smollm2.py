@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.inputs import read_texts
 from entropykv import Session
 from entropykv.llamacpp.stock import StockSession
-from tests.integration.test_headwise import kl_divergence
+from tests.support.logits import kl_divergence
 
 
 def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> None:

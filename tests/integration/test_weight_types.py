@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
-from gguf import GGUFReader
 
 from entropykv import Session
 from entropykv.llamacpp.stock import StockSession
-from tests.integration.test_architectures import decided, greedy, next_logits, read, stock
-from tests.integration.test_headwise import relative_error, tokens_for
+from tests.support.architecture_reading import decided, greedy, next_logits, read, stock
+from tests.support.logits import relative_error, tokens_for
 from tests.support.tiny_models import write_bitnet, write_llama
+from tests.support.weight_types import FILE_TYPES, quantised
 
-FILE_TYPES = {
-    "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
-    "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
-    "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
-    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
-    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
-    "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
-    "Q5_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_S,
-    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
-    "IQ4_XS": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS,
-    "TQ1_0": llama_cpp.LLAMA_FTYPE_MOSTLY_TQ1_0,
-    "TQ2_0": llama_cpp.LLAMA_FTYPE_MOSTLY_TQ2_0,
-}
 WRITERS = {"llama": write_llama, "bitnet": write_bitnet}
 TOKENS = tokens_for(150)
 
@@ -47,20 +31,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, write in WRITERS.items():
         write(paths[name], n_head=4, n_head_kv=2, head_dim=64, n_ff=256, weight_type="F32")
     return paths
-
-
-def quantised(original: Path, folder: Path, weight_type: str) -> Path:
-    """All matrices as llama.cpp itself writes them in a type."""
-    target = folder / f"{weight_type}.gguf"
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = FILE_TYPES[weight_type]
-    parameters.pure = True
-    parameters.nthread = 1
-    source = bytes(original)
-    assert llama_cpp.llama_model_quantize(source, bytes(target), ctypes.byref(parameters)) == 0
-    tensors = GGUFReader(target).tensors
-    assert {t.tensor_type.name for t in tensors if len(t.shape) == 2} == {weight_type}
-    return target
 
 
 @pytest.fixture

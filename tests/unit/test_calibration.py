@@ -28,7 +28,7 @@ from entropykv.calibration.texts import (
 from entropykv.cli.profile_table import compare, format_profile
 from entropykv.errors import CalibrationError, EntropyKVError, ProfileError, SettingsError
 from entropykv.profile.profile import EntropyProfile
-from tests.unit.test_profile_parts import example
+from tests.support.profiles import example
 
 SIZES = {"a": 50, "b": 9, "c": 30, "d": 20}
 TEXTS = [Text(f"{letter}.txt", letter * size) for letter, size in SIZES.items()]

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from gguf.quants import dequantize
 
 from entropykv.convert import convert
 from entropykv.convert.estimate import Estimate
 from tests.support.i2s_files import I2sModel
+from tests.support.weights import assert_weights_are, read_weights
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)  # rows of 544 need Q4_0
@@ -21,18 +21,6 @@ WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)  # rows of 544 need Q4_0
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TINY.write(tmp_path_factory.mktemp("models") / "i2s.gguf")
-
-
-def read_weights(path: Path) -> dict[str, np.ndarray]:
-    return {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(path).tensors}
-
-
-def assert_weights_are(path: Path, model: I2sModel) -> None:
-    """Ternary values and scales bit for bit."""
-    weights = read_weights(path)
-    for name, ternary in model.ternary.items():
-        assert np.array_equal(weights[f"{name}.weight"], ternary), name
-        assert weights[f"{name}.scale"].tolist() == [model.scales[name]], name
 
 
 @pytest.mark.parametrize("weight_type", [None, "q4_0", "f16"])

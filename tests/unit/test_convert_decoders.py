@@ -16,8 +16,8 @@ from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.model.geometry import read_geometry
 from tests.support.hf_files import hf_config, hf_order, hf_tensors, write_hf, write_safetensors
 from tests.support.i2s_files import I2sModel
-from tests.unit.test_convert import assert_weights_are, read_weights
-from tests.unit.test_convert_refusals import refused
+from tests.support.refusals import refused
+from tests.support.weights import assert_weights_are, read_weights
 
 LLAMA = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=4, n_head_kv=2, n_vocab=264, arch="llama")
 QWEN2 = dataclasses.replace(LLAMA, arch="qwen2")

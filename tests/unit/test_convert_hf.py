@@ -17,8 +17,8 @@ from entropykv.convert import convert
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
 from tests.support.hf_files import hf_config, hf_tensors, write_hf, write_safetensors
 from tests.support.i2s_files import I2sModel
-from tests.unit.test_convert import assert_weights_are, read_weights
-from tests.unit.test_convert_refusals import refused
+from tests.support.refusals import refused
+from tests.support.weights import assert_weights_are, read_weights
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

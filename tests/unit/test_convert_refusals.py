@@ -19,8 +19,9 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from tests.support.i2s_files import I2sModel
+from tests.support.refusals import refused
 from tests.support.tiny_models import write_llama
-from tests.unit.test_convert import assert_weights_are, read_weights
+from tests.support.weights import assert_weights_are, read_weights
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 
@@ -28,21 +29,6 @@ TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=26
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TINY.write(tmp_path_factory.mktemp("models") / "i2s.gguf")
-
-
-def refused(
-    source: Path,
-    target: Path,
-    message: str,
-    kind: type[EntropyKVError] = ModelFileError,
-    **options: Any,
-) -> None:
-    """Refused with this message, in one sentence, and the directory is as it was."""
-    before = sorted(target.parent.iterdir()) if target.parent.is_dir() else []
-    with pytest.raises(kind, match=message) as caught:
-        convert(source, target, **options)
-    assert "\n" not in str(caught.value)
-    assert before == (sorted(target.parent.iterdir()) if target.parent.is_dir() else [])
 
 
 def changed(tiny: Path, target: Path, old: bytes, new: bytes, offset: int = 0) -> Path:

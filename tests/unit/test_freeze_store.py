@@ -24,7 +24,7 @@ from tests.support.reference import (
     rotated,
     stored,
 )
-from tests.unit.test_store import importance_of
+from tests.support.stores import importance_of
 
 MAX_TOKENS = 40
 MAX_ENTRIES = 300

@@ -14,7 +14,7 @@ from entropykv.convert import convert
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from tests.support.hf_files import N_TOKENS, hf_config, hf_tensors, write_hf, write_tokenizer
 from tests.support.i2s_files import I2sModel, byte_level_vocabulary
-from tests.unit.test_convert_refusals import refused
+from tests.support.refusals import refused
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
 

@@ -18,7 +18,7 @@ from entropykv.policy.plan import HeadwisePlan, plan_headwise
 from entropykv.settings.options import Budget
 from tests.support import reference
 from tests.support.reference import Options, ReferenceHead, Rules
-from tests.unit.test_store import (
+from tests.support.stores import (
     HEADS,
     LAYERS,
     MAX_ENTRIES,

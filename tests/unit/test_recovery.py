@@ -21,6 +21,7 @@ from entropykv.session.generate import generate
 from entropykv.session.recovery import Climb, Ladder, _Distribution, _Running
 from entropykv.session.sampling import Sampling
 from entropykv.settings.recovery import Recovery, Rung
+from tests.support.climbs import ClimbCounts
 
 N_VOCAB = 64
 WARM_UP = 8
@@ -28,24 +29,6 @@ GREEDY = Sampling()
 LADDER = [Rung.SOFT, Rung.WINDOW, Rung.FULL, Rung.REWALK]
 SILENT = 10**6
 """A warm-up in which nothing counts."""
-
-
-@dataclass
-class ClimbCounts:
-    """How often every rung was climbed."""
-
-    soft: int = 0
-    window: int = 0
-    full: int = 0
-    rewalk: int = 0
-    restored: int = 0
-    """Entries that came back by it."""
-
-    def note(self, climb: Climb) -> None:
-        """Count a climb."""
-        name = climb.rung.name.lower()
-        setattr(self, name, getattr(self, name) + 1)
-        self.restored += climb.restored
 
 
 def peaked(token: int, logit: float = 12.0) -> np.ndarray:

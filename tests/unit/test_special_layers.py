@@ -19,7 +19,7 @@ from tests.support.reference import (
     attend_kv_head,
     losses_at,
 )
-from tests.unit.test_store import importance_of
+from tests.support.stores import importance_of
 
 MAX_TOKENS = 48
 MAX_ENTRIES = 400

@@ -12,45 +12,27 @@ from hypothesis import strategies as st
 
 from entropykv import _core
 from tests.support.reference import Options, ReferenceHead, Rope, Rules
+from tests.support.stores import (
+    HEADS,
+    LAYERS,
+    MAX_ENTRIES,
+    MAX_TOKENS,
+    N_SINKS,
+    RECENT,
+    SHAPES,
+    importance_of,
+    pages_of,
+)
 
-MAX_TOKENS = 96
-MAX_ENTRIES = 400
-N_SINKS = 3
-RECENT = 6
 FLOOR = N_SINKS + RECENT
 
-# Three layers of different entries: their pages hold 16 entries and more.
-SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
 WINDOWS = ((0, False), (30, False), (40, True))
-LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, strict=True)]
-HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 
 SCORES = ("streaming", "recency", "mass")
 MEASURES = ("mass", "attention", "products", "expected")
 KV_TYPES = ("f16", "q8_0")
 ROPES = (Rope(0), Rope(16), Rope(12, offset=2, neox=True, freq_base=100.0))
-
-
-def pages_of(budgets: list[int], kv_type: str) -> int:
-    _, per_page = _core.page_geometry(LAYERS, kv_type)
-    return sum(
-        _core.pages_for(budget, per_page[layer])
-        for (layer, _), budget in zip(HEADS, budgets, strict=True)
-    )
-
-
-def importance_of(rules: Rules) -> _core.ImportanceSettings:
-    return _core.ImportanceSettings(
-        getattr(_core.ScoreKind, rules.score),
-        rules.variation,
-        rules.decay,
-        rules.observation_window,
-        rules.by_exposure,
-        rules.by_values,
-        rules.distinct,
-        rules.future_positions,
-    )
 
 
 @dataclass

@@ -125,6 +125,16 @@ def test_no_class_has_too_many_methods() -> None:
     assert all(n <= LARGE_CLASSES[name] for name, n in too_many.items())
 
 
+def test_no_test_module_imports_from_another() -> None:
+    """What several share is in tests/support."""
+    tests = ROOT / "tests"
+    modules = [node for folder in ("unit", "integration") for node in (tests / folder).glob("*.py")]
+    for file in modules:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert not re.match(r"tests\.(unit|integration)\.", node.module), file
+
+
 def test_a_module_s_name_tells_where_a_class_is() -> None:
     """A class name is there once, unless it is private."""
     names = [

@@ -36,7 +36,7 @@ class ModelText:
         return self._model.detokenize(tokens, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, for output as it comes; `special`: also of control tokens."""
+        """Return the bytes of a token, for output as it comes; `special`: of control tokens."""
         return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:

@@ -1,0 +1,25 @@
+"""Count the climbs of the recovery ladder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entropykv.session.recovery import Climb
+
+
+@dataclass
+class ClimbCounts:
+    """How often every rung was climbed."""
+
+    soft: int = 0
+    window: int = 0
+    full: int = 0
+    rewalk: int = 0
+    restored: int = 0
+    """Entries that came back by it."""
+
+    def note(self, climb: Climb) -> None:
+        """Count a climb."""
+        name = climb.rung.name.lower()
+        setattr(self, name, getattr(self, name) + 1)
+        self.restored += climb.restored

@@ -1,0 +1,30 @@
+"""Run the command line as users do, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+Result = subprocess.CompletedProcess[str]
+
+
+def entropykv(*arguments: object, stdin: str | None = None) -> Result:
+    return subprocess.run(
+        [sys.executable, "-m", "entropykv.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """One clear sentence, exit code 2, no traceback, nothing on stdout."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout.strip() == ""
+    assert result.stderr.startswith("entropykv: "), result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr

@@ -1,0 +1,103 @@
+"""References for conversions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.exact_logits import Logits
+from tests.support.hf_files import write_tokenizer
+
+_WHY = "needs torch and transformers: pip install entropykv[reference]"
+
+
+torch = pytest.importorskip("torch", reason=_WHY)
+
+
+transformers = pytest.importorskip("transformers", reason=_WHY)
+
+
+bitnet = pytest.importorskip("transformers.integrations.bitnet", reason=_WHY)
+
+
+safetensors_torch = pytest.importorskip("safetensors.torch", reason=_WHY)
+
+
+N_VOCAB = 320
+TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, N_VOCAB, 90)]
+PROJECTIONS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def reference_logits(model: Any) -> Logits:
+    with torch.no_grad():
+        logits: Logits = model(torch.tensor([TOKENS])).logits[0].float().numpy()
+    return logits
+
+
+def projections(model: Any) -> dict[str, Any]:
+    """Projections by the name that llama.cpp has for them."""
+    found = {}
+    for layer, block in enumerate(model.model.layers):
+        for theirs, ours in PROJECTIONS.items():
+            found[f"blk.{layer}.{ours}"] = block.get_submodule(theirs)
+    return found
+
+
+def make_ternary(model: Any) -> None:
+    """Replace every projection by what WeightQuant makes of it."""
+    with torch.no_grad():
+        for module in projections(model).values():
+            module.weight.copy_(bitnet.WeightQuant.apply(module.weight))
+
+
+def add_quantization(directory: Path, linear_class: str, mode: str) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": linear_class,
+        "quantization_mode": mode,
+    }
+    path.write_text(json.dumps(config))
+
+
+def save_checkpoint(model: Any, directory: Path, **options: Any) -> None:
+    """Save a checkpoint with a tokenizer: what has none is refused when it is loaded."""
+    model.save_pretrained(directory, **options)
+    write_tokenizer(directory)
+
+
+def pack_checkpoint(directory: Path, model: Any, linear_class: str) -> dict[str, Any]:
+    """Pack a saved model with transformers' own pack_weights; returns the modules it would run."""
+    path = directory / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    running = {}
+    random = np.random.default_rng(3)
+    for name, module in projections(model).items():
+        out_features, in_features = module.weight.shape
+        scale = torch.tensor([random.uniform(0.01, 0.1)], dtype=torch.float32)
+        ternary = torch.sign(bitnet.WeightQuant.apply(module.weight.detach()))
+        packed = bitnet.pack_weights(ternary.clone())
+        layer, projection = name.split(".")[1:]
+        theirs = next(key for key, value in PROJECTIONS.items() if value == projection)
+        key = f"model.layers.{layer}.{theirs}"
+        stored = scale if linear_class == "autobitlinear" else 1.0 / scale
+        tensors[f"{key}.weight"], tensors[f"{key}.weight_scale"] = packed, stored
+        runs = {"autobitlinear": bitnet.AutoBitLinear, "bitlinear": bitnet.BitLinear}[linear_class]
+        running[name] = runs(in_features, out_features, bias=False, dtype=torch.float32)
+        running[name].load_state_dict({"weight": packed, "weight_scale": stored})
+    safetensors_torch.save_file(tensors, path, {"format": "pt"})
+    add_quantization(directory, linear_class, "offline")
+    return running

@@ -1,0 +1,29 @@
+"""Run `entropykv eval`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from entropykv.cli import main
+
+
+class Command:
+    """`entropykv eval` of a model, in this process."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._options = ["eval", "-m", str(model), "-t", "1"]
+        self._json = folder / "result.json"
+
+    def code(self, *options: object) -> int:
+        return main([*self._options, *map(str, options), "--json", str(self._json)])
+
+    def result(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._json.read_text(encoding="utf-8"))
+        return content
+
+    def rows(self, *options: object) -> list[dict[str, Any]]:
+        assert self.code(*options) == 0
+        rows: list[dict[str, Any]] = self.result()["rows"]
+        return rows

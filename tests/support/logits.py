@@ -1,0 +1,43 @@
+"""Compare logits, and make the texts that they are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.llamacpp.stock import StockSession
+
+Logits = npt.NDArray[np.float32]
+
+
+def relative_error(ours: Logits, stock: Logits) -> float:
+    """Root mean square of the difference, relative to the spread of the logits."""
+    return float(np.sqrt(((ours - stock) ** 2).mean()) / stock.std())
+
+
+def kl_divergence(stock: Logits, ours: Logits) -> float:
+    """Mean over rows of KL(stock || ours), in nats."""
+
+    def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+        shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+        result: npt.NDArray[np.float64] = shifted - np.log(
+            np.exp(shifted).sum(axis=1, keepdims=True)
+        )
+        return result
+
+    reference, other = log_softmax(stock), log_softmax(ours)
+    return float((np.exp(reference) * (reference - other)).sum(axis=1).mean())
+
+
+def tokens_for(n: int, n_vocab: int = 250, seed: int = 3) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, n_vocab, n)]
+
+
+def stock_logits(path: Path, tokens: list[int], *, flash: bool = False) -> Logits:
+    stock = StockSession(str(path), n_ctx=1024, n_threads=2, flash=flash)
+    try:
+        return stock.decode(tokens, all_logits=True)
+    finally:
+        stock.close()

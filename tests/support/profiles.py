@@ -1,0 +1,37 @@
+"""Profiles for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from entropykv.profile.curves import LossCurves
+from entropykv.profile.parts import Fingerprint, Measurement
+from entropykv.profile.profile import EntropyProfile
+
+
+def example() -> EntropyProfile:
+    entropies = np.array([[0.25, 1.0, 2.0, 5.0], [0.5, 1.5, 3.0, 4.0]])
+    return EntropyProfile(
+        n_layer=2,
+        n_head=4,
+        n_head_kv=2,
+        n_ctx=128,
+        head_entropies=entropies,
+        model="tiny",
+        fingerprint=Fingerprint("llama", 320, 16, 16, "0" * 64),
+        measurement=Measurement(
+            engine="entropykv",
+            rows="quarters",
+            max_length=128,
+            seed=0,
+            kv_type="f16",
+            texts=(("a [1, 2].txt", 128), ("b", 100)),
+            stability=0.9,
+            quarters=entropies,
+            all_rows=entropies / 2,
+            spread=entropies / 10,
+        ),
+        curves=LossCurves(
+            64, 8, 4, 6, 1, (0, 8, 32), np.full((2, 2, 3), 0.25), np.full((2, 2, 3), 1.5)
+        ),
+    )

@@ -1,0 +1,18 @@
+"""Count what a model reads."""
+
+from __future__ import annotations
+
+from entropykv import EntropyLlama
+
+
+class Reads:
+    """How many prompt tokens a call reads, and from where on."""
+
+    def __init__(self, llm: EntropyLlama) -> None:
+        self.llm = llm
+        self._before = llm.kv_stats().prompt_tokens
+
+    def count(self) -> int:
+        now = self.llm.kv_stats().prompt_tokens
+        count, self._before = now - self._before, now
+        return count

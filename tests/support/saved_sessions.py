@@ -1,0 +1,70 @@
+"""Sessions that are saved and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import Session, SessionFileError
+from entropykv.session.file import MAGIC, VERSION
+from tests.support.logits import tokens_for
+
+
+def session_of(path: Path, **options: Any) -> Session:
+    return Session(
+        path, **{"n_ctx": 512, "kv_budget": 96, "n_ubatch": 64, "n_threads": 1, **options}
+    )
+
+
+def all_entries(session: Session) -> list[list[int]]:
+    return [
+        session.entries(layer, head).tolist()
+        for layer, heads in enumerate(session.budgets())
+        for head in range(len(heads))
+    ]
+
+
+def future(session: Session) -> tuple[Any, ...]:
+    """All that a session can be asked for, now and later."""
+    state = (session.position, session.tokens, all_entries(session), session.budgets())
+    written = list(session.generate([], 40)) if session.logits is not None else []
+    rows = np.concatenate(
+        [session.decode(tokens_for(90, seed=9), all_logits=True), session.logits[None]]
+    )  # type: ignore[index]
+    return (*state, written, rows.tobytes(), all_entries(session))
+
+
+def assert_load_refused(session: Session, data: bytes, words: str) -> None:
+    """Named, and the session is as it was."""
+    before = session.save_state()
+    with pytest.raises(SessionFileError, match=words):
+        session.load_state(data)
+    assert session.save_state() == before
+
+
+def signed(data: bytes) -> bytes:
+    """The file with right digests, whatever was changed in it."""
+    size = struct.unpack_from("<I", data, 12)[0]
+    head = data[: 16 + size]
+    head += hashlib.blake2b(head, digest_size=16).digest()
+    body = head + data[len(head) : -16]
+    return body + hashlib.blake2b(body, digest_size=16).digest()
+
+
+def sections_start(data: bytes) -> int:
+    return 16 + int(struct.unpack_from("<I", data, 12)[0]) + 16
+
+
+def with_contents(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    start = sections_start(data)
+    header = json.loads(data[16 : start - 16])
+    change(header["contents"])
+    text = json.dumps(header).encode()
+    return signed(struct.pack("<8sII", MAGIC, VERSION, len(text)) + text + bytes(16) + data[start:])
