@@ -14,7 +14,7 @@ import pytest
 
 from entropykv import EntropyLlama, Session
 from entropykv.llamacpp.model import captured_log
-from tests.integration.test_headwise import relative_error, tokens_for
+from tests.support.logits import relative_error, tokens_for
 from tests.support.rpc_device import built_with_rpc, rpc_device
 from tests.support.tiny_models import TinyRope, write_gemma, write_llama
 

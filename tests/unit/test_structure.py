@@ -22,7 +22,7 @@ LONG_FILES: dict[str, int] = {}
 """What is still too long, and how long it may be: shrink it, and take it out of here."""
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {
-    "store/headwise.py:HeadwiseStore": 33,
+    "store/headwise.py:HeadwiseStore": 31,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

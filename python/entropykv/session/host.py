@@ -32,6 +32,7 @@ from entropykv.settings.options import Budget, is_number
 from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
+from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
@@ -116,7 +117,8 @@ class Host:
                 return FlatStore(self.model, recipe, self.budget)
             if self._context is None:
                 self._context = HeadwiseContext(self.model, recipe, self._most_tokens())
-            return HeadwiseStore(self.model, recipe, self.budget, host=self._context)
+            kind = PooledStore if recipe.options.in_pool else HeadwiseStore
+            return kind(self.model, recipe, self.budget, host=self._context)
         except MemoryError:
             raise self.too_large(self.budget) from None
 

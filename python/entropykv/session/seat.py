@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from entropykv.session.parking import Parked
-from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Store
 
 IDLE_SECONDS = 1.0
@@ -45,6 +45,6 @@ class Seat:
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
-    def headwise(self) -> HeadwiseStore:
+    def headwise(self) -> PooledStore:
         """The store of a sequence that shares a pool: no other store does."""
-        return cast(HeadwiseStore, self.store)
+        return cast(PooledStore, self.store)

@@ -18,7 +18,6 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
-from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
@@ -33,8 +32,6 @@ class HeadwiseStore(Store):
     name = "headwise"
     shift = 0
     rebases = 0
-    share_pages = 0
-    """Of the pool, where several sequences share one."""
 
     def __init__(
         self,
@@ -119,23 +116,9 @@ class HeadwiseStore(Store):
         """The plan that is followed."""
         return self.sharing.plan
 
-    def set_aside(self) -> None:
-        """Forget everything, and leave the pool's pages to others until resize()."""
-        self.truncate(0)
-        self._store.give_up_share()
-        self.share_pages = 0
-        if self._recurrent:
-            self._recurrent.forget()
-
     def await_state(self, position: int) -> None:
         """Know what truncate() can go back to once a state that ends at `position` is loaded."""
         self._loaded = position if self._windowed else 0  # what has left windows is not in it
-
-    def take_place(self, sequence: int) -> None:
-        """Be llama.cpp's sequence of this number from now on."""
-        self.sequence = sequence
-        if self._recurrent:
-            self._recurrent.sequence = sequence
 
     def _forget_cells(self) -> None:
         """Free llama.cpp's cells of this sequence, and its recurrent state."""
@@ -263,23 +246,6 @@ class HeadwiseStore(Store):
         self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
         self.await_state(state.position)
-
-    def checkpoint(self) -> StoreCheckpoint | None:
-        """What is held now, its pages shared; None where it freezes: frozen entries are copied."""
-        if self.cold.settings is not None:
-            return None
-        return self._state.checkpoint(self.shift, self._whole_from)
-
-    def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
-        """See HeadwiseState; what a store of another share holds more is evicted."""
-        done = self._state.go_on_from(checkpoint, self._share, ends=ends)
-        self.shift = checkpoint.shift if done else 0
-        self._loaded = checkpoint.whole_from if done else 0
-        return done
-
-    def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
-        """What state() was when a checkpoint was made."""
-        return self._state.state_of(checkpoint)
 
     @property
     def evicted(self) -> int:
