@@ -19,10 +19,11 @@ import numpy.typing as npt
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
 from entropykv.llama.context import BudgetContext
-from entropykv.llama.prefix import common_prefix, continuing, control_symbol, spelling
+from entropykv.llama.prefix import continuing, control_symbol, spelling
 from entropykv.llama.sampler import SamplerOfSequence
 from entropykv.session.file import SavedContents
 from entropykv.session.pool_session import PoolSession
+from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
@@ -79,7 +80,9 @@ class ReadingLlama(llama_cpp.Llama):
         session = self._session
         if not session.can_return_to(self.n_tokens):
             ids = self.input_ids[: self.n_tokens].tolist() + ids
-            self.n_tokens = 0
+            found = not self._logits_all and session.return_to_checkpoint(ids[:-1])
+            self.n_tokens = session.position if found else 0
+            ids = ids[self.n_tokens :]
         if session.position != self.n_tokens or self.n_tokens == 0:
             session.truncate(self.n_tokens)
         if not ids:
@@ -201,13 +204,24 @@ class ReadingLlama(llama_cpp.Llama):
         A prompt that continues what was read keeps all of it.
         """
         shared = common_prefix(self._input_ids.tolist(), prompt)
-        if shared == self.n_tokens:
+        if shared == self.n_tokens > 0:
             return
         end = self._n_ctx if self._max_tokens is None else len(prompt) + self._max_tokens
         if shared == len(prompt) and self._return_to_prompt(shared, end):
             return
         self.n_tokens = self._session.repeatable_from(min(shared, len(prompt) - 1), end)
         self._requires_eval = True
+        if not self._logits_all and self._session.return_to_checkpoint(prompt, self.n_tokens):
+            self._take_checkpoint(prompt)
+
+    def _take_checkpoint(self, prompt: list[int]) -> None:
+        """Hold what the session went back to; all of a prompt, it need not be read at all."""
+        session = self._session
+        self.n_tokens = session.position
+        self.input_ids[: self.n_tokens] = prompt[: self.n_tokens]
+        if session.logits is not None and self.n_tokens == len(prompt):
+            self.scores[:1] = session.logits
+            self._requires_eval = False
 
     def _return_to_prompt(self, position: int, end: int) -> bool:
         """Go back to the last prompt, if it ended at `position`, without reading any of it again.

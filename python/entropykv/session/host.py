@@ -25,6 +25,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.names import Policy, policy_named
 from entropykv.policy.plan import kv_type_for
 from entropykv.profile.profile import EntropyProfile
+from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
 from entropykv.session.parking import Parked, Parking
 from entropykv.session.profile import given_profile, profile_for
@@ -70,6 +71,7 @@ class HostOptions:
     n_sequences: int = 1
     park: str = "ram"
     park_limit: str | int | None = None
+    checkpoints: str | int = 0
 
 
 class Seat:
@@ -118,6 +120,7 @@ class Host:
         self.options = options
         self.n_sequences = options.n_sequences
         self.parking = Parking(options.park, options.park_limit)
+        self.checkpoints = Checkpoints(self.parking, options.checkpoints)
         self.settings = Settings(
             kv_type=options.kv_type,
             store=options.store,
@@ -163,8 +166,7 @@ class Host:
         # All single tokens besides a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
-        recurrent = self._context is not None and self._context.recurrent
-        self.scheduler = Scheduler(self._admit, self._step, together=not recurrent)
+        self.scheduler = Scheduler(self._admit, self._step, together=not self.recurrent)
         self._free_numbers = list(range(self.n_sequences))
         self._pages = self._total_pages(self.budget)
         if self.core_pool is not None:
@@ -378,6 +380,36 @@ class Host:
             return self.parking.put(seat.position, store.shift, store.state())
         return self.parking.hold(seat.position, pages, store.state_of)
 
+    def kept_of(self, seat: Seat) -> Parked:
+        """Keep what a sequence holds, for another one, in pages of both. PoolError."""
+        with self.scheduler.between_steps():
+            return self._kept(seat) if seat.parked is None else self.parking.copy(seat.parked)
+
+    def give(self, seat: Seat, parked: Parked) -> None:
+        """Let a sequence go on from what was kept, in the place of what it has read.
+
+        It is parked until it reads.
+        """
+        with self.scheduler.between_steps():
+            self.forget(seat)
+            store = _headwise(seat)
+            seat.parked, seat.position = parked, parked.position
+            store.await_state(seat.position)
+            store.core.set_evicted(parked.evicted)
+
+    def checkpoint_of(self, seat: Seat) -> Parked | None:
+        """What a live sequence holds now, in its pages, as long as there is room; None: frozen."""
+        store = _headwise(seat)
+        pages = store.checkpoint() if seat.live else None
+        if pages is None:
+            return None
+        return self.parking.hold(seat.position, pages, store.state_of, spare=True)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether sequences have a state that cannot go back."""
+        return self._context is not None and self._context.recurrent
+
     def _admit(self, work: Work) -> bool:
         """Make a sequence live that waits to be read; False: it has to wait for others."""
         seat = cast(Seat, work.owner)
@@ -436,21 +468,6 @@ class Host:
         seat.given_up += n_parked - store.core.entries
         self.parking.drop(parked)
         seat.parked = None
-
-    def copy(self, source: Seat, target: Seat) -> None:
-        """Let a sequence that has read nothing go on from what another one holds. PoolError.
-
-        It is parked until it reads; its pages are those of the other one.
-        """
-        with self.scheduler.between_steps():
-            if source.parked is not None:
-                target.parked = self.parking.copy(source.parked)
-            else:
-                target.parked = self._kept(source)
-            target.position = source.position
-            _headwise(target).await_state(target.position)
-            target.inherited = target.parked.evicted
-            _headwise(target).core.set_evicted(target.inherited)
 
     # --- shares -----------------------------------------------------------------------------------
 
@@ -559,6 +576,7 @@ class Host:
                 return
             self.closed = True
             self.scheduler.refuse(EntropyKVError("the pool is closed; make a new one"))
+            self.checkpoints.clear()
             for seat in list(self.seats):
                 with contextlib.suppress(EntropyKVError):
                     self.leave_seat(seat)

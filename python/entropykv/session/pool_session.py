@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from entropykv.session.host import Host, Seat, nothing_to_restore
-from entropykv.session.read_parts import ReadParts
+from entropykv.errors import PoolError
+from entropykv.session.checkpoints import Checkpoint
+from entropykv.session.host import Host, nothing_to_restore
+from entropykv.session.parking import Parked
 from entropykv.session.recovery import Climb, Recovery
 from entropykv.session.session import Session
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What a session that is forked goes on from."""
-
-    seat: Seat
-    position: int
-    tokens: array[int]
-    logits: npt.NDArray[np.float32] | None
-    parts: ReadParts
-    reusable_from: int
-    evicted: int
-    echoed: int
 
 
 @dataclass(frozen=True)
@@ -59,26 +43,26 @@ class PoolSession(Session):
         weight: float = 1.0,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
-        origin: _Origin | None = None,
+        origin: Checkpoint | None = None,
     ) -> None:
-        """Take a seat; `origin`: whose entries are copied."""
+        """Take a seat; `origin`: what it goes on from, which is its own then."""
         self._closed = True
         if recovery and not host.freezing:
             raise nothing_to_restore()
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
-        if origin is None or origin.position == 0:
-            return
-        try:
-            host.copy(origin.seat, self._seat)
-        except BaseException:
-            self.close()
-            raise
+        if origin is not None:
+            self._go_on_from(origin)
+            self._seat.inherited = self.evicted
+
+    def _go_on_from(self, origin: Checkpoint) -> None:
+        self._host.give(self._seat, origin.parked)
         self._position, self._tokens = origin.position, origin.tokens[:]
         self._logits, self._parts = origin.logits, origin.parts.copy()
-        self._evicted_before = origin.evicted
+        self._evicted_before = origin.parked.evicted
         self._reusable_from = origin.reusable_from
         self._echoed = origin.echoed
+        self._broken = False
 
     @property
     def weight(self) -> float:
@@ -123,24 +107,59 @@ class PoolSession(Session):
     def fork(self) -> PoolSession:
         """Return another session of the pool, which goes on from what this one has read.
 
-        Its entries are copied: it is parked until it reads, and then has a part of the pool of its
-        own. Raises PoolError where no more can be parked.
+        Both have the same pages until one of them changes. It is parked until it reads, and then
+        has a share of the pool. Raises PoolError where no more can be parked.
         """
         self._check_usable()
-        origin = _Origin(
-            self._seat,
-            self._position,
-            self._tokens,
-            self._logits,
-            self._parts,
-            self.reusable_from,
-            self.evicted,
-            self._echoed,
-        )
+        host, origin = self._host, None
+        if self._position:
+            origin = self._standing_now(host.kept_of(self._seat))
         return PoolSession(
-            self._host,
+            host,
             weight=self.weight,
             recovery=self.recovery,
             on_climb=self.on_climb,
             origin=origin,
         )
+
+    def _standing_now(self, parked: Parked) -> Checkpoint:
+        return Checkpoint(
+            self._position,
+            self._tokens[:],
+            self._logits,
+            self._parts.copy(),
+            self.reusable_from,
+            self._echoed,
+            parked,
+            goes_back=not self._host.recurrent,
+        )
+
+    def keep_checkpoint(self) -> None:
+        """Keep where the text stands, to come back to, and for others that begin as it does."""
+        checkpoints = self._host.checkpoints
+        if checkpoints.limit_bytes == 0 or self._position == 0 or self._broken:
+            return
+        with self._host.scheduler.between_steps():
+            parked = self._host.checkpoint_of(self._seat)
+            if parked is not None:
+                checkpoints.keep(self._standing_now(parked))
+
+    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int = 0) -> bool:
+        """See Session; of any session of the pool. With all of a text, `logits` are there again."""
+        host = self._host
+        with host.scheduler.between_steps():
+            found, position = host.checkpoints.nearest(tokens)
+            if found is None or position <= beyond:
+                return False
+            try:
+                parked = host.parking.copy(found.parked)
+            except PoolError:  # there is no room to park it
+                return False
+            self._go_on_from(replace(found, parked=parked))
+        if position < self._position:
+            try:
+                self.truncate(position)
+            except PoolError:  # there is no room to be live: what is waited for may be long
+                self.truncate(0)
+                return False
+        return True

@@ -151,6 +151,7 @@ class Session:
         self._logits: npt.NDArray[np.float32] | None = None
         self._reusable_from = 0
         self._evicted_before = 0
+        self._writes = False
         self._clear_counters()
 
     def _check_recovery(self) -> None:
@@ -260,6 +261,7 @@ class Session:
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
         self._model.check_tokens(ids)
+        self.note_turn(writes=len(ids) == 1)
         arrival = self._host.scheduler.arrive()
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes:
@@ -271,6 +273,22 @@ class Session:
             echo = self._echo_of(part) if echoes and len(part) >= LEAST_TOKENS else []
             n_rows = len(part) if all_logits else int(last)
             yield self._decode_micro_batch(part, n_rows, echo, arrival)
+
+    def note_turn(self, *, writes: bool) -> None:
+        """Keep a checkpoint where the text turns from what is read to what is written, or back."""
+        if self._position and writes != self._writes:
+            self.keep_checkpoint()
+        self._writes = writes
+
+    def keep_checkpoint(self) -> None:
+        """Keep where the text stands, to come back to: the sessions of a pool do."""
+
+    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int = 0) -> bool:  # noqa: ARG002
+        """Go back to where most of a text was read, if that is more than `beyond` tokens of it.
+
+        Sessions of a pool can, whatever was evicted since; False, and nothing changes, otherwise.
+        """
+        return False
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
