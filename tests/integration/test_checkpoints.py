@@ -194,7 +194,7 @@ def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
         first.note_turn(writes=True)
         shelf.has_read(first)
         thread.join(10)
-        assert taken[0].position == len(SYSTEM)
+        assert taken[0].position == len(SYSTEM) // PIECE * PIECE  # where any reading is cut
         assert shelf.forked == 1
         shelf.close()
         for session in pool.sessions():

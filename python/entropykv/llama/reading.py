@@ -27,6 +27,8 @@ from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
+LEAST_SPARED = 32
+"""Tokens that a checkpoint must spare reading: fewer are read as quickly."""
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
 
@@ -80,7 +82,9 @@ class ReadingLlama(llama_cpp.Llama):
         session = self._session
         if not session.can_return_to(self.n_tokens):
             ids = self.input_ids[: self.n_tokens].tolist() + ids
-            found = not self._logits_all and session.return_to_checkpoint(ids[:-1])
+            found = not self._logits_all and session.return_to_checkpoint(
+                ids[:-1], LEAST_SPARED - 1, repeatable=self._budget.repeatable
+            )
             self.n_tokens = session.position if found else 0
             ids = ids[self.n_tokens :]
         if session.position != self.n_tokens or self.n_tokens == 0:
@@ -211,7 +215,10 @@ class ReadingLlama(llama_cpp.Llama):
             return
         self.n_tokens = self._session.repeatable_from(min(shared, len(prompt) - 1), end)
         self._requires_eval = True
-        if not self._logits_all and self._session.return_to_checkpoint(prompt, self.n_tokens):
+        beyond = max(self.n_tokens, LEAST_SPARED - 1)
+        if not self._logits_all and self._session.return_to_checkpoint(
+            prompt, beyond, repeatable=True
+        ):
             self._take_checkpoint(prompt)
 
     def _take_checkpoint(self, prompt: list[int]) -> None:

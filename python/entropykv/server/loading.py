@@ -107,8 +107,8 @@ class ServedLlama(EntropyLlama):
         tokens = [] if self._logits_all else self._tokens_of(prompt)
         session = self.shelf.take(list(tokens), self.conversation, self.checkpoint)
         before = session.stats()
-        self._hold(session)
         try:
+            self._hold(session)
             yield from super()._create_completion(prompt, *arguments, **options)
         finally:
             self._hold(self._idle)

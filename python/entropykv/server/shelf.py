@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from entropykv.errors import PoolError
+from entropykv.llama.reading import LEAST_SPARED
 from entropykv.session.pool import Pool
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
@@ -16,8 +17,6 @@ from entropykv.session.stats import SessionStats
 
 _GOES_ON = 0.5
 """A prompt that has so much of a conversation's text goes on with it, and not with a copy."""
-_WORTH_A_FORK = 32
-"""Tokens in common from which a fork is quicker than reading."""
 _WORTH_WAITING = 64
 """Tokens in common with a prompt that is being read, from which waiting is worth it."""
 _LOOK_AGAIN = 0.05
@@ -82,9 +81,10 @@ class Shelf:
         near = max(self._free, key=lambda each: common_prefix(each.tokens, tokens), default=None)
         spared = 0 if near is None else self._spared_by_fork(near, tokens)
         session = self._pool.session()
-        if session.return_to_checkpoint(tokens, beyond=max(spared, _WORTH_A_FORK) - 1):
+        beyond = max(spared, LEAST_SPARED) - 1
+        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
             self.forked += 1
-        elif near is not None and spared >= _WORTH_A_FORK:
+        elif near is not None and spared >= LEAST_SPARED:
             try:
                 fork = near.session.fork()
             except PoolError:
@@ -110,8 +110,9 @@ class Shelf:
         best = self._best(tokens, name)
         known = 0 if best is None else common_prefix(best.tokens, tokens)
         with self._pool.host.scheduler.between_steps():
-            _, spared = self._pool.host.checkpoints.nearest(tokens)
-        return most >= max(known, spared) + _WORTH_WAITING
+            _, spared = self._pool.host.checkpoints.nearest(tokens, repeatable=True)
+        piece = self._pool.host.n_ubatch  # up to so much of it is read again
+        return most >= max(known, spared) + max(_WORTH_WAITING, piece)
 
     def has_read(self, session: Session) -> None:
         """Note that the prompt that a session was taken for was read, or will not be."""

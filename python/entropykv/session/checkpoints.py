@@ -34,8 +34,11 @@ class Checkpoint:
     goes_back: bool
     """Whether its layers can go back to an earlier position, where nothing was evicted since."""
 
-    def reaches(self, tokens: npt.NDArray[np.int32]) -> int:
-        """Return how many tokens of a text it can spare reading; all of them only with logits."""
+    def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
+        """Return how many tokens of a text it can spare reading; all of them only with logits.
+
+        `repeatable`: where the texts part before it, only what a reading from 0 would cut there.
+        """
         n = min(self.position, len(tokens))
         differs = np.frombuffer(self.tokens, np.int32)[:n] != tokens[:n]
         shared = int(differs.argmax()) if differs.any() else n
@@ -43,6 +46,7 @@ class Checkpoint:
             shared -= 1
         if shared <= 0 or shared == self.position:
             return max(shared, 0)
+        shared = self.parts.begin_before(shared) if repeatable else shared
         pages = self.parked.pages
         can = self.goes_back and pages is not None and pages.whole_from <= shared
         return shared if can and self.reusable_from <= shared else 0
@@ -86,12 +90,14 @@ class Checkpoints:
         while self._kept and self.bytes > self.limit_bytes:
             self._drop(self._kept[0])
 
-    def nearest(self, tokens: Sequence[int]) -> tuple[Checkpoint | None, int]:
+    def nearest(
+        self, tokens: Sequence[int], *, repeatable: bool = False
+    ) -> tuple[Checkpoint | None, int]:
         """Return the one that spares most of a text, and how many tokens; None, 0: none does."""
         text = np.asarray(tokens, np.int32)
         best, most = None, 0
         for each in self._kept:
-            n = each.reaches(text)
+            n = each.reaches(text, repeatable=repeatable)
             if n > most or (n == most > 0 and each.position == n):  # nothing is to be cut off
                 best, most = each, n
         if best is not None:

@@ -392,15 +392,20 @@ class Host:
         """
         with self.scheduler.between_steps():
             self.forget(seat)
+            self._evicted_by_gone += seat.evicted
             store = _headwise(seat)
             seat.parked, seat.position = parked, parked.position
             store.await_state(seat.position)
             store.core.set_evicted(parked.evicted)
+            seat.inherited = parked.evicted
 
     def checkpoint_of(self, seat: Seat) -> Parked | None:
-        """What a live sequence holds now, in its pages, as long as there is room; None: frozen."""
+        """What a sequence holds now, as long as its pages are in the pool; None: they are not."""
         store = _headwise(seat)
-        pages = store.checkpoint() if seat.live else None
+        if seat.parked is None:
+            pages = store.checkpoint() if seat.live else None
+        else:
+            pages = None if seat.parked.pages is None else seat.parked.pages.copy()
         if pages is None:
             return None
         return self.parking.hold(seat.position, pages, store.state_of, spare=True)

@@ -53,7 +53,6 @@ class PoolSession(Session):
         host.sessions[self.number] = self
         if origin is not None:
             self._go_on_from(origin)
-            self._seat.inherited = self.evicted
 
     def _go_on_from(self, origin: Checkpoint) -> None:
         self._host.give(self._seat, origin.parked)
@@ -144,11 +143,13 @@ class PoolSession(Session):
             if parked is not None:
                 checkpoints.keep(self._standing_now(parked))
 
-    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int = 0) -> bool:
+    def return_to_checkpoint(
+        self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
+    ) -> bool:
         """See Session; of any session of the pool. With all of a text, `logits` are there again."""
         host = self._host
         with host.scheduler.between_steps():
-            found, position = host.checkpoints.nearest(tokens)
+            found, position = host.checkpoints.nearest(tokens, repeatable=repeatable)
             if found is None or position <= beyond:
                 return False
             try:

@@ -283,10 +283,18 @@ class Session:
     def keep_checkpoint(self) -> None:
         """Keep where the text stands, to come back to: the sessions of a pool do."""
 
-    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int = 0) -> bool:  # noqa: ARG002
+    def return_to_checkpoint(
+        self,
+        tokens: Sequence[int],  # noqa: ARG002
+        beyond: int = 0,  # noqa: ARG002
+        *,
+        repeatable: bool = False,  # noqa: ARG002
+    ) -> bool:
         """Go back to where most of a text was read, if that is more than `beyond` tokens of it.
 
         Sessions of a pool can, whatever was evicted since; False, and nothing changes, otherwise.
+        `repeatable`: only to where a text that is read from 0 is cut, too, or to a checkpoint
+        itself, so that asking again gives the same numbers.
         """
         return False
 
