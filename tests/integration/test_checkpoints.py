@@ -15,6 +15,7 @@ import pytest
 from entropykv import EntropyLlama, Pool, Session, SettingsError
 from entropykv.server.shelf import Shelf
 from entropykv.session import host
+from entropykv.session import session as session_module
 from tests.architectures import ARCHITECTURES
 from tests.integration.test_pool import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
 from tests.support.releases import write_known
@@ -100,6 +101,30 @@ def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -
         assert session.return_to_checkpoint(PROMPTS[2])
         equal(again(session, 8), expected)
         assert not session.return_to_checkpoint(PROMPTS[1])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 96), ("jamba", N_CTX)])
+def test_within_a_prompt_they_are_kept_at_intervals(
+    name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where something was evicted, or layers are recurrent: no later one could be cut there."""
+    monkeypatch.setattr(session_module, "INTERVAL", 2 * PIECE)
+    if name != "llama":
+        models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+        model = tmp_path / f"{name}.gguf"
+        write_known(model, models[name])
+    with pool_of(model, n_sequences=2, kv_type="f16", kv_budget=tokens) as pool:
+        session = pool.session()
+        session.decode(SYSTEM)
+        assert pool.stats().checkpoints > 0
+        end = 6 * PIECE  # the last of them within the prompt
+        text = [*SYSTEM[: end + 3], 7, 8, 9]
+        assert session.return_to_checkpoint(text)
+        assert session.position == end
+        found = [session.decode(text[end:])[-1]]
+        session.reset()
+        session.decode(SYSTEM[:end])
+        equal(found, [session.decode(text[end:])[-1]])
 
 
 def test_who_begins_the_same_goes_on_from_it(model: Path) -> None:

@@ -107,7 +107,7 @@ def test_what_begins_as_another_one_goes_on_with_a_copy(server: Server) -> None:
 
 
 def test_one_system_prompt_is_read_once_and_an_answer_is_written_again(server: Server) -> None:
-    system = "You are a gardener who knows all trees, and answers in a few words. " * 40
+    system = "You are a gardener who knows all trees, and answers in a few words. " * 25
     with server.client() as client, ThreadPoolExecutor(3) as threads:
         before = server.idle_figures(60)["prompt_tokens"]
         prompts = [f"{system} What is {name}?" for name in ("an oak", "a birch", "an elm")]

@@ -19,6 +19,11 @@ from entropykv.session.parking import Parked, Parking
 from entropykv.session.read_parts import ReadParts
 from entropykv.settings.options import parse_bytes
 
+INTERVAL = 1024
+"""Tokens of a prompt after which one is kept within it, where no later one could be cut there:
+something was evicted, or layers are recurrent.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:

@@ -26,6 +26,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.names import AUTO
 from entropykv.profile.belongs import other_file
 from entropykv.profile.profile import EntropyProfile
+from entropykv.session.checkpoints import INTERVAL
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.file import (
     SavedContents,
@@ -273,12 +274,20 @@ class Session:
             echo = self._echo_of(part) if echoes and len(part) >= LEAST_TOKENS else []
             n_rows = len(part) if all_logits else int(last)
             yield self._decode_micro_batch(part, n_rows, echo, arrival)
+            if not last:
+                self._note_interval(len(part))
 
     def note_turn(self, *, writes: bool) -> None:
         """Keep a checkpoint where the text turns from what is read to what is written, or back."""
         if self._position and writes != self._writes:
             self.keep_checkpoint()
         self._writes = writes
+
+    def _note_interval(self, n_tokens: int) -> None:
+        """Keep a checkpoint within a prompt, where no later one could be cut there."""
+        crossed = self._position // INTERVAL > (self._position - n_tokens) // INTERVAL
+        if crossed and (self.evicted > 0 or self._host.recurrent):
+            self.keep_checkpoint()
 
     def keep_checkpoint(self) -> None:
         """Keep where the text stands, to come back to: the sessions of a pool do."""
