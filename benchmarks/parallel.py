@@ -1,6 +1,9 @@
 """Many conversations at a time: one pool against stock llama.cpp's batched decoding, in one run.
 
 python benchmarks/parallel.py [-m model.gguf] [--clients 1,2,4,8] [--prompt 1000] [--write 128]
+    [--forks 8] [--document 4000]
+
+With --clients "", only the forks: questions about one document, by who has read it and by all.
 
 Both use the same threads. The pool has as many bytes as llama.cpp's cache, and with --kv-budget a
 part of them. Stock llama.cpp reads the prompts one after the other, then decodes one token of every
@@ -27,6 +30,8 @@ from entropykv.model import shipped
 from inputs import read_texts
 
 PIECE = 128
+ANSWER = 32
+QUESTION = 24
 
 
 @dataclass
@@ -166,28 +171,40 @@ def newcomer(path: str, prompts: list[list[int]], budget: str, threads: int) -> 
     )
 
 
-def forks(path: str, prompt: list[int], n: int, threads: int) -> None:
-    """Questions about one document: by forks, and each reading it."""
-    seconds = {}
-    options: dict[str, Any] = {"n_ctx": len(prompt) + 64, "n_ubatch": PIECE, "kv_type": "f16"}
+def ask(session: Any, question: list[int]) -> list[int]:
+    """What a session answers, in up to ANSWER tokens."""
+    return list(session.generate(question, max_tokens=ANSWER, temperature=0))
+
+
+def forks(path: str, document: list[int], questions: list[list[int]], threads: int) -> None:
+    """Questions about one document: by forks of who has read it, and each reading it."""
+    n = len(questions)
+    n_ctx = len(document) + max(map(len, questions)) + ANSWER + 1
+    options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": PIECE, "kv_type": "f16"}
+    answers: list[list[list[int]]] = []
     for forked in (True, False):
-        tokens = n * (len(prompt) + 64)
-        with Pool(path, n_sequences=n, kv_budget=tokens, n_threads=threads, **options) as pool:
+        with Pool(path, n_sequences=n, kv_budget=n * n_ctx, n_threads=threads, **options) as pool:
             start = time.perf_counter()
             first = pool.session()
-            first.decode(prompt)
-            others = [first.fork() if forked else pool.session() for _ in range(n - 1)]
-            for session in others if not forked else ():
-                session.decode(prompt)
-            for token, session in enumerate([first, *others], start=5):
-                session.decode([token])
-            seconds[forked] = time.perf_counter() - start
-            n_bytes = pool.stats().kv_bytes_now
-    print(
-        f"{n} questions about {len(prompt)} tokens: {seconds[True]:.2f} s by forks, "
-        f"{seconds[False]:.2f} s reading it {n} times; {n_bytes:,} bytes either way (a fork is a "
-        "copy)"
-    )
+            first.decode(document)
+            of_one = pool.stats().kv_bytes_now
+            sessions = [first.fork() if forked else pool.session() for _ in range(n - 1)]
+            before = pool.stats().kv_bytes_now
+            for session in sessions if not forked else ():
+                session.decode(document)
+            pairs = zip([*sessions, first], questions, strict=True)
+            answers.append([ask(session, question) for session, question in pairs])
+            seconds = time.perf_counter() - start
+            now = pool.stats().kv_bytes_now
+        what = "by forks" if forked else f"reading it {n} times"
+        print(
+            f"{n} questions about {len(document)} tokens ({of_one:,} bytes) {what}: {seconds:.2f} s"
+            f", {now:,} bytes in the end"
+            + (f", {before - of_one:,} more for the forks before they read" if forked else ""),
+            flush=True,
+        )
+    if answers[0] != answers[1]:
+        raise SystemExit("the answers of forks are others")
 
 
 def main() -> None:
@@ -200,11 +217,19 @@ def main() -> None:
     parser.add_argument(
         "--kv-budget", type=float, default=1.0, help="of the bytes of stock's cache"
     )
+    parser.add_argument("--document", type=int, default=4000, help="that all forks ask about")
+    parser.add_argument("--forks", type=int, default=8, help="questions about it; 0: none")
     options = parser.parse_args()
     model = Model(options.model, n_gpu_layers=0, verbose=False)
     prose = "\n".join(read_texts("heldout_prose_*.txt").values())
     text = model.tokenize(prose, add_bos=False, special=False)[: options.prompt * 2]
-    for n in map(int, options.clients.split(",")):
+    if options.forks > 0:
+        book = model.tokenize(prose, add_bos=False, special=False)
+        ends = range(options.document, options.document + options.forks * QUESTION, QUESTION)
+        questions = [book[end : end + QUESTION] for end in ends]
+        forks(options.model, book[: options.document], questions, options.threads)
+    counts = [int(n) for n in options.clients.split(",") if n]
+    for n in counts:
         prompts = [text[i * 7 : i * 7 + options.prompt] for i in range(n)]
         of_stock = cache_bytes(model, n * (options.prompt + options.write + 1))
         # Whole pages, so that the pool holds what the cache of stock does.
@@ -213,9 +238,8 @@ def main() -> None:
         for _ in range(2):  # in alternation: the machine is the same for both
             report("stock", n, in_stock(model, *arguments, options.threads))
             report("pool", n, in_a_pool(options.model, *arguments, budget, options.threads))
-    if n > 1:
+    if counts and n > 1:
         newcomer(options.model, prompts, budget, options.threads)
-        forks(options.model, text[: options.prompt], n, options.threads)
 
 
 if __name__ == "__main__":

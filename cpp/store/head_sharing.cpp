@@ -74,8 +74,9 @@ void HeadStore::own_pages(const Layer& layer, Head& head, std::size_t first) {
 }
 
 void HeadStore::own_all() {
-    pool_->make_room(
-        total([&](const Head& head) { return foreign_pages(head, 0, head.pages.size()); }));
+    pool_->make_room([&] {
+        return total([&](const Head& head) { return foreign_pages(head, 0, head.pages.size()); });
+    });
     for (Layer& layer : layers_)
         for (Head& head : layer.heads) own_pages(layer, head, 0);
 }
@@ -125,18 +126,20 @@ std::size_t HeadStore::number_of(int layer, int head) const {
 // Room to evict from the heads of a checkpoint; whether there is enough. Where it ends, what nobody
 // else owns needs no copy.
 bool HeadStore::make_room_for(const Checkpoint& from, bool ends) {
-    std::size_t needed = 0;
-    std::size_t number = 0;
-    for (const Layer& layer : layers_) {
-        for (const Head& head : layer.heads) {
-            const Checkpoint::Head& other = from.heads_[number++];
-            if (other.count <= head.budget) continue;
-            const std::size_t n = index(pages_for(head.budget, layer.layout.entries));
-            for (std::size_t page = 0; page < n; ++page)
-                needed += !ends || pool_->pages().is_shared(other.pages[page]) ? 1 : 0;
+    return pool_->make_room([&] {
+        std::size_t needed = 0;
+        std::size_t number = 0;
+        for (const Layer& layer : layers_) {
+            for (const Head& head : layer.heads) {
+                const Checkpoint::Head& other = from.heads_[number++];
+                if (other.count <= head.budget) continue;
+                const std::size_t n = index(pages_for(head.budget, layer.layout.entries));
+                for (std::size_t page = 0; page < n; ++page)
+                    needed += !ends || pool_->pages().is_shared(other.pages[page]) ? 1 : 0;
+            }
         }
-    }
-    return pool_->make_room(needed);
+        return needed;
+    });
 }
 
 bool HeadStore::go_on_from(Checkpoint& from, bool ends) {

@@ -180,7 +180,7 @@ void HeadStore::begin_load(const std::vector<int>& counts,
         }
     }
     if (next != counts.size()) throw std::invalid_argument("too many counts");
-    pool_->make_room(n_pages > n_freed ? n_pages - n_freed : 0);
+    pool_->make_room([&] { return n_pages > n_freed ? n_pages - n_freed : 0; });
     pool_->pages().map(pool_->pages().used_pages() - used_pages_ + n_pages);
 }
 

@@ -129,16 +129,11 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     pool_->check_share(share_pages_, pool_pages);
 
     std::size_t first = 0;
-    std::size_t n_copies = 0;  // of pages that others own, too
-    for (Layer& layer : layers_) {
-        for (Head& head : layer.heads) {
-            const int budget = budgets[first++];
-            if (head.count <= budget) continue;
-            if (head.cold) head.cold->prepare(head.count - budget);
-            n_copies += foreign_pages(head, 0, index(pages_for(budget, layer.layout.entries)));
-        }
-    }
-    if (n_copies > 0) pool_->make_room(n_copies);
+    for (Layer& layer : layers_)
+        for (Head& head : layer.heads)
+            if (const int budget = budgets[first++]; head.cold && head.count > budget)
+                head.cold->prepare(head.count - budget);
+    pool_->make_room([&] { return copies_to_evict(budgets); });
     settings_.protection = protection;
     std::size_t next = 0;
     for (Layer& layer : layers_)
@@ -156,11 +151,14 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
     newest_ = newest;
     single_query_ = n_tokens + n_echo == 1;
     most_loaded_ = 0;
-    std::size_t n_needed = 0;
-    for (Layer& layer : layers_)
-        for (Head& head : layer.heads)
-            n_needed += prepare_pages(layer, head, n_tokens, newest, recalls);
-    pool_->make_room(n_needed);
+    for (Layer& layer : layers_) {
+        for (Head& head : layer.heads) {
+            const int due = prepare_cold(layer, head, n_tokens, newest);
+            const int restored = due + (recalls ? most_recalled(head) : 0);
+            head.upcoming = std::min(head.budget, head.count + n_tokens + restored);
+        }
+    }
+    pool_->make_room([&] { return pages_to_read(n_tokens); });
     for (Layer& layer : layers_) {
         for (Head& head : layer.heads) {
             if (schedule_) drop_pages(layer, head, head.upcoming);
@@ -171,17 +169,32 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
     }
 }
 
-// How many pages a head needs besides those that it has, copies of what others own, too, included.
-std::size_t HeadStore::prepare_pages(const Layer& layer, Head& head, int n_tokens,
-                                     std::int32_t newest, bool recalls) {
-    const int due = prepare_cold(layer, head, n_tokens, newest);
-    const int restored = due + (recalls ? most_recalled(head) : 0);
-    head.upcoming = std::min(head.budget, head.count + n_tokens + restored);
-    const std::size_t wanted = index(pages_for(head.upcoming, layer.layout.entries));
-    const std::size_t n_more = wanted > head.pages.size() ? wanted - head.pages.size() : 0;
-    if (n_tokens == 0) return n_more;
-    const std::size_t first = first_written(layer, head, n_tokens);
-    return n_more + foreign_pages(head, first, head.pages.size());
+// How many pages a micro-batch needs, copies of what others own, too, included.
+std::size_t HeadStore::pages_to_read(int n_tokens) const {
+    std::size_t n = 0;
+    for (const Layer& layer : layers_) {
+        for (const Head& head : layer.heads) {
+            const std::size_t wanted = index(pages_for(head.upcoming, layer.layout.entries));
+            n += wanted > head.pages.size() ? wanted - head.pages.size() : 0;
+            if (n_tokens > 0)
+                n += foreign_pages(head, first_written(layer, head, n_tokens), head.pages.size());
+        }
+    }
+    return n;
+}
+
+// How many copies evicting to smaller budgets can need, at most.
+std::size_t HeadStore::copies_to_evict(const std::vector<int>& budgets) const {
+    std::size_t n = 0;
+    std::size_t next = 0;
+    for (const Layer& layer : layers_) {
+        for (const Head& head : layer.heads) {
+            const int budget = budgets[next++];
+            if (head.count > budget)
+                n += foreign_pages(head, 0, index(pages_for(budget, layer.layout.entries)));
+        }
+    }
+    return n;
 }
 
 void HeadStore::apply(const Layer& layer, Head& head, int head_index, int n_staged,
@@ -381,19 +394,24 @@ std::size_t HeadStore::foreign_holes(const Layer& layer, const Head& head,
     return n;
 }
 
-void HeadStore::truncate(std::int32_t position) {
-    if (position < 0) throw std::invalid_argument("positions begin at 0");
+std::size_t HeadStore::copies_to_truncate(std::int32_t position) {
     Workspace& workspace = workspaces_[0];
-    whole_from_.store(std::min(windows_whole_from(), position), std::memory_order_relaxed);
-    std::size_t n_copies = 0;  // of pages that others own, too
+    std::size_t n = 0;
     for (const Layer& layer : layers_) {
         for (const Head& head : layer.heads) {
             if (head.n_shared == 0) continue;
             mark_before(layer, head, position, workspace);
-            n_copies += foreign_holes(layer, head, workspace.kept.data());
+            n += foreign_holes(layer, head, workspace.kept.data());
         }
     }
-    if (n_copies > 0) pool_->make_room(n_copies);
+    return n;
+}
+
+void HeadStore::truncate(std::int32_t position) {
+    if (position < 0) throw std::invalid_argument("positions begin at 0");
+    Workspace& workspace = workspaces_[0];
+    whole_from_.store(std::min(windows_whole_from(), position), std::memory_order_relaxed);
+    pool_->make_room([&] { return copies_to_truncate(position); });
     for (Layer& layer : layers_) {
         for (int h = 0; h < layer.shape.n_head_kv; ++h) {
             Head& head = layer.heads[index(h)];

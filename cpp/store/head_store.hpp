@@ -459,8 +459,9 @@ private:
     std::size_t number_of(int layer, int head) const;
     bool make_room_for(const Checkpoint& from, bool ends);
     void keep_budgets();
-    std::size_t prepare_pages(const Layer& layer, Head& head, int n_tokens, std::int32_t newest,
-                              bool recalls);
+    std::size_t pages_to_read(int n_tokens) const;
+    std::size_t copies_to_evict(const std::vector<int>& budgets) const;
+    std::size_t copies_to_truncate(std::int32_t position);
     void mark_before(const Layer& layer, const Head& head, std::int32_t position,
                      Workspace& workspace) const noexcept;
     std::size_t foreign_holes(const Layer& layer, const Head& head,

@@ -56,12 +56,6 @@ void StorePool::set_pages(std::size_t pages) {
     });
 }
 
-bool StorePool::make_room(std::size_t pages) {
-    while (pages_.budget_pages() - pages_.used_pages() < pages)
-        if (!drop_checkpoint_ || !drop_checkpoint_()) return false;
-    return true;
-}
-
 void StorePool::check_share(std::size_t before, std::size_t pages) const {
     const std::size_t others = shared_pages_ - before;
     const std::size_t all = pages_.budget_pages();

@@ -35,8 +35,13 @@ public:
     // drop() makes a checkpoint give its pages back, and returns whether there was one: for stores
     // that need pages, between micro-batches.
     void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
-    // So many free pages; whether there are.
-    bool make_room(std::size_t pages);
+    // As many free pages as needed() says, which may fall as checkpoints go; whether there are.
+    template <typename Needed>
+    bool make_room(Needed needed) {
+        while (pages_.budget_pages() - pages_.used_pages() < needed())
+            if (!drop_checkpoint_ || !drop_checkpoint_()) return false;
+        return true;
+    }
 
     // For stores. Throws std::invalid_argument where the other shares do not leave so many pages.
     void check_share(std::size_t before, std::size_t pages) const;

@@ -10,31 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from entropykv import (
     BudgetError,
     ContextError,
     EntropyKVError,
-    Pool,
     PoolError,
     Session,
     SettingsError,
     UnsupportedModelError,
 )
 from entropykv.session import seat
+from entropykv.session.pool_session import PoolSession
 from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error
+from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
 from tests.support.releases import write_known
 from tests.support.threads import in_threads
 from tests.support.tiny_models import write_llama
-
-Rows = list[npt.NDArray[np.float32]]
-N_CTX = 512
-PIECE = 32
-RANDOM = random.Random(7)
-PROMPTS = [[RANDOM.randrange(3, 300) for _ in range(n)] for n in (70, 33, 128, 5, 201)]
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +44,6 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
 
 
-def pool_of(model: Path, **options: Any) -> Pool:
-    defaults = {"n_ctx": N_CTX, "n_ubatch": PIECE, "n_threads": 2, "kv_type": "q8_0"}
-    return Pool(model, **{**defaults, **options})
-
-
-def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
-    """Logits of a prompt's last token, and of every token that is written greedily after it."""
-    rows = [session.decode(prompt)[-1]]
-    for _ in range(n):
-        rows.append(session.decode([int(rows[-1].argmax())])[-1])
-    session.rest()
-    return rows
-
-
 def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:
     """The same as written(), of several conversations at a time."""
     return in_threads(
@@ -72,26 +52,6 @@ def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) 
             for session, prompt in zip(sessions, prompts, strict=True)
         ]
     )
-
-
-class Steps:
-    """The sizes of the parts of every step of a pool, and its bytes after each."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.parts: list[list[int]] = []
-        self.most_bytes = 0
-        scheduler, shared = pool.host.scheduler, pool.host.shared
-        assert shared is not None
-        core = shared.core
-        run = scheduler._run
-
-        def noted(works: Any) -> None:
-            run(works)
-            self.parts.append([len(work.part.tokens) for work in works])
-            self.most_bytes = max(self.most_bytes, core.used_bytes)
-            assert core.used_bytes <= core.budget_bytes
-
-        scheduler._run = noted
 
 
 # --- the same numbers -----------------------------------------------------------------------------
@@ -252,41 +212,56 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
         together(sessions, [[5], [6], [7]], 4)
 
 
+def changed(session: PoolSession, kind: int, chance: random.Random) -> PoolSession:
+    """Go back, park, fork, keep a checkpoint or return to one; returns who goes on."""
+    if kind == 4 and session.position:
+        position = chance.randrange(session.position)
+        if session.can_return_to(position):
+            session.truncate(position)
+    elif kind == 5:
+        session.park()
+    elif kind == 6:
+        with_copy = session.fork()
+        assert with_copy.tokens == session.tokens
+        session.close()
+        return with_copy
+    elif kind == 7:
+        session.keep_checkpoint()
+    elif kind == 8:
+        text = [*session.tokens[: chance.randrange(1, N_CTX)], 5]
+        if session.return_to_checkpoint(text, repeatable=chance.random() < 0.5):
+            assert session.tokens == text[: session.position]
+    else:
+        session.rest()
+    return session
+
+
 def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
     """Conversations that come, write, go back, are parked, forked and closed, in four threads."""
-    with pool_of(model, n_sequences=4, kv_budget=300) as pool:
+    with pool_of(model, n_sequences=4, kv_budget=300, checkpoints="400KiB") as pool:
         steps = Steps(pool)
 
         def live(seed: int) -> int:
             chance = random.Random(seed)
             session, n = pool.session(), 0
             for _ in range(25):
-                kind = chance.randrange(8)
+                kind = chance.randrange(10)
                 if session.position > N_CTX - 100:
                     session.reset()
                 if kind < 4:
                     tokens = [chance.randrange(3, 300) for _ in range(chance.randrange(1, 80))]
                     n += len(session.decode(tokens, all_logits=True))
-                elif kind == 4 and session.position:
-                    position = chance.randrange(session.position)
-                    if session.can_return_to(position):
-                        session.truncate(position)
-                elif kind == 5:
-                    session.park()
-                elif kind == 6:
-                    with_copy = session.fork()
-                    assert with_copy.tokens == session.tokens
-                    session.close()
-                    session = with_copy
                 else:
-                    session.rest()
+                    session = changed(session, kind, chance)
             session.close()
             return n
 
         read = in_threads([lambda s=seed: live(s) for seed in range(4)])
         assert all(read)
         assert sum(map(sum, steps.parts)) == sum(read)
-        assert pool.stats().kv_bytes_now == 0
+        assert 0 < pool.stats().checkpoint_bytes <= 400 * 1024
+        pool.host.checkpoints.clear()
+        assert pool.stats().kv_bytes_now == 0  # no page has an owner that is not there
         assert pool.stats().sessions == pool.stats().parked == pool.stats().parked_bytes == 0
 
 
@@ -408,7 +383,8 @@ def test_a_fork_goes_on_from_what_was_read(model: Path) -> None:
 @pytest.mark.parametrize("tokens", [N_CTX, 96])
 def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, policy: str) -> None:
     """Also where both evict, and what they share has to leave the pool meanwhile."""
-    with pool_of(model, n_sequences=2, kv_budget=tokens, policy=policy) as pool:
+    options: dict[str, Any] = {"kv_budget": tokens, "policy": policy, "checkpoints": 0}
+    with pool_of(model, n_sequences=2, **options) as pool:
         steps = Steps(pool)
         first = pool.session()
         first.decode(PROMPTS[4])
@@ -427,7 +403,7 @@ def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, po
 
 
 def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
-    with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX) as pool:
+    with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX, checkpoints=0) as pool:
         first = pool.session()
         first.decode(PROMPTS[4])
         alone = pool.stats().kv_bytes_now
@@ -451,8 +427,8 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
 def test_idle_conversations_stay_in_the_pool_while_there_is_room(
     model: Path, tmp_path: Path
 ) -> None:
-    park = f"disk:{tmp_path}"
-    with pool_of(model, n_sequences=1, kv_budget=N_CTX, park=park, policy="uniform") as pool:
+    options: dict[str, Any] = {"park": f"disk:{tmp_path}", "policy": "uniform", "checkpoints": 0}
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, **options) as pool:
         first, second = pool.session(), pool.session()
         row = written(first, PROMPTS[4], 1)[-1]
         page_bytes = pool.stats().kv_bytes_now

@@ -106,6 +106,20 @@ def test_what_begins_as_another_one_goes_on_with_a_copy(server: Server) -> None:
         assert read < first.usage.prompt_tokens / 4
 
 
+def test_one_system_prompt_is_read_once_and_an_answer_is_written_again(server: Server) -> None:
+    system = "You are a gardener who knows all trees, and answers in a few words. " * 25
+    with server.client() as client, ThreadPoolExecutor(3) as threads:
+        before = server.idle_figures(60)["prompt_tokens"]
+        prompts = [f"{system} What is {name}?" for name in ("an oak", "a birch", "an elm")]
+        answers = list(threads.map(lambda prompt: complete(client, prompt), prompts))
+        read = server.idle_figures(60)["prompt_tokens"] - before
+        assert read < 2 * answers[0].usage.prompt_tokens
+        before = server.idle_figures(60)["prompt_tokens"]
+        again = [complete(client, prompt).choices[0].text for prompt in prompts]
+        assert server.idle_figures(60)["prompt_tokens"] - before < 3
+        assert again == [answer.choices[0].text for answer in answers]
+
+
 def test_slots_and_figures_of_conversations(server: Server) -> None:
     assert server.get("/props").json()["total_slots"] == 3
     with server.client() as client:

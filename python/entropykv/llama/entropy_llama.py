@@ -23,8 +23,8 @@ from entropykv.llama.arguments import (
     check_draft_model,
     split_arguments,
 )
+from entropykv.llama.completing import CompletingLlama
 from entropykv.llama.context import BorrowedModel, BudgetContext
-from entropykv.llama.reading import ReadingLlama
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
@@ -34,7 +34,7 @@ from entropykv.session.stats import SessionStats
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 
 
-class EntropyLlama(ReadingLlama):
+class EntropyLlama(CompletingLlama):
     """A llama_cpp.Llama whose KV cache never exceeds a budget.
 
     Takes every argument of llama_cpp.Llama, and those of CacheOptions: as keyword arguments, or

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from entropykv.session.read_parts import common_prefix
+
 _BYTES = 256
 
 
@@ -19,16 +21,6 @@ def spelling(piece: bytes) -> str:
 def control_symbol(token: int) -> str:
     """A control token's spelling: equal to no text, not even to its own name written out."""
     return chr(_BYTES + token)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
 
 
 def continuing(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import re
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -15,15 +14,18 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.errors import ContextError, EntropyKVError
+from entropykv.errors import EntropyKVError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
 from entropykv.llama.context import BudgetContext
-from entropykv.llama.prefix import common_prefix, continuing, control_symbol, spelling
+from entropykv.llama.prefix import continuing, control_symbol, spelling
 from entropykv.llama.sampler import SamplerOfSequence
 from entropykv.session.pool_session import PoolSession
+from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
+LEAST_SPARED = 32
+"""Tokens that a checkpoint must spare reading: fewer are read as quickly."""
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
 
@@ -77,7 +79,11 @@ class ReadingLlama(llama_cpp.Llama):
         session = self._session
         if not session.can_return_to(self.n_tokens):
             ids = self.input_ids[: self.n_tokens].tolist() + ids
-            self.n_tokens = 0
+            found = not self._logits_all and session.return_to_checkpoint(
+                ids[:-1], LEAST_SPARED - 1, repeatable=self._budget.repeatable
+            )
+            self.n_tokens = session.position if found else 0
+            ids = ids[self.n_tokens :]
         if session.position != self.n_tokens or self.n_tokens == 0:
             session.truncate(self.n_tokens)
         if not ids:
@@ -199,13 +205,27 @@ class ReadingLlama(llama_cpp.Llama):
         A prompt that continues what was read keeps all of it.
         """
         shared = common_prefix(self._input_ids.tolist(), prompt)
-        if shared == self.n_tokens:
+        if shared == self.n_tokens > 0:
             return
         end = self._n_ctx if self._max_tokens is None else len(prompt) + self._max_tokens
         if shared == len(prompt) and self._return_to_prompt(shared, end):
             return
         self.n_tokens = self._session.repeatable_from(min(shared, len(prompt) - 1), end)
         self._requires_eval = True
+        beyond = max(self.n_tokens, LEAST_SPARED - 1)
+        if not self._logits_all and self._session.return_to_checkpoint(
+            prompt, beyond, repeatable=True
+        ):
+            self._take_checkpoint(prompt)
+
+    def _take_checkpoint(self, prompt: list[int]) -> None:
+        """Hold what the session went back to; all of a prompt, it need not be read at all."""
+        session = self._session
+        self.n_tokens = session.position
+        self.input_ids[: self.n_tokens] = prompt[: self.n_tokens]
+        if session.logits is not None and self.n_tokens == len(prompt):
+            self.scores[:1] = session.logits
+            self._requires_eval = False
 
     def _return_to_prompt(self, position: int, end: int) -> bool:
         """Go back to the last prompt, if it ended at `position`, without reading any of it again.
@@ -242,47 +262,3 @@ class ReadingLlama(llama_cpp.Llama):
 
     def _tokenize_text(self, text: bytes) -> list[int]:
         return self.tokenize(text, add_bos=False, special=False)
-
-    # --- completions ------------------------------------------------------------------------------
-
-    def _create_completion(
-        self,
-        prompt: str | list[int],
-        suffix: str | None = None,
-        *arguments: Any,
-        **options: Any,
-    ) -> Iterator[Any]:
-        """Complete as Llama does, with tokens in the prompt's place where those read can stay.
-
-        That way usage, positions of logprobs and the limit of n_ctx are those of what is read.
-        """
-        given = prompt
-        given_limit = arguments[0] if arguments else options.get("max_tokens")
-        self._max_tokens = given_limit if given_limit and given_limit > 0 else None
-        if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
-            prompt = self._continuing(self._tokens_of(prompt)) or prompt
-        echoed = isinstance(given, str) and prompt is not given and options.get("echo")
-        if echoed:  # Llama cannot echo tokens
-            options["echo"] = False
-        try:
-            for response in super()._create_completion(prompt, suffix, *arguments, **options):
-                if echoed and not options.get("stream"):
-                    response["choices"][0]["text"] = f"{given}{response['choices'][0]['text']}"
-                yield response
-        except ValueError as error:
-            if "exceed context window" not in str(error):
-                raise
-            text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
-            raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
-        finally:
-            self._max_tokens = None
-
-    def _tokens_of(self, prompt: str | list[int]) -> list[int]:
-        """The tokens that Llama._create_completion makes of a prompt; [] if it appends to them."""
-        model = self._model
-        if not isinstance(prompt, str):
-            return prompt
-        if model.add_eos_token() or model.token_sep() != -1 or not prompt:
-            return []
-        begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
-        return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)

@@ -103,13 +103,14 @@ class ServedLlama(EntropyLlama):
             yield from super()._create_completion(prompt, *arguments, **options)
             return
         tokens = [] if self._logits_all else self._tokens_of(prompt)
-        session = self.shelf.take(list(tokens), self.conversation)
+        session = self.shelf.take(list(tokens), self.conversation, self.checkpoint)
         before = session.stats()
-        self._hold(session)
         try:
+            self._hold(session)
             yield from super()._create_completion(prompt, *arguments, **options)
         finally:
             self._hold(self._idle)
+            self.shelf.has_read(session)
             now = session.stats()
             self.totals.add(before, now)
             if self._logits_all or not session.is_whole:
@@ -133,6 +134,9 @@ class ServedLlama(EntropyLlama):
         for token in super().generate(
             tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
         ):
+            if self.generated == 0 and self.shelf is not None:
+                self._session.note_turn(writes=True)
+                self.shelf.has_read(self._session)
             self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
             yield token
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from entropykv.errors import PoolError
-from entropykv.llama.prefix import common_prefix
+from entropykv.llama.reading import LEAST_SPARED
 from entropykv.session.pool import Pool
 from entropykv.session.pool_session import PoolSession
+from entropykv.session.read_parts import common_prefix
+from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
 _GOES_ON = 0.5
 """A prompt that has so much of a conversation's text goes on with it, and not with a copy."""
-_WORTH_A_FORK = 32
-"""Tokens in common from which copying entries is quicker than reading."""
+_WORTH_WAITING = 64
+"""Tokens in common with a prompt that is being read, from which waiting is worth it."""
+_LOOK_AGAIN = 0.05
+"""Seconds after which who waits looks whether it still does."""
 
 
 @dataclass
@@ -37,6 +42,9 @@ class Shelf:
         self._pool = pool
         self._most = most
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._reading: dict[Session, list[int]] = {}
+        """Prompts that are being read."""
         self._free: list[_Conversation] = []
         self.forgotten = 0
         """How many were, so far."""
@@ -45,35 +53,72 @@ class Shelf:
         self.resumed = 0
         """Requests that went on with one."""
 
-    def take(self, tokens: list[int], name: str | None) -> PoolSession:
+    def take(
+        self, tokens: list[int], name: str | None, check: Callable[[], object] | None = None
+    ) -> PoolSession:
         """Return the session that a prompt goes on with, or a new one; put() brings it back.
 
-        A conversation with a name goes on under this name alone.
+        A conversation with a name goes on under this name alone. Where another prompt that begins
+        the same is just being read, it waits for what both have in common, and asks `check`
+        meanwhile whether it still should. has_read() tells when the prompt was read.
         """
-        session = self._take(tokens, name)
+        with self._changed:
+            while self._is_being_read(tokens, name):
+                self._changed.wait(_LOOK_AGAIN)
+                if check is not None:
+                    check()
+            session = self._taken(tokens, name)
+            self._reading[session] = tokens
         session.name = name
         return session
 
-    def _take(self, tokens: list[int], name: str | None) -> PoolSession:
-        with self._lock:
-            best = self._best(tokens, name)
-            if best is not None and self._goes_on(best, tokens):
-                self._free.remove(best)
-                self.resumed += 1
-                return best.session
-            near = max(
-                self._free, key=lambda each: common_prefix(each.tokens, tokens), default=None
-            )
-            if near is not None and self._worth_a_fork(near, tokens):
-                try:
-                    session = near.session.fork()
-                except PoolError:
-                    pass  # there is no room for a copy: the text is read
-                else:
-                    near.last_use = time.monotonic()
-                    self.forked += 1
-                    return session
-        return self._pool.session()
+    def _taken(self, tokens: list[int], name: str | None) -> PoolSession:
+        best = self._best(tokens, name)
+        if best is not None and self._goes_on(best, tokens):
+            self._free.remove(best)
+            self.resumed += 1
+            return best.session
+        near = max(self._free, key=lambda each: common_prefix(each.tokens, tokens), default=None)
+        spared = 0 if near is None else self._spared_by_fork(near, tokens)
+        session = self._pool.session()
+        beyond = max(spared, LEAST_SPARED) - 1
+        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
+            self.forked += 1
+        elif near is not None and spared >= LEAST_SPARED:
+            try:
+                fork = near.session.fork()
+            except PoolError:
+                return session  # there is no room for one: the text is read
+            session.close()
+            near.last_use = time.monotonic()
+            self.forked += 1
+            return fork
+        return session
+
+    def _is_being_read(self, tokens: list[int], name: str | None) -> bool:
+        """Whether somebody reads more of a prompt now than anybody has read."""
+        if self._pool.host.recurrent:
+            return False  # what it will have read in the end cannot be cut
+        shared = (
+            common_prefix(read, tokens)
+            for session, read in self._reading.items()
+            if session.evicted == 0
+        )
+        most = max(shared, default=0)
+        if most < _WORTH_WAITING:
+            return False
+        best = self._best(tokens, name)
+        known = 0 if best is None else common_prefix(best.tokens, tokens)
+        with self._pool.host.scheduler.between_steps():
+            _, spared = self._pool.host.checkpoints.nearest(tokens, repeatable=True)
+        piece = self._pool.host.recipe.n_ubatch  # up to so much of it is read again
+        return most >= max(known, spared) + max(_WORTH_WAITING, piece)
+
+    def has_read(self, session: Session) -> None:
+        """Note that the prompt that a session was taken for was read, or will not be."""
+        with self._changed:
+            if self._reading.pop(session, None) is not None:
+                self._changed.notify_all()
 
     def _best(self, tokens: list[int], name: str | None) -> _Conversation | None:
         """Return the one of this name, or the one without a name that has most in common."""
@@ -86,9 +131,9 @@ class Shelf:
         return shared > 0 and shared >= _GOES_ON * len(conversation.tokens)
 
     @staticmethod
-    def _worth_a_fork(conversation: _Conversation, tokens: list[int]) -> bool:
+    def _spared_by_fork(conversation: _Conversation, tokens: list[int]) -> int:
         shared = common_prefix(conversation.tokens, tokens)
-        return shared >= _WORTH_A_FORK and conversation.session.can_return_to(shared)
+        return shared if conversation.session.can_return_to(shared) else 0
 
     def put(self, session: PoolSession, name: str | None) -> None:
         """Keep a conversation for its next turn."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from entropykv.errors import ContextError
+from entropykv.session.checkpoints import INTERVAL
 from entropykv.session.counts import SessionCounts
 from entropykv.session.session_cache import SessionCache
 
 
 class GoingBack(SessionCache):
     """A session that forgets the end of its text, or all of it."""
+
+    _writes = False
+    """Whether the latest tokens were written one by one, and not a prompt."""
 
     @property
     def reusable_from(self) -> int:
@@ -93,6 +99,36 @@ class GoingBack(SessionCache):
             with self._host.with_seat(self._seat) as store:
                 store.truncate(position)
         self._seat.position = position
+
+    def note_turn(self, *, writes: bool) -> None:
+        """Keep a checkpoint where the text turns from what is read to what is written, or back."""
+        if self.position and writes != self._writes:
+            self.keep_checkpoint()
+        self._writes = writes
+
+    def _note_interval(self, n_tokens: int) -> None:
+        """Keep a checkpoint within a prompt, where no later one could be cut there."""
+        crossed = self.position // INTERVAL > (self.position - n_tokens) // INTERVAL
+        if crossed and (self.evicted > 0 or self._host.recurrent):
+            self.keep_checkpoint()
+
+    def keep_checkpoint(self) -> None:
+        """Keep where the text stands, to come back to: the sessions of a pool do."""
+
+    def return_to_checkpoint(
+        self,
+        tokens: Sequence[int],  # noqa: ARG002
+        beyond: int = 0,  # noqa: ARG002
+        *,
+        repeatable: bool = False,  # noqa: ARG002
+    ) -> bool:
+        """Go back to where most of a text was read, if that is more than `beyond` tokens of it.
+
+        Sessions of a pool can, whatever was evicted since; False, and nothing changes, otherwise.
+        `repeatable`: only to where a text that is read from 0 is cut, too, or to a checkpoint
+        itself, so that asking again gives the same numbers.
+        """
+        return False
 
     def reset(self) -> None:
         """Forget every token; counters start again."""

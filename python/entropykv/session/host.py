@@ -22,6 +22,7 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.recipe import resolve
+from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
 from entropykv.session.parking import Parking
 from entropykv.session.scheduler import Scheduler, Work
@@ -48,6 +49,7 @@ class Host:
         """Load the model; everything is checked before the weights are read."""
         self.n_sequences = options.n_sequences or 1
         parking = Parking(options.park, options.park_limit)
+        self.checkpoints = Checkpoints(parking, options.checkpoints)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
         self.recipe = resolve(options, geometry)
         """Of the store that serves the model."""
@@ -77,8 +79,7 @@ class Host:
         # All single tokens besides a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
-        recurrent = self._context is not None and self._context.recurrent
-        self.scheduler = Scheduler(self._admit, self._step, together=not recurrent)
+        self.scheduler = Scheduler(self._admit, self._step, together=not self.recurrent)
         self.shared: SharedPool | None = None
         """The pages of a pool; a session that is alone has its own."""
         if self._context is not None and self._context.pool is not None:
@@ -173,7 +174,13 @@ class Host:
     @property
     def evictions(self) -> int:
         """Entries evicted so far, of all sequences that are or were there."""
-        return self._evicted_by_gone + sum(seat.evicted for seat in self.seats)
+        replaced = self.shared.evicted_by_gone if self.shared else 0
+        return self._evicted_by_gone + replaced + sum(seat.evicted for seat in self.seats)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether sequences have a state that cannot go back."""
+        return self._context is not None and self._context.recurrent
 
     @contextlib.contextmanager
     def with_seat(self, seat: Seat) -> Iterator[Store]:
@@ -250,6 +257,7 @@ class Host:
                 return
             self.closed = True
             self.scheduler.refuse(EntropyKVError("the pool is closed; make a new one"))
+            self.checkpoints.clear()
             for seat in list(self.seats):
                 with contextlib.suppress(EntropyKVError):
                     self.leave_seat(seat)

@@ -38,6 +38,8 @@ class Parked:
     """Once it has left the pool; without its sections where they are in a file."""
     file: BinaryIO | None = None
     """Has no name: it goes with the process, however that ends."""
+    spare: bool = False
+    """Whether it may be forgotten, as checkpoints may: who keeps it has a limit of its own."""
 
     @property
     def n_bytes(self) -> int:
@@ -64,6 +66,8 @@ class Parking:
         self._parked: list[Parked] = []
         """The one that is parked longest first."""
         self._staying: Parked | None = None
+        self.give_first: Callable[[], bool] = lambda: False
+        """Has what may be forgotten leave the pool, before what may not."""
         self._directory: Path | None = None
         if where.startswith(DISK) and where != DISK:
             self._directory = Path(where[len(DISK) :])
@@ -75,22 +79,24 @@ class Parking:
     @property
     def bytes(self) -> int:
         """Of all that is parked now, besides the pool."""
-        return sum(each.n_bytes for each in self._parked)
+        return sum(each.n_bytes for each in self._parked if not each.spare)
 
     @property
     def count(self) -> int:
         """Sequences that are parked now."""
-        return len(self._parked)
+        return sum(not each.spare for each in self._parked)
 
     def hold(
         self,
         position: int,
         pages: StoreCheckpoint,
         leave: Callable[[StoreCheckpoint], StoreState],
+        *,
+        spare: bool = False,
     ) -> Parked:
         """Keep a checkpoint in the pool until its pages are needed. PoolError as put()."""
         parked = _parked(position, leave(pages))
-        parked.pages, parked.leave = pages, leave
+        parked.pages, parked.leave, parked.spare = pages, leave, spare
         try:
             self._check_limit(parked)
         except PoolError:
@@ -108,7 +114,7 @@ class Parking:
         return parked
 
     def copy(self, parked: Parked) -> Parked:
-        """Keep the same once more. PoolError as put()."""
+        """Keep the same once more, for a sequence. PoolError as put()."""
         if parked.pages is not None and parked.leave is not None:
             return self.hold(parked.position, parked.pages.copy(), parked.leave)
         state = self.take(parked)
@@ -117,7 +123,10 @@ class Parking:
         return self.put(state.position, state.shift, held)
 
     def _check_limit(self, parked: Parked) -> None:
-        n_bytes = sum(sum(each.section_bytes) for each in (*self._parked, parked))
+        counted = [each for each in (*self._parked, parked) if not each.spare]
+        n_bytes = sum(sum(each.section_bytes) for each in counted)
+        if parked.spare:
+            return
         if self.limit_bytes is not None and n_bytes > self.limit_bytes:
             raise PoolError(
                 f"{n_bytes} bytes of parked conversations are more than the limit of "
@@ -128,8 +137,10 @@ class Parking:
         """Have the one that is parked longest leave the pool; False where none is in it. PoolError
         where it can be kept nowhere else: it is as it was then.
         """
+        if self.give_first():
+            return True
         for parked in self._parked:
-            if parked.pages is not None and parked is not self._staying:
+            if parked.pages is not None and not self.stays(parked):
                 self.leave_pool(parked)
                 return True
         return False
@@ -141,6 +152,10 @@ class Parking:
         self._write(parked, parked.pages.shift, parked.leave(parked.pages))
         parked.pages.drop()
         parked.pages = parked.leave = None
+
+    def stays(self, parked: Parked) -> bool:
+        """Whether one cannot leave the pool now."""
+        return parked is self._staying
 
     @contextmanager
     def staying(self, parked: Parked) -> Iterator[None]:

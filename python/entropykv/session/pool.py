@@ -45,6 +45,10 @@ class PoolStats:
     """Entries of all that are live, in all KV heads."""
     evictions: int
     """Entries evicted so far, of all that are or were open."""
+    checkpoints: int
+    """Those that are kept, of all sessions."""
+    checkpoint_bytes: int
+    """What they take besides the pool."""
 
 
 class Pool:
@@ -57,8 +61,9 @@ class Pool:
     `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
     hold entries share the budget: `kv_budget` is that of all together, and each has an equal part
     of it, but for weights. Another one that comes costs the others their least important entries;
-    one that goes, or is parked, leaves its part to them. `recovery` is that of sessions that get no
-    other.
+    one that goes, or is parked, leaves its part to them. At the end of every prompt and answer, a
+    session keeps a checkpoint (see checkpoints.py): in the pool as long as it has room, and in up
+    to `checkpoints` bytes besides it; 0: none. `recovery` is that of sessions that get no other.
 
     Raises what Session raises, and UnsupportedModelError where only the flat store serves the
     model, which holds one conversation.
@@ -118,6 +123,15 @@ class Pool:
         there = (reference() for reference in self._host.sessions.valuerefs())
         return [each for each in there if each is not None and not each.is_closed]
 
+    def session_for(self, tokens: Sequence[int]) -> PoolSession:
+        """Make a session that goes on from what any other one has read of a text.
+
+        Its position says how many tokens need not be read: those of the nearest checkpoint.
+        """
+        session = self.session()
+        session.return_to_checkpoint(tokens)
+        return session
+
     def resize(self, kv_budget: Budget | str | float) -> None:
         """Change the budget of all: it grows at once, and shrinks by evicting.
 
@@ -146,6 +160,8 @@ class Pool:
                 waiting=host.scheduler.n_waiting,
                 entries_kept=_sum(counters, "entries_kept"),
                 evictions=host.evictions,
+                checkpoints=len(host.checkpoints),
+                checkpoint_bytes=host.checkpoints.bytes,
             )
 
     def close(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+from entropykv.errors import PoolError
+from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.host import Host
+from entropykv.session.parking import Parked
 from entropykv.session.recovery import Climb
-from entropykv.session.seat import Seat
-from entropykv.session.sequence import TokenSequence
 from entropykv.session.session import Session
 from entropykv.session.shared_pool import SharedPool
 from entropykv.settings.recovery import Recovery
@@ -44,22 +45,21 @@ class PoolSession(Session):
         weight: float = 1.0,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
-        origin: Seat | None = None,
-        sequence: TokenSequence | None = None,
+        origin: Checkpoint | None = None,
     ) -> None:
-        """Take a seat; `origin`: whose entries are copied, and `sequence`: the text of it."""
+        """Take a seat; `origin`: what it goes on from, which is its own then."""
         host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
-        if origin is None or sequence is None or sequence.position == 0:
-            return
-        try:
-            with host.scheduler.between_steps():
-                self._shared.copy(origin, self._seat)
-        except BaseException:
-            self.close()
-            raise
-        self._sequence = sequence
+        if origin is not None:
+            self._go_on_from(origin)
+
+    def _go_on_from(self, origin: Checkpoint) -> None:
+        with self._host.scheduler.between_steps():
+            self._shared.give(self._seat, origin.parked)
+        self._sequence = origin.sequence.copy()
+        self._sequence.evicted_before = origin.parked.evicted
+        self._broken = False
 
     @property
     def _shared(self) -> SharedPool:
@@ -109,16 +109,54 @@ class PoolSession(Session):
     def fork(self) -> PoolSession:
         """Return another session of the pool, which goes on from what this one has read.
 
-        Its entries are copied: it is parked until it reads, and then has a part of the pool of its
-        own. Raises PoolError where no more can be parked.
+        Both have the same pages until one of them changes. It is parked until it reads, and then
+        has a share of the pool. Raises PoolError where no more can be parked.
         """
         self._check_usable()
-        self._sequence.note_evictions(self.evicted)
+        host, origin = self._host, None
+        if self.position:
+            with host.scheduler.between_steps():
+                origin = self._standing_now(self._shared.kept_of(self._seat))
         return PoolSession(
-            self._host,
+            host,
             weight=self.weight,
             recovery=self.recovery,
             on_climb=self.on_climb,
-            origin=self._seat,
-            sequence=self._sequence.copy(),
+            origin=origin,
         )
+
+    def _standing_now(self, parked: Parked) -> Checkpoint:
+        self._sequence.note_evictions(self.evicted)
+        return Checkpoint(self._sequence.copy(), parked, goes_back=not self._host.recurrent)
+
+    def keep_checkpoint(self) -> None:
+        """Keep where the text stands, to come back to, and for others that begin as it does."""
+        checkpoints = self._host.checkpoints
+        if checkpoints.limit_bytes == 0 or self.position == 0 or self._broken:
+            return
+        with self._host.scheduler.between_steps():
+            parked = self._shared.checkpoint_of(self._seat)
+            if parked is not None:
+                checkpoints.keep(self._standing_now(parked))
+
+    def return_to_checkpoint(
+        self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
+    ) -> bool:
+        """See Session; of any session of the pool. With all of a text, `logits` are there again."""
+        host = self._host
+        with host.scheduler.between_steps():
+            found, position = host.checkpoints.nearest(tokens, repeatable=repeatable)
+            if found is None or position <= beyond:
+                return False
+            try:
+                parked = self._shared.parking.copy(found.parked)
+            except PoolError:  # there is no room to park it
+                return False
+            self._go_on_from(replace(found, parked=parked))
+        if position < self.position:
+            try:
+                self.truncate(position)
+            except PoolError:  # there is no room to be live: what is waited for may be long
+                self.truncate(0)
+                return False
+        return True

@@ -32,7 +32,8 @@ class TokenSequence:
         self.parts = ReadParts(n_ubatch)
         self.reusable_from = 0
         """The position at the end of what last evicted an entry; 0 if nothing ever did."""
-        self._evicted_before = 0
+        self.evicted_before = 0
+        """Entries evicted when it was last looked."""
 
     def add(self, tokens: list[int], logits: Logits | None) -> None:
         """Add a micro-batch that was read; `logits`: those of its last token."""
@@ -43,9 +44,9 @@ class TokenSequence:
 
     def note_evictions(self, evicted: int) -> None:
         """Note where the text ended when entries were evicted; `evicted`: how many so far."""
-        if evicted != self._evicted_before:
+        if evicted != self.evicted_before:
             self.reusable_from = max(self.reusable_from, self.position)
-        self._evicted_before = evicted
+        self.evicted_before = evicted
 
     def truncate(self, position: int, n_ctx: int) -> None:
         """Go back to an earlier position, or to 0."""
@@ -61,7 +62,7 @@ class TokenSequence:
     def begin_after_load(self, evicted: int) -> None:
         """Take over what a file tells of evictions: nobody knows when the last one was."""
         self.reusable_from = self.position if evicted else 0
-        self._evicted_before = evicted
+        self.evicted_before = evicted
 
     def copy(self) -> TokenSequence:
         """Return a sequence that goes on from here by itself."""
@@ -69,5 +70,5 @@ class TokenSequence:
         other.tokens, other.position, other.logits = self.tokens[:], self.position, self.logits
         other.echoed, other.parts = self.echoed, self.parts.copy()
         other.reusable_from = self.reusable_from
-        other._evicted_before = self._evicted_before
+        other.evicted_before = self.evicted_before
         return other

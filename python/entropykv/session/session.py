@@ -130,6 +130,7 @@ class Session(Saving):
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
         self._model.check_tokens(ids)
+        self.note_turn(writes=len(ids) == 1)
         arrival = self._host.scheduler.arrive()
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes:
@@ -141,6 +142,8 @@ class Session(Saving):
             echo = self._echo_of(part) if echoes and len(part) >= LEAST_TOKENS else []
             n_rows = len(part) if all_logits else int(last)
             yield self._decode_micro_batch(part, n_rows, echo, arrival)
+            if not last:
+                self._note_interval(len(part))
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:

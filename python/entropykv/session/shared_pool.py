@@ -42,6 +42,8 @@ class SharedPool:
         self._is_waiting = is_waiting
         self._n_sequences = recipe.options.n_sequences or 1
         self._free_numbers = list(range(self._n_sequences))
+        self.evicted_by_gone = 0
+        """Entries evicted of texts in whose place others were given."""
         self._pages = self._total_pages(recipe.options.budget)
         core.set_pages(self._pages)
         core.on_full(self.parking.make_room)
@@ -132,19 +134,33 @@ class SharedPool:
         self.parking.drop(parked)
         seat.parked = None
 
-    def copy(self, source: Seat, target: Seat) -> None:
-        """Let a sequence that has read nothing go on from what another one holds. PoolError.
+    def kept_of(self, seat: Seat) -> Parked:
+        """Keep what a sequence holds, for another one, in pages of both. PoolError."""
+        return self._kept(seat) if seat.parked is None else self.parking.copy(seat.parked)
 
-        It is parked until it reads; its pages are those of the other one. Between two steps.
+    def give(self, seat: Seat, parked: Parked) -> None:
+        """Let a sequence go on from what was kept, in the place of what it has read.
+
+        It is parked until it reads.
         """
-        if source.parked is not None:
-            target.parked = self.parking.copy(source.parked)
+        self.forget(seat)
+        self.evicted_by_gone += seat.evicted
+        store = seat.headwise
+        seat.parked, seat.position = parked, parked.position
+        store.await_state(seat.position)
+        store.core.set_evicted(parked.evicted)
+        seat.inherited = parked.evicted
+
+    def checkpoint_of(self, seat: Seat) -> Parked | None:
+        """Return what a sequence holds now, its pages shared; None: they are not in the pool."""
+        store = seat.headwise
+        if seat.parked is None:
+            pages = store.checkpoint() if seat.live else None
         else:
-            target.parked = self._kept(source)
-        target.position = source.position
-        target.headwise.await_state(target.position)
-        target.inherited = target.parked.evicted
-        target.headwise.core.set_evicted(target.inherited)
+            pages = None if seat.parked.pages is None else seat.parked.pages.copy()
+        if pages is None:
+            return None
+        return self.parking.hold(seat.position, pages, store.state_of, spare=True)
 
     def _total_pages(self, budget: Budget) -> int:
         """Pages of the pool: as many as all sequences can use, at most."""

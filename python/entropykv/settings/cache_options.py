@@ -32,6 +32,7 @@ MICRO_BATCH = 512
 MICRO_BATCH_OF_POOL = 128
 """Tokens of a prompt between two tokens of those who write."""
 SEQUENCES_OF_POOL = 4
+CHECKPOINTS = "64MiB"
 MOST_SEQUENCES = 256
 """Of a llama_context."""
 
@@ -69,6 +70,7 @@ class PoolArguments(SessionArguments, total=False):
     n_sequences: int | None
     park: str
     park_limit: str | int | None
+    checkpoints: str | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,8 @@ class CacheOptions:
 
     `n_sequences`: how many conversations of a pool hold entries at a time; None: one alone, without
     a pool. `park`: where a pool keeps idle ones, "ram" or "disk:DIR", and `park_limit`: how many
-    bytes of them, such as "1GiB"; None: as many as there are.
+    bytes of them, such as "1GiB"; None: as many as there are. `checkpoints`: bytes besides the pool
+    for places in texts that sessions can come back to; 0: none are kept.
     """
 
     kv_budget: Budget | str | float = 1.0
@@ -112,6 +115,7 @@ class CacheOptions:
     n_sequences: int | None = None
     park: str = "ram"
     park_limit: str | int | None = None
+    checkpoints: str | int = CHECKPOINTS
     budget: Budget = field(init=False, repr=False, compare=False)
     """`kv_budget`, read."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
@@ -177,10 +181,11 @@ class CacheOptions:
 
     def alone(self) -> CacheOptions:
         """Return these options for one session. SettingsError where they are those of a pool."""
-        if self.in_pool or self.park != "ram" or self.park_limit is not None:
+        of_pool = (self.n_sequences, self.park, self.park_limit, self.checkpoints)
+        if of_pool != (None, "ram", None, CHECKPOINTS):
             raise SettingsError(
-                "a Session holds one conversation; for n_sequences, park and park_limit make a "
-                "Pool, or an EntropyLlama with n_sequences"
+                "a Session holds one conversation; for n_sequences, park, park_limit and "
+                "checkpoints make a Pool, or an EntropyLlama with n_sequences"
             )
         return self
 

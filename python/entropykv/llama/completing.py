@@ -1,0 +1,56 @@
+"""Complete prompts inside a KV budget as a llama_cpp.Llama does, going on with what was read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from entropykv.errors import ContextError
+from entropykv.llama.reading import ReadingLlama
+
+
+class CompletingLlama(ReadingLlama):
+    """A Llama whose completions read only what of a prompt is new."""
+
+    def _create_completion(
+        self,
+        prompt: str | list[int],
+        suffix: str | None = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Complete as Llama does, with tokens in the prompt's place where those read can stay.
+
+        That way usage, positions of logprobs and the limit of n_ctx are those of what is read.
+        """
+        given = prompt
+        given_limit = arguments[0] if arguments else options.get("max_tokens")
+        self._max_tokens = given_limit if given_limit and given_limit > 0 else None
+        if suffix is None and (isinstance(prompt, list) or options.get("logprobs") is None):
+            prompt = self._continuing(self._tokens_of(prompt)) or prompt
+        echoed = isinstance(given, str) and prompt is not given and options.get("echo")
+        if echoed:  # Llama cannot echo tokens
+            options["echo"] = False
+        try:
+            for response in super()._create_completion(prompt, suffix, *arguments, **options):
+                if echoed and not options.get("stream"):
+                    response["choices"][0]["text"] = f"{given}{response['choices'][0]['text']}"
+                yield response
+        except ValueError as error:
+            if "exceed context window" not in str(error):
+                raise
+            text = re.sub(r"window of \d+", f"window of {self._n_ctx}", str(error))
+            raise ContextError(f"{text}; shorten the prompt or raise n_ctx") from None
+        finally:
+            self._max_tokens = None
+
+    def _tokens_of(self, prompt: str | list[int]) -> list[int]:
+        """The tokens that Llama._create_completion makes of a prompt; [] if it appends to them."""
+        model = self._model
+        if not isinstance(prompt, str):
+            return prompt
+        if model.add_eos_token() or model.token_sep() != -1 or not prompt:
+            return []
+        begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
+        return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)

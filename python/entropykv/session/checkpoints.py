@@ -1,0 +1,135 @@
+"""Where the texts of a pool's sessions stood: to come back to, and for others to go on from.
+
+A session keeps one where its text turns from what is read to what is written, and back: at the end
+of every prompt, and of every answer. A turn that is edited or asked for again goes on from there,
+whatever was evicted since; and whoever begins with the same text need not read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import PoolError, SettingsError
+from entropykv.session.parking import Parked, Parking
+from entropykv.session.sequence import TokenSequence
+from entropykv.settings.options import parse_bytes
+
+INTERVAL = 1024
+"""Tokens of a prompt after which one is kept within it, where no later one could be cut there:
+something was evicted, or layers are recurrent.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What a session was at a position."""
+
+    sequence: TokenSequence
+    parked: Parked
+    goes_back: bool
+    """Whether its layers can go back to an earlier position, where nothing was evicted since."""
+
+    @property
+    def position(self) -> int:
+        """Tokens read."""
+        return self.sequence.position
+
+    def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
+        """Return how many tokens of a text it can spare reading; all of them only with logits.
+
+        `repeatable`: where the texts part before it, only what a reading from 0 would cut there.
+        """
+        n = min(self.position, len(tokens))
+        differs = np.frombuffer(self.sequence.tokens, np.int32)[:n] != tokens[:n]
+        shared = int(differs.argmax()) if differs.any() else n
+        if shared == len(tokens) and (shared < self.position or self.sequence.logits is None):
+            shared -= 1
+        if shared <= 0 or shared == self.position:
+            return max(shared, 0)
+        shared = self.sequence.parts.begin_before(shared) if repeatable else shared
+        pages = self.parked.pages
+        can = self.goes_back and pages is not None and pages.whole_from <= shared
+        return shared if can and self.sequence.reusable_from <= shared else 0
+
+
+class Checkpoints:
+    """Those of one pool: in its pages as long as there is room, and then in `limit` bytes besides.
+
+    What is counted is all that they take besides the pool. The one that was not used for longest
+    goes first. SettingsError for an impossible limit. To be used between two steps.
+    """
+
+    def __init__(self, parking: Parking, limit: str | int) -> None:
+        """`limit`: bytes, such as `64MiB`; 0: none are kept."""
+        n_bytes = parse_bytes(limit) if isinstance(limit, str) and limit != "0" else limit
+        if isinstance(n_bytes, bool) or not isinstance(n_bytes, int) or n_bytes < 0:
+            raise SettingsError(
+                f"the limit of checkpoints cannot be {limit!r}; give bytes such as 64MiB, or 0"
+            )
+        self.limit_bytes = n_bytes
+        self._parking = parking
+        self._kept: list[Checkpoint] = []
+        parking.give_first = self.make_room
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    @property
+    def bytes(self) -> int:
+        """Besides the pool."""
+        return sum(each.parked.n_bytes for each in self._kept)
+
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Keep one, in the place of one of the same text, and drop what is beyond the limit."""
+        for each in self._kept:
+            if each.sequence.tokens == checkpoint.sequence.tokens:
+                self._drop(each)
+                break
+        self._kept.append(checkpoint)
+        while self._kept and self.bytes > self.limit_bytes:
+            self._drop(self._kept[0])
+
+    def nearest(
+        self, tokens: Sequence[int], *, repeatable: bool = False
+    ) -> tuple[Checkpoint | None, int]:
+        """Return the one that spares most of a text, and how many tokens; None, 0: none does."""
+        text = np.asarray(tokens, np.int32)
+        best, most = None, 0
+        for each in self._kept:
+            n = each.reaches(text, repeatable=repeatable)
+            if n > most or (n == most > 0 and each.position == n):  # nothing is to be cut off
+                best, most = each, n
+        if best is not None:
+            self._kept.remove(best)
+            self._kept.append(best)
+        return best, most
+
+    def make_room(self) -> bool:
+        """Have one leave the pool: for the bytes besides it, or for good. False: none is in it."""
+        for each in self._kept:
+            if each.parked.pages is None or self._parking.stays(each.parked):
+                continue
+            more = sum(each.parked.section_bytes) - each.parked.n_bytes
+            if self.bytes + more > self.limit_bytes:
+                self._drop(each)
+                return True
+            try:
+                self._parking.leave_pool(each.parked)
+            except PoolError:  # there is no place for it: nobody would miss it
+                self._drop(each)
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Drop all."""
+        while self._kept:
+            self._drop(self._kept[0])
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        self._kept.remove(checkpoint)
+        self._parking.drop(checkpoint.parked)

@@ -1,0 +1,251 @@
+"""Where texts of a pool stood: to come back to after evictions, and for others to go on from."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import EntropyLlama, Pool, Session, SettingsError
+from entropykv.server.shelf import Shelf
+from entropykv.session import seat
+from entropykv.session import session as session_module
+from tests.architectures import ARCHITECTURES
+from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
+from tests.support.releases import write_known
+from tests.support.tiny_models import write_llama
+
+SYSTEM = PROMPTS[4]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "tiny.gguf"
+    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+
+
+def equal(found: Rows, expected: Rows) -> None:
+    for row, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
+def text_of(prompt: Sequence[int], rows: Rows) -> list[int]:
+    """What a session has read once written() has returned these rows."""
+    return [*prompt, *(int(row.argmax()) for row in rows[:-1])]
+
+
+def again(session: Session, n: int) -> Rows:
+    """The same as written(), where the logits of the prompt are there."""
+    assert session.logits is not None
+    rows = [session.logits]
+    for _ in range(n):
+        rows.append(session.decode([int(rows[-1].argmax())])[-1])
+    return rows
+
+
+@pytest.mark.parametrize("policy", ["uniform", "adaptive", "layer"])
+@pytest.mark.parametrize("tokens", [N_CTX, 96])
+def test_an_answer_is_written_again_without_reading(model: Path, tokens: int, policy: str) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=tokens, policy=policy) as pool:
+        session = pool.session()
+        expected = written(session, SYSTEM, 20)
+        assert (session.evicted > 0) == (tokens == 96)
+        steps = Steps(pool)
+        for _ in range(2):
+            assert session.return_to_checkpoint(SYSTEM)
+            assert session.tokens == SYSTEM
+            equal(again(session, 20), expected)
+        assert sum(map(sum, steps.parts)) == 2 * 20
+        session.close()
+        assert pool.stats().checkpoints > 0
+
+
+@pytest.mark.parametrize("tokens", [N_CTX, 96])
+def test_an_edited_turn_goes_on_from_the_end_of_the_answer_before(model: Path, tokens: int) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=tokens) as pool:
+        session = pool.session()
+        rows = written(session, SYSTEM, 6)
+        first_turn = text_of(SYSTEM, rows)
+        assert session.tokens == first_turn
+        fork = session.fork()
+        written(session, PROMPTS[1], 6)
+        steps = Steps(pool)
+        assert session.return_to_checkpoint([*first_turn, *PROMPTS[0]])
+        assert session.position == len(first_turn)
+        found = written(session, PROMPTS[0], 4)
+        assert sum(map(sum, steps.parts)) == len(PROMPTS[0]) + 4
+        session.reset()
+        equal(written(fork, PROMPTS[0], 4), found)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "qwen3next"])
+def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -> None:
+    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+    path = tmp_path / f"{name}.gguf"
+    write_known(path, models[name])
+    with pool_of(path, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
+        session = pool.session()
+        expected = written(session, PROMPTS[2], 8)
+        assert session.return_to_checkpoint(PROMPTS[2])
+        equal(again(session, 8), expected)
+        assert not session.return_to_checkpoint(PROMPTS[1])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 96), ("jamba", N_CTX)])
+def test_within_a_prompt_they_are_kept_at_intervals(
+    name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where something was evicted, or layers are recurrent: no later one could be cut there."""
+    monkeypatch.setattr(session_module, "INTERVAL", 2 * PIECE)
+    if name != "llama":
+        models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+        model = tmp_path / f"{name}.gguf"
+        write_known(model, models[name])
+    with pool_of(model, n_sequences=2, kv_type="f16", kv_budget=tokens) as pool:
+        session = pool.session()
+        session.decode(SYSTEM)
+        assert pool.stats().checkpoints > 0
+        end = 6 * PIECE  # the last of them within the prompt
+        text = [*SYSTEM[: end + 3], 7, 8, 9]
+        assert session.return_to_checkpoint(text)
+        assert session.position == end
+        found = [session.decode(text[end:])[-1]]
+        session.reset()
+        session.decode(SYSTEM[:end])
+        equal(found, [session.decode(text[end:])[-1]])
+
+
+def test_who_begins_the_same_goes_on_from_it(model: Path) -> None:
+    """N users with one system prompt read it once, also when its first user is gone."""
+    questions = [[7, 8, 9, n] for n in range(20, 24)]
+    with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX) as pool:
+        with pool.session() as first:
+            expected = written(first, [*SYSTEM, *questions[0]], 5)
+        steps = Steps(pool)
+        sessions = [pool.session_for([*SYSTEM, *question]) for question in questions]
+        assert [each.position for each in sessions] == [len(SYSTEM) + 4, *[len(SYSTEM) + 3] * 3]
+        equal(again(sessions[0], 5), expected)
+        for session, question in zip(sessions[1:], questions[1:], strict=True):
+            session.decode(question[3:])
+        assert sum(map(sum, steps.parts)) == 5 + 3
+        assert pool.session_for([2, *SYSTEM]).position == 0
+
+
+def test_the_bytes_besides_the_pool_are_limited(model: Path) -> None:
+    with pool_of(model, n_sequences=1, kv_budget=96, checkpoints="100KiB") as pool:
+        steps = Steps(pool)
+        outside = []
+        for n in range(12):
+            with pool.session() as session:
+                written(session, [n + 3, *PROMPTS[n % 5]], 20)
+            outside.append(pool.stats().checkpoint_bytes)
+        assert 0 < max(outside) <= 100 * 1024
+        assert steps.most_bytes <= pool.stats().kv_bytes_budget
+        assert pool.stats().parked == pool.stats().parked_bytes == 0
+    with pool_of(model, checkpoints=0) as pool:
+        session = pool.session()
+        written(session, SYSTEM, 2)
+        assert pool.stats().checkpoints == 0
+        assert not session.return_to_checkpoint(SYSTEM)
+    for limit in ("much", -1, True, 1.5):
+        with pytest.raises(SettingsError, match="limit of checkpoints"):
+            pool_of(model, checkpoints=limit)
+
+
+def test_frozen_conversations_have_none(model: Path) -> None:
+    with pool_of(model, n_sequences=1, kv_budget=96, freeze="ram") as pool:
+        session = pool.session()
+        written(session, SYSTEM, 4)
+        assert pool.stats().checkpoints == 0
+        assert not session.return_to_checkpoint(SYSTEM)
+
+
+def test_an_application_regenerates_without_reading(model: Path) -> None:
+    options: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": PIECE, "verbose": False}
+    with closing(EntropyLlama(str(model), n_sequences=2, kv_budget=96, **options)) as llama:
+
+        def answer(prompt: list[int]) -> tuple[list[int], int]:
+            before = llama.kv_stats().prompt_tokens
+            stream = llama.generate(prompt, temp=0.0)
+            tokens = [next(stream) for _ in range(12)]
+            stream.close()
+            return tokens, llama.kv_stats().prompt_tokens - before
+
+        first, n_read = answer(SYSTEM)
+        assert n_read == len(SYSTEM)
+        assert llama.kv_stats().evictions > 0
+        assert answer(SYSTEM) == (first, 0)
+        edited = [*SYSTEM, *first[:11], 5, 6, 7]
+        other, n_read = answer(edited)
+        assert n_read <= 3 + 12
+        assert answer(edited) == (other, 0)
+        assert answer(SYSTEM) == (first, 0)
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
+    with pool_of(model, n_sequences=3, kv_budget=3 * N_CTX) as pool:
+        shelf = Shelf(pool, 4)
+        first = shelf.take([*SYSTEM, 5], None)
+        taken: list[Session] = []
+        asked: list[int] = []
+
+        def come() -> None:
+            taken.append(shelf.take([*SYSTEM, 6], None, lambda: asked.append(1)))
+
+        thread = in_thread(come)
+        while not asked:
+            time.sleep(0.001)
+        assert shelf.take([9, *SYSTEM], None).position == 0  # begins otherwise
+        first.decode([*SYSTEM, 5])
+        assert not taken
+        first.note_turn(writes=True)
+        shelf.has_read(first)
+        thread.join(10)
+        assert taken[0].position == len(SYSTEM) // PIECE * PIECE  # where any reading is cut
+        assert shelf.forked == 1
+        shelf.close()
+        for session in pool.sessions():
+            session.close()
+
+
+def test_who_waits_can_be_called_off(model: Path) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=2 * N_CTX) as pool:
+        shelf = Shelf(pool, 4)
+        shelf.take(SYSTEM, None)
+
+        def stop() -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            shelf.take(SYSTEM, None, stop)
+
+
+def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
+    pool: Pool = pool_of(model)
+    session = pool.session()
+    written(session, SYSTEM, 2)
+    assert pool.stats().checkpoints == 1
+    core = pool.host.shared.core  # type: ignore[union-attr]
+    session.close()
+    assert core is not None
+    assert core.used_bytes > 0
+    pool.close()
+    assert core.used_bytes == 0

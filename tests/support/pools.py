@@ -1,0 +1,56 @@
+"""Pools of tiny models, what their steps read, and texts for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import (
+    Pool,
+    Session,
+)
+
+Rows = list[npt.NDArray[np.float32]]
+N_CTX = 512
+PIECE = 32
+RANDOM = random.Random(7)
+PROMPTS = [[RANDOM.randrange(3, 300) for _ in range(n)] for n in (70, 33, 128, 5, 201)]
+
+
+def pool_of(model: Path, **options: Any) -> Pool:
+    defaults = {"n_ctx": N_CTX, "n_ubatch": PIECE, "n_threads": 2, "kv_type": "q8_0"}
+    return Pool(model, **{**defaults, **options})
+
+
+def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
+    """Logits of a prompt's last token, and of every token that is written greedily after it."""
+    rows = [session.decode(prompt)[-1]]
+    for _ in range(n):
+        rows.append(session.decode([int(rows[-1].argmax())])[-1])
+    session.rest()
+    return rows
+
+
+class Steps:
+    """The sizes of the parts of every step of a pool, and its bytes after each."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.parts: list[list[int]] = []
+        self.most_bytes = 0
+        scheduler, shared = pool.host.scheduler, pool.host.shared
+        assert shared is not None
+        core = shared.core
+        run = scheduler._run
+
+        def noted(works: Any) -> None:
+            run(works)
+            self.parts.append([len(work.part.tokens) for work in works])
+            self.most_bytes = max(self.most_bytes, core.used_bytes)
+            assert core.used_bytes <= core.budget_bytes
+
+        scheduler._run = noted
