@@ -14,8 +14,7 @@ import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
 from entropykv.server.shelf import Shelf
-from entropykv.session import seat
-from entropykv.session import session as session_module
+from entropykv.session import going_back, seat
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
 from tests.support.releases import write_known
@@ -108,7 +107,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where something was evicted, or layers are recurrent: no later one could be cut there."""
-    monkeypatch.setattr(session_module, "INTERVAL", 2 * PIECE)
+    monkeypatch.setattr(going_back, "INTERVAL", 2 * PIECE)
     if name != "llama":
         models = {each.name: each for many in ARCHITECTURES.values() for each in many}
         model = tmp_path / f"{name}.gguf"
