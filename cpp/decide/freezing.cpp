@@ -2,8 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 namespace entropykv {
+
+ColdType cold_type_named(const std::string& name) {
+    if (name == "as stored") return ColdType::as_stored;
+    if (name == "q8_0") return ColdType::q8_0;
+    if (name == "q4_0") return ColdType::q4_0;
+    throw std::invalid_argument("cold storage holds entries as stored, or in q8_0 or q4_0");
+}
 
 Detections detected(Detections detections, std::int32_t now, int history) {
     constexpr int kMost = 65535;

@@ -6,11 +6,15 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 namespace entropykv {
 
 // How K and V of frozen entries are held: as the store has them, or narrower.
 enum class ColdType { as_stored, q8_0, q4_0 };
+
+// The type of a name: "as stored", q8_0 or q4_0. Throws std::invalid_argument.
+ColdType cold_type_named(const std::string& name);
 
 // The schedule of ASR-KF-EGR. A step is one micro-batch, and its clock is the newest position. An
 // entry outside the newest `window` is detected where the step's queries find little in it: where

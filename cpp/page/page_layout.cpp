@@ -1,6 +1,7 @@
 #include "page/page_layout.hpp"
 
 #include <cstring>
+#include <stdexcept>
 
 #include "platform/half.hpp"
 
@@ -77,6 +78,12 @@ void load_keys(const PageLayout& layout, const std::byte* page, int slot, int n,
 }
 
 }  // namespace
+
+KvType kv_type_named(const std::string& name) {
+    if (name == "f16") return KvType::f16;
+    if (name == "q8_0") return KvType::q8_0;
+    throw std::invalid_argument("kv_type must be f16 or q8_0, not " + name);
+}
 
 PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent) {
     PageLayout layout{};

@@ -3,10 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace entropykv {
 
 enum class KvType { f16, q8_0 };
+
+// The type of a name, as llama.cpp has it. Throws std::invalid_argument.
+KvType kv_type_named(const std::string& name);
 
 constexpr int kMaxHeadDim = 1024;
 constexpr int kQuantBlock = 32;  // values that share one scale in q8_0

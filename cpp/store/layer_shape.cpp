@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cold/cold_codec.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -46,6 +48,16 @@ std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvTy
         layouts.push_back(layout_of(shape, type, entries));
     }
     return layouts;
+}
+
+std::size_t cold_page_bytes(const std::vector<LayerShape>& layers, KvType type,
+                            ColdType cold_type) {
+    const std::vector<PageLayout> layouts = page_layouts(layers, type);
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < layers.size(); ++i)
+        if (layers[i].window == 0)
+            bytes = std::max(bytes, ColdCodec(cold_type, layouts[i]).bytes());
+    return bytes;
 }
 
 }  // namespace entropykv

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "decide/freezing.hpp"
 #include "page/page_layout.hpp"
 
 namespace entropykv {
@@ -40,5 +41,8 @@ constexpr int kPageEntries = 16;  // of the layer with the largest entries
 // Pages have the same bytes in every layer; a layer with smaller entries has more of them in one.
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type);
 std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvType type);
+// Of a page of frozen entries, of the layer where it is largest; layers with windows freeze
+// nothing.
+std::size_t cold_page_bytes(const std::vector<LayerShape>& layers, KvType type, ColdType cold_type);
 
 }  // namespace entropykv

@@ -1,0 +1,38 @@
+// What is registered of several hooks alike.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace entropykv::bind {
+
+namespace py = pybind11;
+
+// What all hooks are for llama_context_params.
+template <typename Hook>
+void register_callback(py::class_<Hook>& hook) {
+    hook.def_property_readonly(
+            "callback",
+            [](const Hook&) { return reinterpret_cast<std::uintptr_t>(&Hook::on_node); })
+        .def_property_readonly("user_data",
+                               [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); });
+}
+
+// And what those that change graphs are around every llama_decode.
+template <typename Hook>
+void register_hook(py::class_<Hook>& hook) {
+    register_callback(hook);
+    hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
+}
+
+// And what those that change products of weights know of them.
+template <typename Hook>
+void register_products(py::class_<Hook>& hook) {
+    hook.def_property_readonly("products",
+                               [](const Hook& self) { return self.products().computed_by(); })
+        .def_property_readonly("products_scratch_bytes",
+                               [](const Hook& self) { return self.products().scratch_bytes(); });
+}
+
+}  // namespace entropykv::bind

@@ -1,0 +1,38 @@
+// What module.cpp registers: a function, and a file of its name, for every class, or for functions
+// that belong together. They translate arguments and results, and compute nothing.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace entropykv {
+class Headwise;
+}
+
+namespace entropykv::bind {
+
+namespace py = pybind11;
+
+void register_build(py::module_& m);
+void register_kernels(py::module_& m);
+void register_importance(py::module_& m);
+void register_rope_params(py::module_& m);
+void register_probes(py::module_& m);
+void register_layer_shape(py::module_& m);
+void register_hooks(py::module_& m);
+void register_budget(py::module_& m);
+void register_eviction(py::module_& m);
+void register_freeze_settings(py::module_& m);
+void register_sequence_pool(py::module_& m);
+void register_attention_batch(py::module_& m);
+void register_checkpoint(py::module_& m);
+void register_headwise_store(py::module_& m);
+void register_cache_map(py::module_& m);
+void register_flat_store(py::module_& m);
+
+// Parts of register_headwise_store().
+void register_headwise_observation(py::class_<Headwise>& store);
+void register_headwise_state(py::class_<Headwise>& store);
+void register_headwise_sharing(py::class_<Headwise>& store);
+void register_headwise_freezing(py::class_<Headwise>& store);
+
+}  // namespace entropykv::bind

@@ -1,0 +1,26 @@
+// The micro-batch that holds tokens of several sequences.
+#include "bind/register.hpp"
+
+#include <pybind11/stl.h>
+
+#include "attention/attention_batch.hpp"
+#include "attention/headwise.hpp"
+
+namespace entropykv::bind {
+
+void register_attention_batch(py::module_& m) {
+    py::class_<AttentionBatch>(m, "AttentionBatch")
+        .def(py::init<>())
+        .def("clear", &AttentionBatch::clear)
+        .def(
+            "add",
+            [](AttentionBatch& self, Headwise& store, int n_tokens, int position, int rope_position,
+               int n_echo) {
+                self.add(store.attention, n_tokens, position, rope_position, n_echo);
+            },
+            py::arg("store"), py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
+            py::arg("n_echo") = 0)
+        .def_property_readonly("n_tokens", &AttentionBatch::n_tokens);
+}
+
+}  // namespace entropykv::bind

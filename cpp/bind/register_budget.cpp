@@ -1,0 +1,65 @@
+// Budgets of KV heads: pure decisions.
+#include "bind/register.hpp"
+
+#include <pybind11/stl.h>
+
+#include "bind/arrays.hpp"
+#include "decide/budget.hpp"
+#include "store/layer_shape.hpp"
+
+namespace entropykv::bind {
+
+void register_budget(py::module_& m) {
+    m.def("entropy_weights", &entropy_weights, py::arg("entropies"), py::arg("mean"),
+          py::arg("low"), py::arg("high"));
+    m.def(
+        "share_budget",
+        [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
+           std::vector<double> weights, std::vector<int> limits) {
+            return share_budget({mean_entries, max_entries, floor_entries,
+                                 std::move(entries_per_page), std::move(weights),
+                                 std::move(limits)});
+        },
+        py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
+        py::arg("entries_per_page"), py::arg("weights"), py::arg("limits") = std::vector<int>{});
+    m.def(
+        "losses_at",
+        [](const InputArray<float>& scores, const std::vector<int>& knots) {
+            std::vector<float> sorted(scores.data(), scores.data() + scores.size());
+            std::vector<float> losses(knots.size());
+            losses_at(sorted.data(), static_cast<int>(sorted.size()), knots, losses.data());
+            return to_array(losses);
+        },
+        py::arg("scores"), py::arg("knots"));
+    m.def(
+        "curve_shares",
+        [](std::vector<double> knots, std::vector<double> losses, double total) {
+            return curve_shares({std::move(knots), std::move(losses)}, total);
+        },
+        py::arg("knots"), py::arg("losses"), py::arg("total"));
+    m.def(
+        "share_by_curves",
+        [](int mean_entries, int max_entries, int floor_entries, std::vector<int> entries_per_page,
+           std::vector<double> knots, std::vector<double> losses, std::vector<int> limits) {
+            return share_by_curves({mean_entries,
+                                    max_entries,
+                                    floor_entries,
+                                    std::move(entries_per_page),
+                                    {},
+                                    std::move(limits)},
+                                   {std::move(knots), std::move(losses)});
+        },
+        py::arg("mean_entries"), py::arg("max_entries"), py::arg("floor_entries"),
+        py::arg("entries_per_page"), py::arg("knots"), py::arg("losses"),
+        py::arg("limits") = std::vector<int>{});
+    m.def(
+        "pages_for",
+        [](int entries, int per_page) {
+            if (entries > kMostPositions || per_page < 1)
+                throw std::invalid_argument("pages hold 1 entry or more, of 2^30 at most");
+            return pages_for(entries, per_page);
+        },
+        py::arg("entries"), py::arg("entries_per_page"));
+}
+
+}  // namespace entropykv::bind

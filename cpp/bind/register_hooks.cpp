@@ -1,0 +1,44 @@
+// What changes graphs of llama.cpp.
+#include "bind/register.hpp"
+
+#include <pybind11/stl.h>
+
+#include "attention/attention_batch.hpp"
+#include "bind/hooks.hpp"
+#include "llama/gate_hook.hpp"
+#include "llama/graph_hook.hpp"
+#include "llama/weight_hook.hpp"
+
+namespace entropykv::bind {
+
+void register_hooks(py::module_& m) {
+    py::class_<AttentionNode>(m, "AttentionNode")
+        .def_readonly("cache_layer", &AttentionNode::cache_layer)
+        .def_readonly("shape", &AttentionNode::shape)
+        .def_readonly("scale", &AttentionNode::scale)
+        .def_readonly("softcap", &AttentionNode::softcap)
+        .def_readonly("has_sinks", &AttentionNode::has_sinks)
+        .def_readonly("rope", &AttentionNode::rope);
+    py::class_<GateHook> gate_hook(m, "GateHook");
+    gate_hook.def(py::init<int>(), py::arg("n_layers"));
+    register_hook(gate_hook);
+    py::class_<WeightHook> weight_hook(m, "WeightHook");
+    weight_hook.def(py::init<int, int>(), py::arg("relu2_layers"), py::arg("n_threads"));
+    register_hook(weight_hook);
+    register_products(weight_hook);
+    py::class_<GraphHook> graph_hook(m, "GraphHook");
+    register_hook(graph_hook);
+    register_products(graph_hook);
+    graph_hook
+        .def(py::init<int, int, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
+             py::arg("in_company") = false)
+        .def_property_readonly("nodes", &GraphHook::nodes)
+        .def_property_readonly("refusal", &GraphHook::refusal)
+        .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)
+        .def_property_readonly("rope_limit", &GraphHook::rope_limit)
+        .def(
+            "serve", [](GraphHook& self, AttentionBatch& batch) { self.serve(batch); },
+            py::arg("batch"), py::keep_alive<1, 2>());
+}
+
+}  // namespace entropykv::bind

@@ -1,0 +1,35 @@
+// How entries are ranked.
+#include "bind/register.hpp"
+
+#include <pybind11/stl.h>
+
+#include "decide/importance.hpp"
+
+namespace entropykv::bind {
+
+void register_importance(py::module_& m) {
+    py::enum_<ScoreKind>(m, "ScoreKind")
+        .value("streaming", ScoreKind::streaming)
+        .value("recency", ScoreKind::recency)
+        .value("mass", ScoreKind::mass)
+        .value("attention", ScoreKind::attention)
+        .value("products", ScoreKind::products)
+        .value("reconstruct", ScoreKind::reconstruct)
+        .value("expected", ScoreKind::expected);
+    py::class_<ImportanceSettings>(m, "ImportanceSettings")
+        .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
+                         bool by_exposure, bool by_values, bool distinct, int future_positions) {
+                 return ImportanceSettings{kind,        variation, decay,    observation_window,
+                                           by_exposure, by_values, distinct, future_positions};
+             }),
+             py::arg("kind"), py::arg("variation") = 0.0f, py::arg("decay") = 0.0f,
+             py::arg("observation_window") = 512, py::arg("by_exposure") = false,
+             py::arg("by_values") = false, py::arg("distinct") = false,
+             py::arg("future_positions") = 512)
+        .def_readonly("decay", &ImportanceSettings::decay);
+    m.def("exposure", &exposure, py::arg("age"), py::arg("settings"));
+    m.def("recency_score", &recency_score, py::arg("position"), py::arg("newest"),
+          py::arg("variation"));
+}
+
+}  // namespace entropykv::bind

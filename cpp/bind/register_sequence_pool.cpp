@@ -1,0 +1,43 @@
+// What sequences of one model share.
+#include "bind/register.hpp"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "attention/headwise.hpp"
+
+namespace entropykv::bind {
+
+void register_sequence_pool(py::module_& m) {
+    py::class_<SequencePool>(m, "SequencePool")
+        .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
+                         int max_tokens, int n_sequences) {
+                 return SequencePool(layers, kv_type_named(kv_type), max_tokens, n_sequences);
+             }),
+             py::arg("layers"), py::arg("kv_type"), py::arg("max_tokens"), py::arg("n_sequences"))
+        .def(
+            "set_pages", [](SequencePool& self, std::size_t n) { self.store->set_pages(n); },
+            py::arg("pages"))
+        .def(
+            "on_full",
+            [](SequencePool& self, std::function<bool()> drop) {
+                self.store->on_full(std::move(drop));
+            },
+            py::arg("drop"))
+        .def_property_readonly("shared_pages",
+                               [](const SequencePool& s) { return s.store->shared_pages(); })
+        .def_property_readonly(
+            "budget_bytes", [](const SequencePool& s) { return s.store->pages().budget_bytes(); })
+        .def_property_readonly("used_bytes",
+                               [](const SequencePool& s) { return s.store->pages().used_bytes(); })
+        .def_property_readonly("peak_bytes",
+                               [](const SequencePool& s) { return s.store->pages().peak_bytes(); })
+        .def_property_readonly(
+            "mapped_bytes", [](const SequencePool& s) { return s.store->pages().mapped_bytes(); })
+        .def_property_readonly("staging_bytes",
+                               [](const SequencePool& s) { return s.store->staging().bytes(); })
+        .def_property_readonly("scratch_bytes",
+                               [](const SequencePool& s) { return s.scratch_bytes(); });
+}
+
+}  // namespace entropykv::bind
