@@ -184,7 +184,7 @@ def picture(step: int, columns: int) -> dict[str, Any]:
     figures |= {"name": None, "state": "active", "idle_seconds": 0, "given_up": 0}
     shape = {"rows": rows, "columns": columns, "first": 0, "per_column": POSITIONS // columns}
     data = base64.b64encode(zlib.compress(planes.tobytes(), 1)).decode()
-    conversation = {"id": "0", "position": POSITIONS, "parked_bytes": 0, **figures}
+    conversation = {"id": "0", "position": POSITIONS, "parked": False, "parked_bytes": 0, **figures}
     pool = {"budget": 2**31, "used": 2**31, "peak": 2**31, "sequences": 1, "parked_bytes": 0}
     return {
         "time": time.time(),

@@ -67,18 +67,18 @@ class Holder:
 
     @property
     def is_parked(self) -> bool:
-        """Whether what it holds is outside of the pool."""
-        return self.standing is not None and self.standing.parked_bytes > 0
+        """Whether it holds nothing that can be looked at until its next turn."""
+        return self.standing is not None and self.standing.is_parked
 
     def key(self) -> tuple[Any, ...]:
         """Return what differs where something has changed that a viewer sees."""
-        told = self.standing and (self.standing.state, self.standing.given_up)
+        told = self.standing and dataclasses.replace(self.standing, idle_seconds=0.0)
         stats = self.stats
         counts = tuple(getattr(stats, name) for name in _COUNTERS)
         return self.id, self.position, told, stats.kv_bytes_budget, stats.entries_kept, counts
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON for the page; entries of one that is parked are those outside of the pool."""
+        """Return JSON for the page; entries of one that is parked are those that come back."""
         stats, standing = self.stats, self.standing
         return {
             "id": self.id,
@@ -87,12 +87,17 @@ class Holder:
             "state": standing.state if standing else "active",
             "idle_seconds": round(standing.idle_seconds, 1) if standing else 0.0,
             "given_up": standing.given_up if standing else 0,
+            "parked": self.is_parked,
             "parked_bytes": standing.parked_bytes if standing else 0,
-            "entries": (standing and standing.parked_entries) or stats.entries_kept,
+            "entries": standing.parked_entries
+            if standing and standing.is_parked
+            else stats.entries_kept,
             "entries_full": stats.entries_full,
             "frozen_entries": stats.frozen_entries,
             "budget": 0 if self.is_parked else stats.kv_bytes_budget,
-            "bytes": 0 if self.is_parked else stats.kv_bytes_now,
+            "bytes": standing.pages_bytes
+            if standing and standing.is_parked
+            else stats.kv_bytes_now,
             "bytes_full": stats.kv_bytes_full,
             "frozen_bytes": stats.frozen_bytes,
             **{name: getattr(stats, name) for name in _COUNTERS},

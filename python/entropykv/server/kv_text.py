@@ -27,7 +27,7 @@ class HeldTokens:
     held: list[int]
     frozen: list[int]
     parked: bool
-    """Whether what is held is outside of the pool: nobody counts it there."""
+    """Whether its conversation is parked: no KV head is counted then."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON; a character of several tokens is in the text of the last one."""
@@ -67,6 +67,6 @@ def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
         (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
         for plane in (held, frozen)
     )
-    parked = isinstance(session, PoolSession) and session.standing().parked_bytes > 0
+    parked = isinstance(session, PoolSession) and session.standing().is_parked
     position = session.position
     return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, parked)

@@ -47,6 +47,11 @@ class Parked:
         pages = self.pages
         return sum(self.section_bytes) if pages is None else pages.n_bytes
 
+    @property
+    def own_pages(self) -> int:
+        """Pages of the pool that no other sequence holds."""
+        return 0 if self.pages is None else self.pages.core.own_pages
+
 
 class Parking:
     """Parked sequences; those that leave the pool go to `ram` or `disk:DIR`.

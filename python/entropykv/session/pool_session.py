@@ -27,9 +27,14 @@ class Standing:
     """Since tokens of it were read."""
     given_up: int
     """Entries that left so far because its share became smaller, for the sake of others."""
+    is_parked: bool = False
+    """Whether it has no share; it may still wait for one."""
     parked_entries: int = 0
-    """Entries of all KV heads that are kept outside of the pool."""
+    """Entries of all KV heads that come back with its next token."""
+    pages_bytes: int = 0
+    """Bytes of pages that it still has in the pool while it is parked, and nobody else holds."""
     parked_bytes: int = 0
+    """Bytes that are kept outside of the pool meanwhile."""
 
 
 class PoolSession(Session):
@@ -95,7 +100,15 @@ class PoolSession(Session):
                 "waiting" if scheduler.is_waiting(seat) else "parked"
             )
             parked = seat.parked
-            return Standing(state, idle_seconds, seat.given_up, parked.n_entries, parked.n_bytes)
+            return Standing(
+                state,
+                idle_seconds,
+                seat.given_up,
+                is_parked=True,
+                parked_entries=parked.n_entries,
+                pages_bytes=parked.own_pages * seat.headwise.plan.page_bytes,
+                parked_bytes=parked.n_bytes,
+            )
         is_idle = seat.is_idle(now) and not scheduler.is_waiting(seat)
         return Standing("idle" if is_idle else "active", idle_seconds, seat.given_up)
 

@@ -59,15 +59,15 @@ function OfAll(): JSX.Element {
   const { pool, conversations } = useStore(picture)!;
   const total = (of: (each: Holder) => number): number =>
     conversations.reduce((sum, each) => sum + of(each), 0);
-  const parked = conversations.filter((each) => each.parked_bytes > 0).length;
+  const parked = conversations.filter((each) => each.parked).length;
   return (
     <>
       <Figure
-        name="In the pool"
+        name="With a share"
         value={count(conversations.length - parked)}
         more={`of ${pool.sequences} at a time`}
       />
-      <Figure name="Parked" value={count(parked)} more={bytes(pool.parked_bytes)} />
+      <Figure name="Parked" value={count(parked)} more={`${bytes(pool.parked_bytes)} outside`} />
       <Figure name="Tokens" value={count(total((each) => each.position))} more="of all texts" />
       <Figure
         name="Full f16 caches"

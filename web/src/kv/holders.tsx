@@ -25,7 +25,8 @@ function useAge(received: number): number {
 }
 
 function doing(holder: Holder, now: Share | undefined, age: number): string {
-  if (holder.state === "parked") return `parked: ${bytes(holder.parked_bytes)}`;
+  if (holder.state === "parked")
+    return holder.bytes > 0 ? "parked, in the pool" : `parked: ${bytes(holder.parked_bytes)}`;
   if (holder.state === "waiting") return "waits for room";
   if (holder.state === "idle") return `idle for ${duration(holder.idle_seconds + age)}`;
   if (now && now.read > now.written && now.read > 1) return `reads ${short(now.read)}/s`;
@@ -76,7 +77,7 @@ export function Holders({ shown, onChoose }: Props): JSX.Element {
               </td>
               <td class="not-phone">{count(each.position)}</td>
               <td>
-                {each.parked_bytes > 0 ? "–" : bytes(each.bytes)}
+                {each.bytes > 0 ? bytes(each.bytes) : "–"}
                 {each.budget > 0 && <small>of {bytes(each.budget)}</small>}
               </td>
               <td>{share(Math.min(each.entries, each.entries_full), each.entries_full)}</td>

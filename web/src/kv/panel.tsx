@@ -84,9 +84,9 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
 }
 
 const whyUnseen = (holder: Holder): string =>
-  holder.parked_bytes > 0
-    ? "Parked: others needed the room. What its heads hold is kept outside of the pool, and comes " +
-      "back with its next turn; nothing is read again."
+  holder.parked
+    ? "Parked: others needed the room. What its heads hold comes back with its next turn; nothing " +
+      "is read again."
     : "Looking at the cache…";
 
 const columnsWanted = (): number =>

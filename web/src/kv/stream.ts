@@ -33,6 +33,8 @@ export interface Holder {
   idle_seconds: number;
   // Entries that left for the sake of others.
   given_up: number;
+  parked: boolean;
+  // What is kept outside of the pool.
   parked_bytes: number;
   entries: number;
   entries_full: number;
@@ -165,7 +167,7 @@ async function show(sent: Sent): Promise<void> {
   picture.set(now);
 }
 
-type Count = Exclude<keyof Holder, "id" | "name" | "state">;
+type Count = Exclude<keyof Holder, "id" | "name" | "state" | "parked">;
 
 // What happened between two pictures; speeds only where something was read or written.
 function pointOf(now: Picture, before: Picture | null): Point {
@@ -179,7 +181,7 @@ function pointOf(now: Picture, before: Picture | null): Point {
     const time = more(spent);
     return before && time > LEAST_SECONDS && more(tokens) > 0 ? more(tokens) / time : null;
   };
-  const there = now.conversations.filter((each) => each.parked_bytes === 0);
+  const there = now.conversations.filter((each) => !each.parked);
   const total = (name: Count): number => there.reduce((sum, each) => sum + each[name], 0);
   return {
     time: now.time,
@@ -235,7 +237,7 @@ export interface HeldText {
   texts: string[];
   held: number[];
   frozen: number[];
-  // What is held is outside of the pool, where no head is counted.
+  // No head is counted then.
   parked: boolean;
 }
 
