@@ -337,7 +337,7 @@ def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
     anna, cleo = of_name(picture, "anna"), of_name(picture, "cleo")
     assert picture["map"]["id"] == cleo["id"], "the latest is not the one that is shown"
     there = sum(each["bytes"] for each in picture["conversations"])
-    assert there == picture["pool"]["used"]
+    assert cleo["bytes"] < there <= picture["pool"]["used"], "checkpoints have the rest, if any"
     assert anna["bytes"] == 0 < of_name(picture, "ben")["bytes"], "only who filled the pool left it"
     assert cleo["budget"] <= picture["pool"]["budget"]
     assert anna["budget"] == 0

@@ -48,9 +48,9 @@ class Parked:
         return sum(self.section_bytes) if pages is None else pages.n_bytes
 
     @property
-    def own_pages(self) -> int:
-        """Pages of the pool that no other sequence holds."""
-        return 0 if self.pages is None else self.pages.core.own_pages
+    def n_pages(self) -> int:
+        """Pages of the pool, those that others hold as well included."""
+        return 0 if self.pages is None else self.pages.core.pages
 
 
 class Parking:

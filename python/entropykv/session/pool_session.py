@@ -32,7 +32,7 @@ class Standing:
     parked_entries: int = 0
     """Entries of all KV heads that come back with its next token."""
     pages_bytes: int = 0
-    """Bytes of pages that it still has in the pool while it is parked, and nobody else holds."""
+    """Bytes of pages that it still has in the pool while it is parked, shared ones included."""
     parked_bytes: int = 0
     """Bytes that are kept outside of the pool meanwhile."""
 
@@ -106,7 +106,7 @@ class PoolSession(Session):
                 seat.given_up,
                 is_parked=True,
                 parked_entries=parked.n_entries,
-                pages_bytes=parked.own_pages * seat.headwise.plan.page_bytes,
+                pages_bytes=parked.n_pages * seat.headwise.plan.page_bytes,
                 parked_bytes=parked.n_bytes,
             )
         is_idle = seat.is_idle(now) and not scheduler.is_waiting(seat)
