@@ -10,8 +10,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test test-cpp test-reference test-clients test-versions test-device test-browser lint \
-	architectures web wheel bench bench-kernels fuzz docs install clean
+.PHONY: demo test test-cpp test-arm test-reference test-clients test-versions test-device \
+	test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -56,11 +56,30 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	PATH="$(BIN):$$PATH" cmake --build build/cpp
 	build/cpp/batch_test
 	build/cpp/sharing_test
+	build/cpp/kernel_test
 	build/cpp/store_test
 	build/cpp/state_test
 	build/cpp/cold_test
 	build/cpp/large_test
 	build/cpp/product_test
+
+# The kernels on CPUs with and without dot products. The tests that wait for threads would take an
+# emulator an hour.
+ARM_CXX := aarch64-linux-gnu-g++
+ARM_CPUS := max cortex-a53
+ARM_TESTS := kernel_test product_test cold_test
+test-arm: $(VENV)/.tools  ## the kernels for ARM, in an emulator (Debian: qemu-user, g++-aarch64-linux-gnu)
+ifeq ($(and $(shell command -v qemu-aarch64),$(shell command -v $(ARM_CXX))),)
+	@echo "Skipped: the tests for ARM need the packages qemu-user and g++-aarch64-linux-gnu."
+else
+	PATH="$(BIN):$$PATH" cmake -S . -B build/arm -G Ninja -DENTROPYKV_TESTS=ON \
+		-DENTROPYKV_WARNINGS_AS_ERRORS=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
+		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(ARM_CXX) \
+		-DCMAKE_EXE_LINKER_FLAGS=-static > /dev/null
+	PATH="$(BIN):$$PATH" cmake --build build/arm --target $(ARM_TESTS)
+	set -e; for cpu in $(ARM_CPUS); do for test in $(ARM_TESTS); do \
+		qemu-aarch64 -cpu $$cpu build/arm/$$test; done; done
+endif
 
 test-reference: install  ## the tests against torch and transformers, and of replicas under Ray
 	$(BIN)/pip install -q "entropykv[reference,ray]"

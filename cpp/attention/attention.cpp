@@ -5,6 +5,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "platform/instruction_sets.hpp"
 #include "platform/relax.hpp"
 #include "platform/scratch.hpp"
 
@@ -28,16 +29,11 @@ void grow(std::vector<float>& values, std::size_t size) {
 std::vector<const KernelTable*> available_kernels() {
     std::vector<const KernelTable*> tables{&kKernelsPortable};
 #if defined(ENTROPYKV_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c")) {
-        tables.push_back(&kKernelsAvx2);
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-            tables.push_back(&kKernelsAvx512);
-            if (__builtin_cpu_supports("avx512vnni")) tables.push_back(&kKernelsAvx512Vnni);
-        }
-    }
+    if (has_avx2()) tables.push_back(&kKernelsAvx2);
+    if (has_avx512()) tables.push_back(&kKernelsAvx512);
+    if (has_avx512_vnni()) tables.push_back(&kKernelsAvx512Vnni);
+#elif defined(ENTROPYKV_ARM64)
+    tables.push_back(&kKernelsNeon);
 #endif
     return tables;
 }

@@ -27,6 +27,11 @@ const KernelTable kKernelsAvx2{"avx2",      store_k,         store_v,        mov
                                decode,      prompt,          prompt_observe, logits_observe,
                                value_norms, expected_logits, products,       sketch_products,
                                log_sum,     newer_cosines};
+#elif defined(ENTROPYKV_NEON)
+const KernelTable kKernelsNeon{"neon",      store_k,         store_v,        move_keys,
+                               decode,      prompt,          prompt_observe, logits_observe,
+                               value_norms, expected_logits, products,       sketch_products,
+                               log_sum,     newer_cosines};
 #else
 const KernelTable kKernelsPortable{"portable",  store_k,         store_v,        move_keys,
                                    decode,      prompt,          prompt_observe, logits_observe,

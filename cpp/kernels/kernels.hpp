@@ -116,6 +116,8 @@ extern const KernelTable kKernelsPortable;
 extern const KernelTable kKernelsAvx2;
 extern const KernelTable kKernelsAvx512;
 extern const KernelTable kKernelsAvx512Vnni;
+#elif defined(ENTROPYKV_ARM64)
+extern const KernelTable kKernelsNeon;
 #endif
 
 }  // namespace entropykv

@@ -9,6 +9,8 @@
 #include "platform/simd_avx512.hpp"
 #elif defined(__AVX2__)
 #include "platform/simd_avx2.hpp"
+#elif defined(ENTROPYKV_NEON)
+#include "platform/simd_neon.hpp"
 #else
 #include "platform/simd_portable.hpp"
 #endif

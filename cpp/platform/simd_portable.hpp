@@ -1,4 +1,4 @@
-// Part of simd.hpp: 4 floats as compiler vectors, for SSE2, NEON and whatever else.
+// Part of simd.hpp: 4 floats as compiler vectors, for SSE2 and whatever else.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,6 @@
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
 namespace entropykv {
@@ -35,11 +33,6 @@ inline Vec load(const float* p) {
     return a;
 }
 inline void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof a.v); }
-#if defined(__aarch64__)
-inline Vec load_half(const std::uint16_t* p) {
-    return {(FloatLanes)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))};
-}
-#else
 inline Vec load_half(const std::uint16_t* p) {
 #if defined(__SSE2__)
     const __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
@@ -51,7 +44,6 @@ inline Vec load_half(const std::uint16_t* p) {
     const FloatLanes magnitude = (FloatLanes)((bits & 0x7fff) << 13) * 0x1p112f;
     return {(FloatLanes)((IntLanes)magnitude | (bits & 0x8000) << 16)};
 }
-#endif
 inline void store_half(std::uint16_t* p, Vec a) {
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(a.v[i]);
 }
@@ -113,11 +105,6 @@ inline IntVec odd_unsigned_bytes(IntVec a) { return {(IntLanes)((UnsignedShortLa
 inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 #if defined(__SSE2__)
     return {sums.v + (IntLanes)_mm_madd_epi16((__m128i)a.v, (__m128i)b.v)};
-#elif defined(__aarch64__)
-    const int16x8_t x = (int16x8_t)a.v;
-    const int16x8_t y = (int16x8_t)b.v;
-    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
-    return {sums.v + (IntLanes)vpaddq_s32(low, vmull_high_s16(x, y))};
 #else
     const IntLanes low = (a.v << 16 >> 16) * (b.v << 16 >> 16);
     return {sums.v + low + (a.v >> 16) * (b.v >> 16)};

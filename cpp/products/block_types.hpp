@@ -10,18 +10,11 @@
 namespace entropykv {
 namespace {
 
-// 16 bytes hold the first 16 codes in their lower and the others in their upper halves.
-inline __m256i nibbles(const std::byte* p) {
-    const __m256i twice = _mm256_broadcastsi128_si256(load16(p));
-    const __m256i shifted = _mm256_srlv_epi32(twice, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
-    return _mm256_and_si256(shifted, _mm256_set1_epi8(15));
-}
-
 struct Q4_0 {
     static constexpr int kUnit = 32, kUnitBytes = 18, kGroup = 32, kBits = 4, kZero = 8;
     static constexpr bool kHasMinimum = false;
-    static __m256i codes(const std::byte* unit, int) { return nibbles(unit + 2); }
-    static void scales(const RowPointers& units, __m256* s, __m256*) {
+    static RowBytes codes(const std::byte* unit, int) { return nibbles(load16(unit + 2)); }
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats*) {
         s[0] = load_halves(units, 0);
     }
 };
@@ -29,8 +22,8 @@ struct Q4_0 {
 struct Q4_1 {
     static constexpr int kUnit = 32, kUnitBytes = 20, kGroup = 32, kBits = 4, kZero = 0;
     static constexpr bool kHasMinimum = true;
-    static __m256i codes(const std::byte* unit, int) { return nibbles(unit + 4); }
-    static void scales(const RowPointers& units, __m256* s, __m256* m) {
+    static RowBytes codes(const std::byte* unit, int) { return nibbles(load16(unit + 4)); }
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats* m) {
         s[0] = load_halves(units, 0);
         m[0] = load_halves(units, 2);
     }
@@ -38,13 +31,13 @@ struct Q4_1 {
 
 struct Q8_0 {
     static constexpr int kUnit = 32, kUnitBytes = 34, kGroup = 32, kBits = 8;
-    static constexpr int kZero = kHasVnni ? 128 : 0;
+    static constexpr int kZero = kSignedCodes ? 0 : 128;
     static constexpr bool kHasMinimum = false;
-    static __m256i codes(const std::byte* unit, int) {
-        const __m256i weights = load32(unit + 2);
-        return kHasVnni ? _mm256_xor_si256(weights, _mm256_set1_epi8(-128)) : weights;
+    static RowBytes codes(const std::byte* unit, int) {
+        const RowBytes weights = load32(unit + 2);
+        return kSignedCodes ? weights : flip_signs(weights);
     }
-    static void scales(const RowPointers& units, __m256* s, __m256*) {
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats*) {
         s[0] = load_halves(units, 0);
     }
 };
@@ -52,11 +45,10 @@ struct Q8_0 {
 struct TQ2_0 {
     static constexpr int kUnit = 256, kUnitBytes = 66, kGroup = 256, kBits = 2, kZero = 1;
     static constexpr bool kHasMinimum = false;
-    static __m256i codes(const std::byte* unit, int j) {
-        const __m256i packed = load32(unit + 32 * (j / 4));
-        return _mm256_and_si256(_mm256_srli_epi16(packed, 2 * (j % 4)), _mm256_set1_epi8(3));
+    static RowBytes codes(const std::byte* unit, int j) {
+        return field(load32(unit + 32 * (j / 4)), 2 * (j % 4), 3);
     }
-    static void scales(const RowPointers& units, __m256* s, __m256*) {
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats*) {
         s[0] = load_halves(units, 64);
     }
 };
@@ -66,39 +58,26 @@ struct TQ2_0 {
 struct TQ1_0 {
     static constexpr int kUnit = 256, kUnitBytes = 54, kGroup = 256, kBits = 2, kZero = 1;
     static constexpr bool kHasMinimum = false;
-    static __m256i codes(const std::byte* unit, int j) {
+    static RowBytes codes(const std::byte* unit, int j) {
         if (j < 5) return digit(skip(load32(unit), j));
-        const __m128i tail = load16(unit + 32);
+        const HalfBytes tail = load16(unit + 32);
         if (j < 7) return digit(pair(skip(tail, 2 * j - 10), skip(tail, 2 * j - 9)));
-        const __m128i last = _mm_set1_epi32(load_as<std::int32_t>(unit + 48));
-        const __m128i second = skip(last, 1);
-        const __m128i third = skip(last, 2);
-        const __m128i spread = _mm_unpacklo_epi64(_mm_unpacklo_epi32(last, second),
-                                                  _mm_unpacklo_epi32(third, skip(last, 3)));
-        return digit(pair(skip(tail, 4), spread));
+        const HalfBytes last = four_bytes(unit + 48);
+        return digit(
+            pair(skip(tail, 4), first_fours(last, skip(last, 1), skip(last, 2), skip(last, 3))));
     }
-    static void scales(const RowPointers& units, __m256* s, __m256*) {
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats*) {
         s[0] = load_halves(units, 52);
     }
 
 private:
-    static __m256i pair(__m128i lower, __m128i upper) { return _mm256_set_m128i(upper, lower); }
-    static __m256i skip(__m256i bytes, int digits) {
-        for (int i = 0; i < digits; ++i)
-            bytes = _mm256_add_epi8(bytes, _mm256_add_epi8(bytes, bytes));
+    template <typename Bytes>
+    static Bytes skip(Bytes bytes, int digits) {
+        for (int i = 0; i < digits; ++i) bytes = three_times(bytes);
         return bytes;
     }
-    static __m128i skip(__m128i bytes, int digits) {
-        for (int i = 0; i < digits; ++i) bytes = _mm_add_epi8(bytes, _mm_add_epi8(bytes, bytes));
-        return bytes;
-    }
-    // Three quarters of the byte, rounded down, of which the upper two bits are left.
-    static __m256i digit(__m256i bytes) {
-        const __m256i none = _mm256_setzero_si256();
-        const __m256i quarter = _mm256_avg_epu8(_mm256_avg_epu8(bytes, none), none);
-        const __m256i scaled = _mm256_sub_epi8(bytes, quarter);
-        return _mm256_and_si256(_mm256_srli_epi16(scaled, 6), _mm256_set1_epi8(3));
-    }
+    // Of three quarters of the byte, the upper two bits.
+    static RowBytes digit(RowBytes bytes) { return field(three_quarters(bytes), 6, 3); }
 };
 
 }  // namespace

@@ -43,21 +43,20 @@ void unpack_rows(const std::byte** units, int n_values, const Panel& panel, int 
     const std::byte* rows[kRows];
     std::copy(units, units + kRows, rows);
     for (int i = 0; i < n_values; i += Type::kUnit) {
-        __m256 s[n_groups], m[n_groups];
+        RowFloats s[n_groups], m[n_groups];
         Type::scales(rows, s, m);
         for (int g = 0; g < n_groups; ++g, group += kTileRows) {
-            _mm256_storeu_ps(panel.scales + group, s[g]);
-            if constexpr (Type::kHasMinimum) _mm256_storeu_ps(panel.minima + group, m[g]);
+            store_floats(panel.scales + group, s[g]);
+            if constexpr (Type::kHasMinimum) store_floats(panel.minima + group, m[g]);
         }
 #pragma GCC unroll 8
         for (int j = 0; j < Type::kUnit / 32; ++j) {
-            __m256i block[kRows];
+            RowBytes block[kRows];
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; ++r) block[r] = Type::codes(rows[r], j);
             transpose(block);
 #pragma GCC unroll 8
-            for (int q = 0; q < kRows; ++q, codes += 4 * kTileRows)
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), block[q]);
+            for (int q = 0; q < kRows; ++q, codes += 4 * kTileRows) store32(codes, block[q]);
         }
         for (const std::byte*& row : rows) row += Type::kUnitBytes;
     }

@@ -16,18 +16,28 @@ constexpr ProductKernels kernels_of() {
 }  // namespace
 
 #if defined(__AVX512VNNI__)
-const ProductTable kProductsAvx512Vnni {
-    "avx512vnni",
+#define ENTROPYKV_PRODUCTS kProductsAvx512Vnni
+constexpr const char kName[] = "avx512vnni";
+#elif defined(__AVXVNNI__)
+#define ENTROPYKV_PRODUCTS kProductsAvxVnni
+constexpr const char kName[] = "avxvnni";
+#elif defined(__AVX2__)
+#define ENTROPYKV_PRODUCTS kProductsAvx2
+constexpr const char kName[] = "avx2";
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define ENTROPYKV_PRODUCTS kProductsNeonDot
+constexpr const char kName[] = "neondot";
 #else
-const ProductTable kProductsAvx2{
-    "avx2",
+#define ENTROPYKV_PRODUCTS kProductsNeon
+constexpr const char kName[] = "neon";
 #endif
-        kTileRows, kTileBytes,
-        // In the order of WeightType.
-        {
-        kernels_of<Q4_0>(), kernels_of<Q4_1>(), kernels_of<Q8_0>(), kernels_of<Q4_K>(),
-            kernels_of<Q5_K>(), kernels_of<Q6_K>(), kernels_of<TQ1_0>(), kernels_of<TQ2_0>()
-    }
-};
+
+const ProductTable ENTROPYKV_PRODUCTS{
+    kName,
+    kTileRows,
+    kTileBytes,
+    // In the order of WeightType.
+    {kernels_of<Q4_0>(), kernels_of<Q4_1>(), kernels_of<Q8_0>(), kernels_of<Q4_K>(),
+     kernels_of<Q5_K>(), kernels_of<Q6_K>(), kernels_of<TQ1_0>(), kernels_of<TQ2_0>()}};
 
 }  // namespace entropykv

@@ -59,10 +59,14 @@ struct ProductTable {
 
 #if defined(ENTROPYKV_X86)
 extern const ProductTable kProductsAvx2;
+extern const ProductTable kProductsAvxVnni;
 extern const ProductTable kProductsAvx512Vnni;
+#elif defined(ENTROPYKV_ARM64)
+extern const ProductTable kProductsNeon;
+extern const ProductTable kProductsNeonDot;
 #endif
 
-// Those that this machine can run, the fastest last; none where it has no AVX2.
+// Those that this machine can run, the fastest last; none where it has neither AVX2 nor NEON.
 std::vector<const ProductTable*> available_products();
 
 }  // namespace entropykv

@@ -1,0 +1,190 @@
+// Part of eight_rows.hpp: 256-bit registers of AVX2, with VNNI where the compiler may use it.
+#pragma once
+
+#include <immintrin.h>
+
+namespace entropykv {
+namespace {
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool kHasVnni = true;
+inline __m256i add_fours(__m256i sums, __m256i codes, __m256i activations) {
+#if defined(__AVX512VNNI__)
+    return _mm256_dpbusd_epi32(sums, codes, activations);
+#else
+    return _mm256_dpbusd_avx_epi32(sums, codes, activations);
+#endif
+}
+#else
+constexpr bool kHasVnni = false;
+#endif
+// VNNI multiplies unsigned codes with signed activations.
+constexpr bool kSignedCodes = !kHasVnni;
+
+// Products with weights of fewer bits add up in 16 bits where no instruction adds four of them in
+// 32: 4 pairs of 5 bits, 2 of 6 bits.
+template <int kBits>
+constexpr bool kShortSums = !kHasVnni && kBits <= 6;
+
+using RowBytes = __m256i;
+using HalfBytes = __m128i;
+using RowInts = __m256i;
+using RowFloats = __m256;
+
+inline RowBytes load32(const std::byte* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline HalfBytes load16(const std::byte* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+inline HalfBytes four_bytes(const std::byte* p) { return _mm_set1_epi32(load_as<int>(p)); }
+inline void store32(std::byte* p, RowBytes a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+}
+inline RowBytes pair(HalfBytes lower, HalfBytes upper) { return _mm256_set_m128i(upper, lower); }
+inline HalfBytes first_fours(HalfBytes a, HalfBytes b, HalfBytes c, HalfBytes d) {
+    return _mm_unpacklo_epi64(_mm_unpacklo_epi32(a, b), _mm_unpacklo_epi32(c, d));
+}
+inline RowBytes nibbles(HalfBytes a) {
+    const __m256i shifted = _mm256_srlv_epi32(_mm256_broadcastsi128_si256(a),
+                                              _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    return _mm256_and_si256(shifted, _mm256_set1_epi8(15));
+}
+inline RowBytes field(RowBytes a, int shift, int mask) {
+    return _mm256_and_si256(_mm256_srli_epi16(a, shift), _mm256_set1_epi8(static_cast<char>(mask)));
+}
+inline RowBytes with_upper(RowBytes low, RowBytes high, int shift) {
+    return _mm256_or_si256(low, _mm256_slli_epi16(high, shift));
+}
+inline RowBytes flip_signs(RowBytes a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
+inline RowBytes three_times(RowBytes a) { return _mm256_add_epi8(a, _mm256_add_epi8(a, a)); }
+inline HalfBytes three_times(HalfBytes a) { return _mm_add_epi8(a, _mm_add_epi8(a, a)); }
+inline RowBytes three_quarters(RowBytes a) {
+    const __m256i none = _mm256_setzero_si256();
+    return _mm256_sub_epi8(a, _mm256_avg_epu8(_mm256_avg_epu8(a, none), none));
+}
+
+inline RowFloats same_floats(float x) { return _mm256_set1_ps(x); }
+inline void store_floats(float* p, RowFloats a) { _mm256_storeu_ps(p, a); }
+inline RowFloats to_floats(RowInts a) { return _mm256_cvtepi32_ps(a); }
+inline RowFloats subtract(RowFloats a, RowFloats b) { return _mm256_sub_ps(a, b); }
+inline RowFloats multiply(RowFloats a, RowFloats b) { return _mm256_mul_ps(a, b); }
+inline RowFloats multiply_add(RowFloats a, RowFloats b, RowFloats c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+inline RowFloats halves_to_floats(const std::uint16_t (&halves)[kRows]) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+}
+inline __m128i eight_bytes(std::uint64_t bytes) {
+    return _mm_cvtsi64_si128(static_cast<long long>(bytes));
+}
+inline RowFloats unsigned_bytes(std::uint64_t bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight_bytes(bytes)));
+}
+inline RowFloats signed_bytes(std::uint64_t bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(bytes)));
+}
+
+inline void transpose(RowBytes (&a)[kRows]) {
+    __m256i b[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    __m256i c[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i += 4) {
+        c[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        c[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        c[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+        c[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows / 2; ++i) {
+        a[i] = _mm256_permute2x128_si256(c[i], c[i + 4], 0x20);
+        a[i + 4] = _mm256_permute2x128_si256(c[i], c[i + 4], 0x31);
+    }
+}
+inline void transpose(RowFloats (&a)[kRows]) {
+    __m256i bits[kRows];
+    for (int i = 0; i < kRows; ++i) bits[i] = _mm256_castps_si256(a[i]);
+    transpose(bits);
+    for (int i = 0; i < kRows; ++i) a[i] = _mm256_castsi256_ps(bits[i]);
+}
+
+inline __m256i widen(__m256i shorts) { return _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
+
+// In pairs of 16 bits (kShortSums) or in fours.
+using Partial = __m256i;
+inline Partial no_products() { return _mm256_setzero_si256(); }
+
+template <int kBits, bool kSplit>
+inline Partial add_products(Partial sums, RowBytes codes, RowBytes activations) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return add_fours(sums, codes, activations);
+#else
+    if constexpr (kBits == 8)
+        return _mm256_add_epi32(sums,
+                                widen(_mm256_maddubs_epi16(_mm256_abs_epi8(codes),
+                                                           _mm256_sign_epi8(activations, codes))));
+    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, activations));
+#endif
+}
+
+// Of 4 rows: a lane of 128 bits has its half's sum of each.
+template <int kBits>
+inline __m256i reduce_four(const Partial* p) {
+    if constexpr (!kShortSums<kBits>)
+        return _mm256_hadd_epi32(_mm256_hadd_epi32(p[0], p[1]), _mm256_hadd_epi32(p[2], p[3]));
+    const __m256i a = _mm256_hadd_epi16(p[0], p[1]);
+    const __m256i b = _mm256_hadd_epi16(p[2], p[3]);
+    if constexpr (kBits == 6) return _mm256_hadd_epi32(widen(a), widen(b));
+    return widen(_mm256_hadd_epi16(a, b));
+}
+
+template <int kBits>
+inline void reduce_halves(const Partial (&p)[kRows], RowInts& lower, RowInts& upper) {
+    const __m256i first = reduce_four<kBits>(p);
+    const __m256i second = reduce_four<kBits>(p + 4);
+    lower = _mm256_permute2x128_si256(first, second, 0x20);
+    upper = _mm256_permute2x128_si256(first, second, 0x31);
+}
+
+template <int kBits>
+inline RowInts reduce(const Partial (&p)[kRows]) {
+    RowInts lower, upper;
+    reduce_halves<kBits>(p, lower, upper);
+    return _mm256_add_epi32(lower, upper);
+}
+
+// As bits, magnitudes have the order of integers; NaN is above all and stays.
+inline float largest_magnitude(const float* x, int n) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i most = _mm256_setzero_si256();
+    for (int i = 0; i < n; i += 8)
+        most = _mm256_max_epi32(
+            most, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(half));
+}
+
+inline int round_16(const float* x, float inverse, std::byte* codes) {
+    const __m256 factor = _mm256_set1_ps(inverse);
+    const __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), factor));
+    const __m256i b = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8), factor));
+    const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+    const __m128i bytes =
+        _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), bytes);
+    const __m256i fours = widen(shorts);
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1));
+    return _mm_cvtsi128_si32(sum);
+}
+
+}  // namespace
+}  // namespace entropykv

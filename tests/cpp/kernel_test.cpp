@@ -1,0 +1,296 @@
+// The kernels of attention, one at a time, of every instruction set that this machine runs: near
+// what the same stored rows give in f64. One thread, so that an emulated CPU can run it, too.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "kernel_rows.hpp"
+#include "platform/half.hpp"
+
+namespace {
+
+std::vector<Row> make_rows(const Entries& entries, int n, bool masked, bool biased, float softcap,
+                           std::mt19937& random) {
+    std::vector<Row> rows;
+    for (int r = 0; r < n; ++r) {
+        std::vector<float> query = random_rows(random, entries.layout.k_stride);
+        for (float& q : query) q *= 2.0f / std::sqrt(static_cast<float>(entries.layout.k_dim));
+        std::fill(query.begin() + entries.layout.k_dim, query.end(), 0.0f);
+        rows.push_back({std::move(query), masked ? kBase - 2 * r : kBase,
+                        masked ? -200.0f : kMaskedLogit,
+                        biased ? 0.01f * static_cast<float>(r) : 0});
+        rows.back().read(entries, softcap);
+    }
+    return rows;
+}
+
+// `output`: value d of the row lies at d * stride.
+void check_row(const Row& row, const Entries& entries, float max, float sum, float weighted,
+               const float* output, int stride) {
+    const double log_sum = row.max + std::log(row.sum);
+    CHECK(near(max + std::log(sum), log_sum, std::max(1.0, std::abs(log_sum))));
+    CHECK(near(std::log(sum) - weighted / sum, row.entropy(), 5.0));
+    bool close = true;
+    for (int d = 0; d < entries.layout.v_dim; ++d)
+        close = close && near(output[d * stride] / sum, row.value(entries, d), 3.0);
+    CHECK(close);
+}
+
+void test_decode(const KernelTable& kernels, const Entries& entries, int n_rows, bool windowed,
+                 float softcap, std::mt19937& random) {
+    const PageLayout& layout = entries.layout;
+    std::vector<Row> rows = make_rows(entries, n_rows, false, windowed, 0.0f, random);
+    std::vector<float> query, slopes;
+    for (Row& row : rows) {
+        row.oldest = windowed ? -250.0f : kMaskedLogit;
+        row.read(entries, softcap);
+        query.insert(query.end(), row.query.begin(), row.query.end());
+        slopes.push_back(row.slope);
+    }
+    std::vector<float> max(16, kMaskedLogit), sum(16), weighted(16),
+        logits(index(n_rows * entries.n));
+    std::vector<float> output(index(n_rows * layout.v_stride));
+    const int cut = entries.n / 3;
+    for (const auto& [first, last] : {std::pair{0, cut}, std::pair{cut, entries.n}})
+        kernels.decode({entries.range(first, last),
+                        query.data(),
+                        n_rows,
+                        softcap,
+                        kBase,
+                        windowed ? -250.0f : kMaskedLogit,
+                        windowed ? slopes.data() : nullptr,
+                        logits.data() + first,
+                        index(entries.n),
+                        {max.data(), sum.data(), weighted.data(), output.data()},
+                        {}});
+    bool close = true;
+    for (int r = 0; r < n_rows; ++r) {
+        const Row& row = rows[index(r)];
+        check_row(row, entries, max[index(r)], sum[index(r)], weighted[index(r)],
+                  output.data() + r * layout.v_stride, 1);
+        for (int i = 0; i < entries.n; ++i)
+            close = close && near(logits[index(r * entries.n + i)], row.logits[index(i)],
+                                  std::max(3.0, std::abs(row.logits[index(i)])));
+    }
+    CHECK(close);
+}
+
+double given(Statistic what, const Row& row, int entry, double weight) {
+    if (row.logits[index(entry)] == kMaskedLogit) return 0.0;
+    if (what == Statistic::product) return weight * std::abs(row.logits[index(entry)]);
+    const double p = row.probability(entry);
+    return weight * (what == Statistic::squared_probability ? p * p : p);
+}
+
+struct PromptRows {
+    std::vector<float> query, positions, oldest, slopes;  // of kRowTile rows
+    PromptRows(const std::vector<Row>& rows, int stride)
+        : query(index(stride * kRowTile)),
+          positions(kRowTile),
+          oldest(kRowTile, kMaskedLogit),
+          slopes(kRowTile) {
+        for (std::size_t r = 0; r < rows.size(); ++r) {
+            for (int d = 0; d < stride; ++d)
+                query[index(d * kRowTile) + r] = rows[r].query[index(d)];
+            positions[r] = static_cast<float>(rows[r].position - kBase);
+            slopes[r] = rows[r].slope;
+            if (rows[r].oldest > kMaskedLogit) oldest[r] = positions[r] + rows[r].oldest;
+        }
+    }
+};
+
+void test_observe(const KernelTable& kernels, const PromptTask& task, const Entries& entries,
+                  const std::vector<Row>& rows) {
+    constexpr float kNeighbourhood = 3.0f;
+    std::vector<float> weights(kRowTile);
+    for (std::size_t r = 0; r < rows.size(); ++r) weights[r] = static_cast<float>(r % 4) / 4;
+    for (const Statistic what : {Statistic::squared_probability, Statistic::probability,
+                                 Statistic::product, Statistic::largest_probability}) {
+        std::vector<float> sums(index(entries.n));
+        kernels.prompt_observe(task, what, weights.data(), kNeighbourhood, sums.data());
+        bool close = true;
+        for (int i = 0; i < entries.n; ++i) {
+            double exact = 0.0, size = 1e-3;
+            for (std::size_t r = 0; r < rows.size(); ++r) {
+                if (rows[r].position - entries.positions[index(i)] < kNeighbourhood) continue;
+                const double gift = given(what, rows[r], i, weights[r]);
+                size += what == Statistic::product ? 3.0 * weights[r] : gift;
+                exact =
+                    what == Statistic::largest_probability ? std::max(exact, gift) : exact + gift;
+            }
+            close = close && near(sums[index(i)], exact, 10 * size);
+        }
+        CHECK(close);
+    }
+}
+
+void test_prompt(const KernelTable& kernels, const Entries& entries, int n_rows, bool masked,
+                 float softcap, std::mt19937& random) {
+    const PageLayout& layout = entries.layout;
+    const std::vector<Row> rows = make_rows(entries, n_rows, masked, masked, softcap, random);
+    const PromptRows tile(rows, layout.k_stride);
+    AlignedBytes scratch(prompt_scratch_floats(layout) * sizeof(float));
+    std::vector<float> max(kRowTile, kMaskedLogit), sum(kRowTile), weighted(kRowTile);
+    std::vector<float> output(index(layout.v_stride * kRowTile));
+    PromptTask task{entries.range(0, entries.n / 2),
+                    tile.query.data(),
+                    kBase,
+                    tile.positions.data(),
+                    tile.oldest.data(),
+                    n_rows,
+                    masked,
+                    softcap,
+                    masked ? tile.slopes.data() : nullptr,
+                    reinterpret_cast<float*>(scratch.data()),
+                    {max.data(), sum.data(), weighted.data(), output.data()}};
+    kernels.prompt(task);
+    task.entries = entries.range(entries.n / 2, entries.n);
+    kernels.prompt(task);
+    for (int r = 0; r < n_rows; ++r)
+        check_row(rows[index(r)], entries, max[index(r)], sum[index(r)], weighted[index(r)],
+                  output.data() + r, kRowTile);
+    task.entries = entries.range(0, entries.n);
+    test_observe(kernels, task, entries, rows);
+}
+
+// Logits of a decoded row: what it gives to its entries, and the log of their sum.
+void test_logits(const KernelTable& kernels, const Entries& entries, std::mt19937& random) {
+    const Row row = make_rows(entries, 1, false, false, 0.0f, random)[0];
+    const std::vector<float> logits(row.logits.begin(), row.logits.end());
+    CHECK(near(kernels.log_sum(logits.data(), entries.n), row.max + std::log(row.sum), 1.0));
+    for (const Statistic what : {Statistic::squared_probability, Statistic::probability,
+                                 Statistic::product, Statistic::largest_probability}) {
+        std::vector<float> sums(index(entries.n), 0.001f);
+        kernels.logits_observe(logits.data(), entries.n, what, static_cast<float>(row.max),
+                               static_cast<float>(row.sum), sums.data());
+        bool close = true;
+        for (int i = 0; i < entries.n; ++i) {
+            const double gift = given(what, row, i, 1.0);
+            const double exact =
+                what == Statistic::largest_probability ? std::max(0.001, gift) : 0.001 + gift;
+            close = close && near(sums[index(i)], exact, exact);
+        }
+        CHECK(close);
+    }
+}
+
+// Whole pages: norms of V, products with K, and those with sketched keys.
+void test_pages(const KernelTable& kernels, Entries& entries, std::mt19937& random) {
+    const PageLayout& layout = entries.layout;
+    constexpr int kQueries = 6;
+    const int stride = layout.k_stride;
+    std::vector<float> queries = random_rows(random, kQueries * stride);
+    for (int i = 0; i < kQueries * stride; ++i)
+        if (i % stride >= layout.k_dim) queries[index(i)] = 0.0f;
+    std::vector<float> norms(kSlots), expected(kSlots), out(kQueries * kSlots);
+    const std::byte* page = entries.page(0);
+    kernels.value_norms(layout, page, norms.data());
+    kernels.expected_logits(layout, page, queries.data(), queries.data() + stride, expected.data());
+    kernels.products(layout, page, queries.data(), kQueries, out.data(), kSlots);
+    bool close = true;
+    for (int i = 0; i < kSlots; ++i) {
+        double norm = 0.0, logit = entries.product(i, queries.data()), size = 0.0;
+        for (const float v : entries.values[index(i)]) norm += double{v} * v;
+        for (int d = 0; d < layout.k_dim; ++d) {
+            const double squared = std::pow(entries.keys[index(i)][index(d)], 2.0);
+            logit += squared * queries[index(stride + d)];
+            size += squared;
+        }
+        close = close && near(norms[index(i)], norm, norm) && near(expected[index(i)], logit, size);
+        for (int q = 0; q < kQueries; ++q)
+            close = close && near(out[index(q * kSlots + i)],
+                                  entries.product(i, queries.data() + q * stride), size);
+    }
+    CHECK(close);
+    const KeySketch sketch(layout);
+    AlignedBytes drawn(sketch.page_bytes());
+    std::vector<float> room(index(kGroupEntries * layout.k_dim));
+    sketch.draw(layout, page, room.data(), drawn.data());
+    kernels.sketch_products(sketch, drawn.data(), queries.data(), kQueries, out.data(), kSlots);
+    for (int i = 0; i < kSlots; ++i) {
+        const std::byte* group = drawn.data() + index(i / kGroupEntries) * sketch.group_bytes();
+        const auto* codes = reinterpret_cast<const std::uint32_t*>(group) + i % kGroupEntries;
+        double exact[kQueries]{}, size = 0.0;
+        for (int d = 0; d < layout.k_dim; ++d) {
+            const std::uint32_t code =
+                codes[d / kSketchValues * kGroupEntries] >> d % kSketchValues * 4 & 15;
+            const double key = half_to_float(sketch.least(group)[d]) +
+                               double{half_to_float(sketch.steps(group)[d])} * code;
+            for (int q = 0; q < kQueries; ++q) exact[q] += key * queries[index(q * stride + d)];
+            size += key * key;
+        }
+        for (int q = 0; q < kQueries; ++q)
+            close = close && near(out[index(q * kSlots + i)], exact[q], size);
+    }
+    CHECK(close);
+}
+
+void test_moves(const KernelTable& kernels, Entries& entries) {
+    const PageLayout& layout = entries.layout;
+    const LaneMoves moves{4, {3, 0, 15, 7}, {0, 1, 9, 15}};
+    AlignedBytes target(layout.bytes);
+    std::copy_n(entries.page(1), layout.bytes, target.data());
+    std::vector<float> row(index(layout.k_dim));
+    kernels.move_keys(layout, entries.page(0), 1, target.data(), 0, moves);
+    for (int i = 0; i < moves.n; ++i)  // their scales go with them elsewhere
+        copy_value(layout, entries.page(0), kGroupEntries + moves.from[i], target.data(),
+                   moves.to[i]);
+    bool moved = true;
+    for (int slot = 0; slot < kGroupEntries; ++slot) {
+        int source = kSlots + slot;
+        for (int i = 0; i < moves.n; ++i)
+            if (moves.to[i] == slot) source = kGroupEntries + moves.from[i];
+        load_k(layout, target.data(), slot, row.data());
+        moved = moved && row == entries.keys[index(source)];
+    }
+    CHECK(moved);
+}
+
+void test_cosines(const KernelTable& kernels, std::mt19937& random) {
+    constexpr int kKeys = 37, kDim = 24;
+    std::vector<float> keys(index(kDim * kContest)), cosines(kKeys);
+    for (int i = 0; i < kKeys; ++i) {
+        const std::vector<float> key = random_rows(random, kDim);
+        for (int d = 0; d < kDim; ++d) keys[index(d * kContest + i)] = key[index(d)] / 5;
+    }
+    kernels.newer_cosines(keys.data(), kKeys, kDim, cosines.data());
+    for (int i = 0; i < kKeys - 1; ++i) {
+        double exact = -1.0;
+        for (int j = i + 1; j < kKeys; ++j) {
+            double product = 0.0;
+            for (int d = 0; d < kDim; ++d)
+                product += double{keys[index(d * kContest + i)]} * keys[index(d * kContest + j)];
+            exact = std::max(exact, product);
+        }
+        const float found = cosines[index(i)];  // with zeros only where they fill the last vector
+        CHECK(near(found, exact, 1.0) || near(found, std::max(exact, 0.0), 1.0));
+    }
+}
+
+void test_table(const KernelTable& kernels) {
+    std::mt19937 random(11);
+    for (const Shape& shape :
+         {Shape{KvType::f16, 64, 64, false}, Shape{KvType::q8_0, 64, 64, false},
+          Shape{KvType::f16, 40, 24, false}, Shape{KvType::q8_0, 24, 104, false},
+          Shape{KvType::f16, 80, 64, true}, Shape{KvType::q8_0, 80, 64, true}}) {
+        Entries entries(kernels, shape, 333, random);
+        for (const int n_rows : {1, 2, 3, 7, 16})
+            if (!shape.latent)
+                for (const float softcap : {0.0f, 2.0f})
+                    test_decode(kernels, entries, n_rows, n_rows % 2 == 1, softcap, random);
+        for (const int n_rows : {1, 30, 64})
+            for (const bool masked : {false, true})
+                test_prompt(kernels, entries, n_rows, masked, masked ? 2.0f : 0.0f, random);
+        test_logits(kernels, entries, random);
+        test_pages(kernels, entries, random);
+        test_moves(kernels, entries);
+    }
+    test_cosines(kernels, random);
+}
+
+}  // namespace
+
+int main() {
+    for (const KernelTable* kernels : available_kernels()) test_table(*kernels);
+    return summary();
+}
