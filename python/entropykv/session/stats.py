@@ -48,7 +48,7 @@ class SessionStats:
     peak_rss_bytes: int
     products: dict[str, str] = field(default_factory=dict)
     """Who computes the products of weights, by their type in the file: the name of our kernels
-    (avx2, avx512vnni), "llama.cpp", or both."""
+    (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both."""
     products_bytes_scratch: int = 0
     """Bytes that the threads of our kernels work with. They grow with the micro-batch, the widest
     row of weights and the threads."""

@@ -25,7 +25,7 @@ from entropykv.llamacpp.context import (
 )
 from entropykv.llamacpp.k_shift import flat_range, k_shift_obstacle
 from entropykv.llamacpp.model import Model, captured_log
-from entropykv.llamacpp.products import reads_blocks
+from entropykv.llamacpp.products import serves_products
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
 from entropykv.policy.plan import FlatPlan
 from entropykv.policy.recipe import Recipe
@@ -77,7 +77,7 @@ class FlatStore(Store):
         self.bytes_full_per_token = 2 * geometry.cached_values
         n_gates = relu2_layers(model, options)
         self._hook = _core.WeightHook(n_gates, options.most_threads)
-        self._hooked = n_gates > 0 or reads_blocks()
+        self._hooked = n_gates > 0 or serves_products()
         plan = self._plan(budget)
         self._cells = plan.cells
         self._recent_window = plan.protection.recent_window
