@@ -19,6 +19,7 @@ constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
 constexpr int kMostBands = 64;
 constexpr int kRowsChunk = 256;      // entries of a unit of the prompt kernel, or more
 constexpr int kMostRowsChunks = 64;  // units of such a tile
+constexpr int kMostKept = 8192;      // of more entries, weights are computed again to be observed
 
 void grow(std::vector<float>& values, std::size_t size) {
     if (values.size() < size) values.resize(size);
@@ -52,9 +53,10 @@ std::vector<float> alibi_slopes(int n_head, float max_bias) {
 }
 
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
-    const int entries = kEntryTile + kGroupEntries;
-    const int values = layout.k_stride + (layout.latent ? 0 : layout.v_stride);
-    return static_cast<std::size_t>(entries * values + kEntryTile * kRowTile + 2 * kRowTile);
+    const int entries = kEntryTile + kGroupEntries;  // a tile starts anywhere in a group
+    const int values = layout.k_stride + layout.v_stride;
+    const int rows = entries / 2 + 6;  // pairs of weights, and values of a row
+    return static_cast<std::size_t>(entries * (values + 1) + rows * kRowTile + kKeptFloats);
 }
 
 Attention::Job::Job(int n_heads)
@@ -192,6 +194,19 @@ int Attention::observed_bands(const Split& split) const {
     return (split.tiles - 1) / split.band_tiles - first_observed_tile(split) / split.band_tiles + 1;
 }
 
+// Whether the weights of a tile stay until they are observed.
+bool Attention::keeps_weights(const Split& split, int total) const noexcept {
+    return observing_ && split.by_rows && !split.by_entries && total <= kMostKept &&
+           store_.settings().importance.kind != ScoreKind::products;
+}
+
+// Of a tile that sees so many entries or fewer.
+std::size_t Attention::most_kept_floats(const Split& split, int most) const noexcept {
+    const int total = std::min(most, kMostKept);
+    if (!keeps_weights(split, total)) return 0;
+    return index(total / kEntryTile + 3) * index(kKeptFloats);  // over_ranges() visits three
+}
+
 // Units of a head of so many entries.
 int Attention::units_of(const Split& split, int total) const {
     if (split.by_entries) return split.tiles * chunks_of(split, total);
@@ -236,6 +251,7 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
         for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
             longest_ = std::max(longest_, index(most_entries(l, h)));
     std::size_t observed = 0;  // of a layer
+    std::size_t kept = 0;      // of a tile
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = split_of(l);
         const std::size_t n_heads = index(store_.shape(l).n_head_kv);
@@ -255,11 +271,14 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
             grow(carried_[index(l)].squares, n_heads);
         }
         if (!observing_) continue;
+        for (int h = 0; h < store_.shape(l).n_head_kv; ++h)
+            kept = std::max(kept, most_kept_floats(split, most_entries(l, h)));
         observed = std::max(observed, n_heads * index(observed_bands(split)) * longest_);
         if (!split.by_rows) grow(logits_, n_heads * index(split.group) * longest_);
     }
     observed_turn_ = n_tokens == 1 ? observed : 0;
     grow(observed_, observed_turn_ + observed);
+    for (Worker& worker : workers_) grow(worker.kept, kept);
 }
 
 std::size_t Attention::scratch_bytes() const {
@@ -276,7 +295,7 @@ std::size_t Attention::bytes_of_workers(const Workers& workers) {
     std::size_t bytes = 0;
     for (const Worker& worker : workers)
         bytes += bytes_of(worker.query) + bytes_of(worker.output) + bytes_of(worker.kernel) +
-                 bytes_of(worker.softmax) + bytes_of(worker.recall) +
+                 bytes_of(worker.kept) + bytes_of(worker.softmax) + bytes_of(worker.recall) +
                  bytes_of(worker.recall_positions);
     return bytes;
 }
@@ -284,6 +303,7 @@ std::size_t Attention::bytes_of_workers(const Workers& workers) {
 void Attention::release_scratch() {
     for (std::vector<float>* values : {&partials_, &logits_, &observed_})
         std::vector<float>().swap(*values);
+    for (Worker& worker : workers_) std::vector<float>().swap(worker.kept);
     for (Carried& carried : carried_) carried = Carried{};
 }
 

@@ -54,6 +54,7 @@ public:
         std::vector<float> query;   // a tile
         std::vector<float> output;  // a tile
         std::vector<float> kernel;
+        std::vector<float> kept;     // a tile's weights, between attending and observing
         std::vector<float> softmax;  // max, sum, weighted, positions, weights, oldest, slopes
         std::vector<float> recall;   // query rows and their slopes
         std::vector<std::int32_t> recall_positions;  // of those rows
@@ -223,6 +224,9 @@ private:
     void finish_head(const Call& call, int head) noexcept;
     SoftmaxState merge(const Call& call, const Tile& tile) noexcept;
     void write_output(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
+    bool is_observed(const Call& call, const Tile& tile) const noexcept;
+    bool keeps_weights(const Split& split, int total) const noexcept;
+    std::size_t most_kept_floats(const Split& split, int most) const noexcept;
     void observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void observe_decode(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;
     void note_entropy(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept;

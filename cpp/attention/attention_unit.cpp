@@ -9,6 +9,7 @@ namespace entropykv {
 namespace {
 
 constexpr float kBitsPerNat = 1.44269504f;
+constexpr float kNatsPerBit = 0.69314718f;
 
 Statistic statistic_of(ScoreKind kind) {
     switch (kind) {
@@ -61,9 +62,11 @@ EntryRange Attention::stored_entries(const Call& call, int unit) const noexcept 
 void Attention::start_softmax(const Call& call, const Tile& tile, int chunk,
                               const SoftmaxState& state) const noexcept {
     const bool sinks = call.params->sinks != nullptr && chunk == 0;
-    for (int r = 0; r < tile.count; ++r) {
+    const float unit = call.split.by_rows ? kBitsPerNat : 1.0f;
+    const int rows = call.split.by_rows ? kRowTile : tile.count;  // the last vector is whole
+    for (int r = 0; r < rows; ++r) {
         const int query_head = tile.head * call.split.group + (tile.first + r) % call.split.group;
-        state.max[r] = sinks ? call.params->sinks[query_head] : kMaskedLogit;
+        state.max[r] = sinks ? call.params->sinks[query_head] * unit : kMaskedLogit;
         state.sum[r] = sinks ? 1.0f : 0.0f;
         state.weighted[r] = 0.0f;
     }
@@ -147,6 +150,7 @@ PromptTask Attention::prompt_task(const Call& call, const Tile& tile,
     task.row_oldest = worker.softmax.data() + 5 * kRowTile;
     if (call.params->slopes != nullptr) task.row_slopes = worker.softmax.data() + 6 * kRowTile;
     task.scratch = worker.kernel.data();
+    task.entropy = track_entropy_;
     task.state = state;
     return task;
 }
@@ -166,11 +170,14 @@ void Attention::run_rows(const Call& call, const Tile& tile, int chunk) noexcept
     start_softmax(call, tile, chunk, state);
     std::fill(state.output, state.output + index(v_stride) * kRowTile, 0.0f);
     PromptTask task = prompt_task(call, tile, state);
+    if (is_observed(call, tile) && keeps_weights(call.split, total))
+        task.kept = workers_[index(call.thread)].kept.data();
     over_ranges(call, tile, chunk * size, std::min(total, (chunk + 1) * size),
                 [&](const EntryRange& range, int, bool masked) {
                     task.entries = range;
                     task.masked = masked;
                     kernels_.prompt(task);
+                    if (task.kept != nullptr) task.kept += kept_floats(range);
                 });
     // From [v_stride][kRowTile] to a row each; the query tile is still needed, the kernel's scratch
     // is not.
@@ -351,6 +358,7 @@ SoftmaxState Attention::merge(const Call& call, const Tile& tile) noexcept {
     const int chunks = chunks_of(call.split, total_entries(call.layer, tile.head));
     const int stride = store_.layout(call.layer).v_stride;
     const SoftmaxState all = partial_state(call, tile, 0);
+    const float nats = call.split.by_rows ? kNatsPerBit : 1.0f;
     for (int r = 0; chunks > 1 && r < tile.count; ++r) {
         float max = all.max[r];
         for (int chunk = 1; chunk < chunks; ++chunk)
@@ -360,7 +368,7 @@ SoftmaxState Attention::merge(const Call& call, const Tile& tile) noexcept {
         float* output = all.output + index(r) * index(stride);
         for (int chunk = 0; chunk < chunks; ++chunk) {
             const SoftmaxState part = partial_state(call, tile, chunk);
-            const float shift = std::max(part.max[r] - max, -200.0f);
+            const float shift = std::max((part.max[r] - max) * nats, -200.0f);
             const float factor = part.sum[r] == 0.0f ? 0.0f : std::exp(shift);
             weighted += factor * (part.weighted[r] + part.sum[r] * shift);
             sum += factor * part.sum[r];
@@ -432,8 +440,12 @@ const float* Attention::row_weights(const Call& call, const Tile& tile) noexcept
     return weights;
 }
 
+bool Attention::is_observed(const Call& call, const Tile& tile) const noexcept {
+    return observing_ && first_observed_row(call.split) < tile.first + tile.count;
+}
+
 void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& state) noexcept {
-    if (!observing_ || first_observed_row(call.split) >= tile.first + tile.count) return;
+    if (!is_observed(call, tile)) return;
     const int total = total_entries(call.layer, tile.head);
     const Statistic what = statistic_of(store_.settings().importance.kind);
     const float* weights = row_weights(call, tile);
@@ -444,10 +456,12 @@ void Attention::observe(const Call& call, const Tile& tile, const SoftmaxState& 
         tile.number == first_observed_tile(call.split) || tile.number % call.split.band_tiles == 0;
     if (begins) std::fill(observed, observed + total, 0.0f);
     PromptTask task = prompt_task(call, tile, state);
+    if (keeps_weights(call.split, total)) task.kept = workers_[index(call.thread)].kept.data();
     over_ranges(call, tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {
         task.entries = range;
         task.masked = masked;
         kernels_.prompt_observe(task, what, weights, neighbourhood, observed + offset);
+        if (task.kept != nullptr) task.kept += kept_floats(range);
     });
 }
 

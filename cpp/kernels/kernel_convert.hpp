@@ -63,26 +63,24 @@ inline void convert_int8_v(const PromptTile& tile, const PageLayout& layout, flo
     }
 }
 
-// K of a tile as [k_stride][kPromptEntries], V as [entries][v_stride], both in f32; returns where
-// the tile's first entry is.
+// K of a tile as [k_stride][kPromptEntries], V as [entries][v_stride], both in f32 and from the
+// tile's first group on.
 template <KvType Type>
-inline const float* convert_k(const PromptTile& tile, const PageLayout& layout, float* out) {
+inline void convert_k(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
         convert_half_k(tile, layout, out);
     } else {
         convert_int8_k(tile, layout, out);
     }
-    return out + tile.skipped;
 }
 
 template <KvType Type>
-inline const float* convert_v(const PromptTile& tile, const PageLayout& layout, float* out) {
+inline void convert_v(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
         convert_half_v(tile, layout, out);
     } else {
         convert_int8_v(tile, layout, out);
     }
-    return out + tile.skipped * layout.v_stride;
 }
 
 }  // namespace

@@ -2,15 +2,7 @@
 // of a tile, softmax, p.v. Every byte of K and V is read once, and asked for half a tile ahead.
 #pragma once
 
-#include <type_traits>
-#include <utility>
-
 #include "kernels/kernel_tile.hpp"
-
-// Every combination of rows and vectors is a function of its own: inlined into one, they take the
-// compiler minutes.
-#define ENTROPYKV_NOINLINE __attribute__((noinline))
-#define ENTROPYKV_INLINE __attribute__((always_inline))
 
 namespace entropykv {
 namespace {
@@ -35,18 +27,6 @@ struct DecodeScratch {
     alignas(64) float factors[kDecodeRows];   // of what was summed before this tile
     alignas(64) float heaviest[kDecodeRows];  // weight of this tile
 };
-
-template <int... I, typename Step>
-ENTROPYKV_INLINE inline void repeat_each(std::integer_sequence<int, I...>, Step step) {
-    (step(std::integral_constant<int, I>()), ...);
-}
-
-// Calls step(0), .. step(N - 1) with constants: an array that is indexed by nothing else lives in
-// registers. (A loop over it is unrolled too late for that: GCC keeps the array in memory.)
-template <int N, typename Step>
-ENTROPYKV_INLINE inline void repeat(Step step) {
-    repeat_each(std::make_integer_sequence<int, N>(), step);
-}
 
 // The largest power of two of vectors whose sums for `rows` rows fit into registers.
 constexpr int power_of_vectors(int rows, int most) {

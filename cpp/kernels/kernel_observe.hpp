@@ -6,19 +6,6 @@
 namespace entropykv {
 namespace {
 
-// What a row's query gives to an entry; shift and factor are of the row: see row_factor().
-template <Statistic What>
-inline Vec observed(Vec logit, Vec shift, Vec factor) {
-    const Vec floor = broadcast(0.5f * kMaskedLogit);
-    Vec given;
-    if constexpr (What == Statistic::product) {
-        given = maximum(logit, zero() - logit);
-    } else {
-        given = exponential(logit - shift);
-    }
-    return where_less(logit, floor, zero(), given) * factor;
-}
-
 template <Statistic What>
 inline Vec add_observed(Vec given, Vec sums) {
     if constexpr (What == Statistic::squared_probability) {
@@ -49,37 +36,103 @@ inline float row_factor(float weight, float softmax_sum) {
     return __builtin_sqrtf(weight) / softmax_sum;  // what it gives is squared with it
 }
 
+// What rows give to an entry by a score or a weight of a tile; factors turn weights into shares of
+// the whole softmax, and products into logits.
+template <Statistic What>
+inline Vec given_by(Vec value, Vec factor) {
+    if constexpr (What != Statistic::product) return value * factor;
+    const Vec floor = broadcast(0.5f * kMaskedLogit);
+    return where_less(value, floor, zero(), maximum(value, zero() - value)) * factor;
+}
+
+// The factors of all rows for what a tile holds. Rows that do not count have none.
+template <Statistic What>
+inline void observed_factors(const PromptTask& task, const PromptScratch& scratch,
+                             const float* row_factors, const float* tile_max, float* factors) {
+    for (int row = 0; row < task.rows; row += kLanes) {
+        const Vec factor = load(row_factors + row);
+        const Vec share = What == Statistic::product
+                              ? unit_of(task, scratch, row)
+                              : power_of_two(load(tile_max + row) - load(task.state.max + row));
+        store(factors + row, where_less(zero(), factor, share * factor, zero()));
+    }
+}
+
+// What all rows give to an entry of a tile.
+template <Statistic What, bool Near>
+inline Vec observed_entry(const PromptTask& task, const float* values, const float* factors,
+                          Vec reach) {
+    Vec total = zero();
+    for (int row = 0; row < task.rows; row += kLanes) {
+        Vec given = given_by<What>(load(values + row), load(factors + row));
+        if constexpr (Near)
+            given = where_less(load(task.row_positions + row), reach, zero(), given);
+        total = add_observed<What>(given, total);
+    }
+    return total;
+}
+
+inline float earliest_row(const PromptTask& task) {
+    float earliest = task.row_positions[0];
+    for (int row = 1; row < task.rows; ++row) earliest = smaller(earliest, task.row_positions[row]);
+    return earliest;
+}
+
+// Adds what the rows give to the entries of a tile to their sums, from the tile's first one on.
+template <Statistic What>
+inline void observe_tile(const PromptTask& task, const PromptTile& tile, const KeptTile& kept,
+                         const float* factors, float neighbourhood, float* sums) {
+    const float earliest = earliest_row(task);
+    Vec given[kLanes];
+    for (int first = tile.skipped; first < tile.count; first += kLanes) {
+        const int n = smaller(kLanes, tile.count - first);
+        for (int i = 0; i < kLanes; ++i) given[i] = zero();
+        for (int i = 0; i < n; ++i) {
+            const float reach = position_of(task, tile, first + i) + neighbourhood - 0.5f;
+            const float* values = kept.rows + (first + i) * kRowTile;
+            given[i] = reach > earliest
+                           ? observed_entry<What, true>(task, values, factors, broadcast(reach))
+                           : observed_entry<What, false>(task, values, factors, zero());
+        }
+        float* of_entries = sums + first - tile.skipped;
+        if constexpr (What == Statistic::largest_probability) {
+            for (int i = 0; i < n; ++i) of_entries[i] = merged<What>(of_entries[i], given[i]);
+        } else {
+            float totals[kLanes];
+            store(totals, sums_of(given));
+            for (int i = 0; i < n; ++i) of_entries[i] += totals[i];
+        }
+    }
+}
+
 template <KvType Type, Statistic What>
 void prompt_observe_typed(const PromptTask& task, const float* row_weights, float neighbourhood,
                           float* sums) {
-    const PageLayout& layout = *task.entries.layout;
     const PromptScratch scratch = split_scratch(task);
-    // Rows beyond task.rows only fill the last vector: they must not count.
+    if (task.kept == nullptr) prepare_queries<Type>(task, scratch);
+    // Rows beyond task.rows only fill the last vector, and rows without a sum are no numbers: they
+    // must not count.
+    float row_factors[kRowTile];
     for (int row = 0; row < kRowTile; ++row) {
-        const bool counts = row < task.rows && row_weights[row] > 0.0f;
-        scratch.factors[row] =
-            counts ? row_factor<What>(row_weights[row], task.state.sum[row]) : 0.0f;
-        scratch.shifts[row] = counts ? task.state.max[row] : -kMaskedLogit;
+        const bool counts =
+            row < task.rows && row_weights[row] > 0.0f && task.state.sum[row] > 0.0f;
+        row_factors[row] = counts ? row_factor<What>(row_weights[row], task.state.sum[row]) : 0.0f;
     }
     PromptTile tile;
+    float* next = task.kept;
     for (int first = task.entries.first; first < task.entries.last; first += kEntryTile) {
         open_tile(task.entries, first, kEntryTile, tile);
-        const int count = tile.count - tile.skipped;
-        tile_scores(task, convert_k<Type>(tile, layout, scratch.k), count, scratch.logits);
-        finish_scores(task, tile, count, scratch.logits);
-        for (int e = 0; e < count; ++e) {
-            const Vec reach = broadcast(position_of(task, tile, e) + neighbourhood - 0.5f);
-            Vec total = zero();
-            for (int row = 0; row < task.rows; row += kLanes) {
-                const Vec given =
-                    observed<What>(load(scratch.logits + e * kRowTile + row),
-                                   load(scratch.shifts + row), load(scratch.factors + row));
-                total = add_observed<What>(
-                    where_less(load(task.row_positions + row), reach, zero(), given), total);
-            }
-            float& of_entry = sums[first - task.entries.first + e];
-            of_entry = merged<What>(of_entry, total);
+        const KeptTile kept = kept_at(next != nullptr ? next : scratch.kept, tile);
+        if (next != nullptr) {
+            next = kept.next;
+        } else if (What == Statistic::product) {
+            tile_scores<Type>(task, tile, scratch, kept.rows);
+        } else {
+            tile_weights<Type>(task, tile, scratch, kept);
         }
+        observed_factors<What>(task, scratch, row_factors, kept.max, scratch.factors);
+        observe_tile<What>(task, tile, kept, scratch.factors, neighbourhood,
+                           sums + first - task.entries.first);
     }
 }
 
@@ -91,6 +144,19 @@ void prompt_observe_what(const PromptTask& task, const float* row_weights, float
     } else {
         prompt_observe_typed<KvType::q8_0, What>(task, row_weights, neighbourhood, sums);
     }
+}
+
+// What a row's query gives to an entry by its logit; shift and factor are of the row.
+template <Statistic What>
+inline Vec observed(Vec logit, Vec shift, Vec factor) {
+    const Vec floor = broadcast(0.5f * kMaskedLogit);
+    Vec given;
+    if constexpr (What == Statistic::product) {
+        given = maximum(logit, zero() - logit);
+    } else {
+        given = exponential(logit - shift);
+    }
+    return where_less(logit, floor, zero(), given) * factor;
 }
 
 template <Statistic What>

@@ -1,11 +1,31 @@
 // Part of kernels.cpp: the groups of entries that a kernel works on at a time.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "kernels/kernels.hpp"
 #include "platform/simd.hpp"
 
+// Every combination of rows and vectors is a function of its own: inlined into one, they take the
+// compiler minutes.
+#define ENTROPYKV_NOINLINE __attribute__((noinline))
+#define ENTROPYKV_INLINE __attribute__((always_inline))
+
 namespace entropykv {
 namespace {
+
+template <int... I, typename Step>
+ENTROPYKV_INLINE inline void repeat_each(std::integer_sequence<int, I...>, Step step) {
+    (step(std::integral_constant<int, I>()), ...);
+}
+
+// Calls step(0), .. step(N - 1) with constants: an array that is indexed by nothing else lives in
+// registers. (A loop over it is unrolled too late for that: GCC keeps the array in memory.)
+template <int N, typename Step>
+ENTROPYKV_INLINE inline void repeat(Step step) {
+    repeat_each(std::make_integer_sequence<int, N>(), step);
+}
 
 constexpr int kMaxBlocks = kMaxHeadDim / kQuantBlock;
 

@@ -23,8 +23,9 @@ struct EntryRange {
     int last;
 };
 
-// What an online softmax carries from one range to the next, per query row: the largest logit m,
-// sum of e^(l-m), sum of e^(l-m)(l-m) (for the entropy), and the unnormalised output.
+// What an online softmax carries from one range to the next, per query row: the largest logit m (of
+// the prompt kernel: in bits, log2(e) times that, perhaps rounded up), sum of e^(l-m), sum of
+// e^(l-m)(l-m) (for the entropy), and the unnormalised output.
 struct SoftmaxState {
     float* max;
     float* sum;
@@ -61,8 +62,18 @@ struct PromptTask {
     float softcap;
     const float* row_slopes;  // [kRowTile]: what a logit falls by per position (ALiBi), or null
     float* scratch;           // prompt_scratch_floats(layout)
+    bool entropy;             // whether state.weighted is wanted
+    float* kept;              // kept_floats(entries) for prompt_observe, or null: not kept
     SoftmaxState state;       // output [layout.v_stride][kRowTile]
 };
+
+// What the prompt kernel can keep of a tile of entries: the rows' maxima there, and the weights of
+// its entries, of which the first and the last four may be others.
+constexpr int kKeptFloats = (1 + kEntryTile + 4) * kRowTile;
+constexpr std::size_t kept_floats(const EntryRange& range) {
+    const int tiles = (range.last - range.first + kEntryTile - 1) / kEntryTile;
+    return static_cast<std::size_t>(tiles) * kKeptFloats;
+}
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);
 
@@ -87,7 +98,7 @@ struct KernelTable {
     void (*prompt)(const PromptTask&);
     // sums[j - first] += what the rows give to entry j, each times its weight [kRowTile] (or the
     // largest of both); rows nearer than `neighbourhood` give nothing. state.max and state.sum are
-    // final.
+    // final; `kept` is what prompt() kept of the same range, and spares the scores.
     void (*prompt_observe)(const PromptTask&, Statistic, const float* row_weights,
                            float neighbourhood, float* sums);
     // sums[j] += what one row gives to entry j of n; max and sum: of its softmax.

@@ -72,6 +72,7 @@ inline IntVec broadcast_int(std::int32_t x) { return {_mm256_set1_epi32(x)}; }
 inline IntVec load_ints(const void* p) {
     return {_mm256_loadu_si256(static_cast<const __m256i*>(p))};
 }
+inline void store_ints(void* p, IntVec a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.v); }
 inline Vec to_float(IntVec a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline IntVec round_to_int(Vec a) { return {_mm256_cvtps_epi32(a.v)}; }
@@ -79,6 +80,9 @@ inline void store_shorts(std::int16_t* p, IntVec a) {
     _mm_storeu_si128(
         reinterpret_cast<__m128i*>(p),
         _mm_packs_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1)));
+}
+inline IntVec pairs_of(IntVec low, IntVec high) {
+    return {_mm256_blend_epi16(low.v, _mm256_slli_epi32(high.v, 16), 0xaa)};
 }
 inline IntVec even_bytes(IntVec a) { return {_mm256_srai_epi16(_mm256_slli_epi16(a.v, 8), 8)}; }
 inline IntVec odd_bytes(IntVec a) { return {_mm256_srai_epi16(a.v, 8)}; }

@@ -50,17 +50,41 @@ inline Vec round_nearest(Vec a) {
 inline Vec scale_by_power(Vec a, Vec power) { return {_mm512_scalef_ps(a.v, power.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+// In lane i the sum of vector i of kLanes.
+inline Vec sums_of(const Vec* of) {
+    __m512 fours[4];  // four lanes that four vectors share, in each quarter
+    for (int i = 0; i < 4; ++i) {
+        const auto halves = [&](int j) {
+            const __m512 a = of[4 * i + j].v;
+            const __m512 b = of[4 * i + j + 1].v;
+            return _mm512_castps_pd(
+                _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        };
+        const __m512d a = halves(0);
+        const __m512d b = halves(2);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const auto quarters = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    };
+    return {quarters(quarters(fours[0], fours[1]), quarters(fours[2], fours[3]))};
+}
 
 struct IntVec {
     __m512i v;
 };
 inline IntVec broadcast_int(std::int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline IntVec load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_ints(void* p, IntVec a) { _mm512_storeu_si512(p, a.v); }
 inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline IntVec round_to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline void store_shorts(std::int16_t* p, IntVec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+inline IntVec pairs_of(IntVec low, IntVec high) {
+    return {_mm512_mask_blend_epi16(0xaaaaaaaa, low.v, _mm512_slli_epi32(high.v, 16))};
 }
 inline IntVec even_bytes(IntVec a) { return {_mm512_srai_epi16(_mm512_slli_epi16(a.v, 8), 8)}; }
 inline IntVec odd_bytes(IntVec a) { return {_mm512_srai_epi16(a.v, 8)}; }
@@ -70,7 +94,9 @@ inline IntVec even_unsigned_bytes(IntVec a) {
 inline IntVec odd_unsigned_bytes(IntVec a) { return {_mm512_srli_epi16(a.v, 8)}; }
 inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 #if defined(__AVX512VNNI__)
-    return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)};
+    // Around the intrinsic, GCC 12 copies the sums of a loop to and fro: half as fast.
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums.v) : "v"(a.v), "vm"(b.v));
+    return sums;
 #else
     return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
 #endif

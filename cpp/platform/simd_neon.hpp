@@ -56,10 +56,14 @@ inline IntVec broadcast_int(std::int32_t x) { return {vdupq_n_s32(x)}; }
 inline IntVec load_ints(const void* p) {
     return {vreinterpretq_s32_u8(vld1q_u8(static_cast<const std::uint8_t*>(p)))};
 }
+inline void store_ints(void* p, IntVec a) { vst1q_s32(static_cast<std::int32_t*>(p), a.v); }
 inline Vec to_float(IntVec a) { return {vcvtq_f32_s32(a.v)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {vaddq_s32(a.v, b.v)}; }
 inline IntVec round_to_int(Vec a) { return {vcvtnq_s32_f32(a.v)}; }
 inline void store_shorts(std::int16_t* p, IntVec a) { vst1_s16(p, vmovn_s32(a.v)); }
+inline IntVec pairs_of(IntVec low, IntVec high) {
+    return {vbslq_s32(vdupq_n_u32(0xffff), low.v, vshlq_n_s32(high.v, 16))};
+}
 inline IntVec even_bytes(IntVec a) {
     return from_shorts(vshrq_n_s16(vshlq_n_s16(as_shorts(a), 8), 8));
 }

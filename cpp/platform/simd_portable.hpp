@@ -90,6 +90,7 @@ inline IntVec load_ints(const void* p) {
     std::memcpy(&a.v, p, sizeof a.v);
     return a;
 }
+inline void store_ints(void* p, IntVec a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Vec to_float(IntVec a) { return {__builtin_convertvector(a.v, FloatLanes)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {a.v + b.v}; }
 inline IntVec round_to_int(Vec a) {
@@ -98,6 +99,7 @@ inline IntVec round_to_int(Vec a) {
 inline void store_shorts(std::int16_t* p, IntVec a) {
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<std::int16_t>(a.v[i]);
 }
+inline IntVec pairs_of(IntVec low, IntVec high) { return {(low.v & 0xffff) | high.v << 16}; }
 inline IntVec even_bytes(IntVec a) { return {(IntLanes)((ShortLanes)a.v << 8 >> 8)}; }
 inline IntVec odd_bytes(IntVec a) { return {(IntLanes)((ShortLanes)a.v >> 8)}; }
 inline IntVec even_unsigned_bytes(IntVec a) { return {a.v & 0x00ff00ff}; }

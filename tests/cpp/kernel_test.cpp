@@ -24,6 +24,8 @@ std::vector<Row> make_rows(const Entries& entries, int n, bool masked, bool bias
     return rows;
 }
 
+constexpr float kNatsPerBit = 0.69314718f;
+
 // `output`: value d of the row lies at d * stride.
 void check_row(const Row& row, const Entries& entries, float max, float sum, float weighted,
                const float* output, int stride) {
@@ -124,6 +126,22 @@ void test_observe(const KernelTable& kernels, const PromptTask& task, const Entr
     }
 }
 
+// Weights that are kept tell the same, bit by bit, as weights that are computed again.
+void test_kept(const KernelTable& kernels, PromptTask task) {
+    std::vector<float> kept(kept_floats(task.entries)), weights(kRowTile, 1.0f);
+    const std::size_t n = index(task.entries.last - task.entries.first);
+    for (const Statistic what :
+         {Statistic::squared_probability, Statistic::probability, Statistic::largest_probability}) {
+        std::vector<float> again(n), as_kept(n);
+        task.kept = kept.data();
+        kernels.prompt(task);
+        kernels.prompt_observe(task, what, weights.data(), 3.0f, as_kept.data());
+        task.kept = nullptr;
+        kernels.prompt_observe(task, what, weights.data(), 3.0f, again.data());
+        CHECK(as_kept == again && *std::max_element(again.begin(), again.end()) > 0.0f);
+    }
+}
+
 void test_prompt(const KernelTable& kernels, const Entries& entries, int n_rows, bool masked,
                  float softcap, std::mt19937& random) {
     const PageLayout& layout = entries.layout;
@@ -142,15 +160,18 @@ void test_prompt(const KernelTable& kernels, const Entries& entries, int n_rows,
                     softcap,
                     masked ? tile.slopes.data() : nullptr,
                     reinterpret_cast<float*>(scratch.data()),
+                    true,
+                    nullptr,
                     {max.data(), sum.data(), weighted.data(), output.data()}};
     kernels.prompt(task);
     task.entries = entries.range(entries.n / 2, entries.n);
     kernels.prompt(task);
     for (int r = 0; r < n_rows; ++r)
-        check_row(rows[index(r)], entries, max[index(r)], sum[index(r)], weighted[index(r)],
-                  output.data() + r, kRowTile);
+        check_row(rows[index(r)], entries, max[index(r)] * kNatsPerBit, sum[index(r)],
+                  weighted[index(r)], output.data() + r, kRowTile);
     task.entries = entries.range(0, entries.n);
     test_observe(kernels, task, entries, rows);
+    test_kept(kernels, task);
 }
 
 // Logits of a decoded row: what it gives to its entries, and the log of their sum.
