@@ -77,7 +77,8 @@ def test_rows_are_those_of_the_definition(model: str, request: pytest.FixtureReq
         with Observer(path, n_ctx=256, n_threads=2, n_ubatch=n_ubatch) as observer:
             observer.entropies(tokens_for(200, seed=9))  # leaves nothing behind
             rows = observer.entropies(tokens)
-        np.testing.assert_allclose(rows, expected, atol=1e-3)
+        # A key that lies between two values of f16 may be rounded to the other one.
+        np.testing.assert_allclose(rows, expected, atol=3e-3)
     assert expected.std() > 0.1
 
 

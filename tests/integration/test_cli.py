@@ -146,7 +146,7 @@ def test_files_that_are_no_models(tiny_llama: Path, tmp_path: Path) -> None:
     writer.add_head_count(1)
     writer.add_context_length(128)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([*"abcdefgh"])
+    writer.add_token_list([*"abcdefgh", *(f"<0x{byte:02X}>" for byte in range(256))])
     writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -173,8 +173,8 @@ CHATS: dict[str, dict[str, Any]] = {
 def smol_pair(smollm2: Path) -> Iterator[tuple[EntropyLlama, Llama]]:
     """The flat store with llama.cpp's products: the same graph as stock's, so the same rounding."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("store.flat", "llamacpp.model"):
-            patch.setattr(f"entropykv.{module}.reads_blocks", lambda: False)
+        patch.setattr("entropykv.store.flat.serves_products", lambda: False)
+        patch.setattr("entropykv.llamacpp.model.reads_blocks", lambda: False)
         ours = EntropyLlama(str(smollm2), n_ctx=256, kv_type="f16", store="flat", **QUIET)
     stock = Llama(str(smollm2), n_ctx=256, **QUIET)
     yield ours, stock
