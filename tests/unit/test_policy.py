@@ -116,14 +116,17 @@ def with_curves(profile: EntropyProfile) -> EntropyProfile:
 
 def test_auto_follows_what_is_known_of_the_model() -> None:
     entropies = EntropyProfile(1, 2, 1, 64, np.ones((1, 2)))
-    for unknown in (None, entropies):
-        with_echoes = policy_named("auto", unknown, "headwise")
-        assert with_echoes.rule is POLICIES["adaptive"].rule
+    for known, name in (
+        (None, "adaptive"),
+        (entropies, "adaptive"),
+        (with_curves(entropies), "profile"),
+    ):
+        with_echoes = policy_named("auto", known, "headwise")
+        assert with_echoes.rule is POLICIES[name].rule
         assert with_echoes.importance.repeats
-        assert policy_named("auto", unknown, "headwise", recurrent=True) == POLICIES["adaptive"]
-        assert policy_named("fast", unknown, "headwise") == POLICIES["adaptive"]
+        assert policy_named("auto", known, "headwise", recurrent=True) == POLICIES[name]
+        assert policy_named("fast", known, "headwise") == POLICIES[name]
     for name in ("auto", "fast"):
-        assert policy_named(name, with_curves(entropies), "headwise") == POLICIES["profile"]
         assert policy_named(name, with_curves(entropies), "flat") == POLICIES["recency"]
         frozen = policy_named(name, with_curves(entropies), "headwise", freezes=True)
         assert frozen == POLICIES["uniform"]

@@ -16,7 +16,8 @@ which a text that the budget does not hold is read twice; `uniform` where entrie
 head needs comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
 """The same without echoes: every text is read once."""
-_ADAPTIVE_WITH_ECHOES = "adaptive:mass+values+echo"
+_READ_TWICE = ":mass+values+echo"
+"""What `auto` adds to the name of a policy."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -149,9 +150,9 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 def policy_help() -> str:
     """Names, measures and modifiers in a few lines."""
     auto = (
-        f"{AUTO}: profile where the model has one, else {_ADAPTIVE_WITH_ECHOES}; uniform with "
-        f"--freeze; recency on the flat store; {FAST}: the same without echo, so that every text "
-        "is read once"
+        f"{AUTO}: profile{_READ_TWICE} where the model has one, else adaptive{_READ_TWICE}; "
+        f"uniform with --freeze; recency on the flat store; {FAST}: the same without echo, so that "
+        "every text is read once"
     )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
@@ -242,9 +243,8 @@ def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, twice:
         return "recency"
     if freezes:
         return "uniform"
-    if profile is None or profile.curves is None:
-        return _ADAPTIVE_WITH_ECHOES if twice else "adaptive"
-    return "profile"
+    name = "adaptive" if profile is None or profile.curves is None else "profile"
+    return name + _READ_TWICE if twice else name
 
 
 def _parsed(text: str) -> Policy:
