@@ -181,7 +181,7 @@ class Watch:
         first = max(self.certain_from[head], position - recent + ahead)
         self.certain_from[head] = min(first, position)
         oldest = self._oldest_seen(head)
-        wanted = [*range(min(session.settings.n_sinks, position)), *range(first, position)]
+        wanted = [*range(min(session.recipe.options.n_sinks, position)), *range(first, position)]
         missing = sorted({p for p in wanted if p >= oldest} - set(entries.tolist()))
         require(
             not missing,
@@ -193,9 +193,9 @@ class Watch:
         """Newest entries that the head must keep."""
         session = self.session
         budget = session.budgets()[head[0]][head[1]]
-        if self.by_layer and session.settings.recent_window is None:
+        if self.by_layer and session.recipe.options.recent_window is None:
             half = budget // 2
-            return half - session.settings.n_sinks if half > session.settings.n_sinks else 1
+            return half - session.recipe.options.n_sinks if half > session.recipe.options.n_sinks else 1
         recent = session._store.recent_window
         if session.policy.schedule and session.freezing:
             recent = min(recent, session.freezing.window)
@@ -205,7 +205,7 @@ class Watch:
         """The oldest position that the next token sees, or that llama.cpp's cache can hold."""
         session = self.session
         if session.store == "flat":
-            return session._store.shift + session.settings.n_sinks if session._store.shift else 0
+            return session._store.shift + session.recipe.options.n_sinks if session._store.shift else 0
         window, chunked = self.windows[head[0]]
         if window == 0:
             return 0

@@ -152,7 +152,7 @@ class Run:
     def _next_tokens(self) -> tuple[int, ...]:
         session = self.session
         room = session.n_ctx - session.position
-        n_tokens = min(self.chance.choice((1, 1, 2, session._n_ubatch)), room, 64)
+        n_tokens = min(self.chance.choice((1, 1, 2, session.recipe.n_ubatch)), room, 64)
         return topic(self.chance, n_tokens, self.model)
 
     def _compare_with_saved(self) -> None:

@@ -147,7 +147,7 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
     page.page.get_by_role("button", name="Show the whole text").wait_for()
     page.page.keyboard.press("0")
     shaded = page.page.locator(".tokens .t")
-    assert shaded.count() > 100
+    shaded.nth(100).wait_for(state="attached")  # the text comes after the map
     shaded.nth(3).click()
     page.page.locator(".t.pointed").wait_for()
 
