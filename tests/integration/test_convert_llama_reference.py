@@ -90,8 +90,17 @@ def random_llama(family: str, **changes: Any) -> Any:
                 weight.copy_(0.1 * noise + (0.0 if weight_name.endswith("bias") else 1.0))
             else:
                 gain = 2.5 if "embed" in weight_name or "lm_head" in weight_name else 1.3
-                weight.copy_(noise * gain / weight.shape[1] ** 0.5)
+                weight.copy_(away_from_ties(noise) * gain / weight.shape[1] ** 0.5)
     return model
+
+
+def away_from_ties(weights: Any) -> Any:
+    """Move what lies between two ternary values, where the last bit of a mean would decide.
+
+    That bit depends on how many threads torch adds the weights up with.
+    """
+    ratio = weights.abs() / weights.abs().mean()
+    return torch.where((ratio - 0.5).abs() < 1e-4, 1.01 * weights, weights)
 
 
 def save(model: Any, directory: Path) -> Path:
