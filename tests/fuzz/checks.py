@@ -191,11 +191,11 @@ class Watch:
 
     def _recent_window(self, head: tuple[int, int]) -> int:
         """Newest entries that the head must keep."""
-        session = self.session
+        session, options = self.session, self.session.recipe.options
         budget = session.budgets()[head[0]][head[1]]
-        if self.by_layer and session.recipe.options.recent_window is None:
+        if self.by_layer and options.recent_window is None:
             half = budget // 2
-            return half - session.recipe.options.n_sinks if half > session.recipe.options.n_sinks else 1
+            return half - options.n_sinks if half > options.n_sinks else 1
         recent = session._store.recent_window
         if session.policy.schedule and session.freezing:
             recent = min(recent, session.freezing.window)
@@ -205,7 +205,8 @@ class Watch:
         """The oldest position that the next token sees, or that llama.cpp's cache can hold."""
         session = self.session
         if session.store == "flat":
-            return session._store.shift + session.recipe.options.n_sinks if session._store.shift else 0
+            shift = session._store.shift
+            return shift + session.recipe.options.n_sinks if shift else 0
         window, chunked = self.windows[head[0]]
         if window == 0:
             return 0
