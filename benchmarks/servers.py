@@ -110,8 +110,9 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
             time.sleep(0.01)
         while sum(not each.done() for each in asked) == writers and len(waits) < 3:
             times: list[float] = []
+            fresh = prompts[-1][1 + len(waits) :]  # begins as nothing that was read before
             start = time.perf_counter()
-            ask(url, prompts[-1], {**options, "max_tokens": 1}, times)
+            ask(url, fresh, {**options, "max_tokens": 1}, times)
             waits.append(times[0] - start)
         for each in asked:
             each.result()
