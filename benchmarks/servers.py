@@ -26,6 +26,7 @@ from typing import Any
 
 import httpx
 
+from entropykv.llamacpp.context import CELL_PADDING
 from entropykv.llamacpp.model import Model
 from entropykv.model import shipped
 from inputs import read_texts
@@ -124,9 +125,10 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
     )
 
 
-def commands(options: argparse.Namespace, n: int, n_bytes: int) -> dict[str, list[str]]:
-    """Both servers for n conversations in so many bytes."""
-    longest = -(-(options.prompt + options.write + 1) // 256) * 256
+def commands(
+    options: argparse.Namespace, n: int, longest: int, n_bytes: int
+) -> dict[str, list[str]]:
+    """Both servers for n conversations of at most `longest` tokens, in so many bytes."""
     usual = ["-m", options.model, "-np", str(n), "-t", str(options.threads)]
     stock = [options.llama_server, *usual, "-c", str(n * longest), "-fa", "on", "--no-webui"]
     ours = [sys.executable, "-m", "entropykv.cli", "serve", *usual, "-c", str(longest)]
@@ -149,13 +151,13 @@ def main() -> None:
     options.llama_server = str(options.llama_server)
     model = Model(options.model, n_gpu_layers=0, verbose=False)
     prose = "\n".join(read_texts("heldout_*.txt").values())
-    text = model.tokenize(prose, add_bos=False, special=False)
+    text = model.tokenize(prose, add_bos=False, special=False) * 20
+    longest = -(-(options.prompt + options.write + 1) // CELL_PADDING) * CELL_PADDING
+    asked: dict[str, Any] = {"max_tokens": options.write, "logit_bias": {"0": -100, "2": -100}}
     for n in map(int, options.clients.split(",")):
-        prompts = [(text * 20)[i * 997 :][: options.prompt] for i in range(n)]
-        longest = -(-(options.prompt + options.write + 1) // 256) * 256
-        asked: dict[str, Any] = {"max_tokens": options.write, "logit_bias": {"0": -100, "2": -100}}
+        prompts = [text[i * 997 :][: options.prompt] for i in range(n)]
+        servers = commands(options, n, longest, cache_bytes(model, n * longest))
         for _ in range(options.rounds):
-            servers = commands(options, n, cache_bytes(model, n * longest))
             for name, command in servers.items():
                 with running(command) as url:
                     ask(url, prompts[0][:20], {**asked, "max_tokens": 2}, [])  # the first is slow

@@ -55,10 +55,11 @@ def _check_tokenizer(reader: HeaderReader) -> None:
         raise ModelFileError(f"{reader.path}: lacks {_PREFIX}merges; {AGAIN}")
     _length(reader, "precompiled_charsmap", _BYTES)
     tokens = [token for token in reader.texts(_PREFIX + "tokens") if token]
-    if len(set(tokens)) < len(tokens):
+    distinct = set(tokens)
+    if len(distinct) < len(tokens):
         raise ValueError(f"{_PREFIX}tokens has a token twice")
     if kind == "llama":
-        _check_bytes(set(tokens))
+        _check_bytes(distinct)
 
 
 def _check_bytes(tokens: set[bytes]) -> None:

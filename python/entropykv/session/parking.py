@@ -128,11 +128,11 @@ class Parking:
         return self.put(state.position, state.shift, held)
 
     def _check_limit(self, parked: Parked) -> None:
+        if parked.spare or self.limit_bytes is None:
+            return
         counted = [each for each in (*self._parked, parked) if not each.spare]
         n_bytes = sum(sum(each.section_bytes) for each in counted)
-        if parked.spare:
-            return
-        if self.limit_bytes is not None and n_bytes > self.limit_bytes:
+        if n_bytes > self.limit_bytes:
             raise PoolError(
                 f"{n_bytes} bytes of parked conversations are more than the limit of "
                 f"{self.limit_bytes}; close some, or give a larger limit (park_limit)"
