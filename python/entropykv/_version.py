@@ -1,4 +1,4 @@
-"""The version of this package, and whether the llama.cpp here is the one it was built against."""
+"""Say the version of this package, and check that it was built for the llama.cpp here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _check_release() -> None:
 
 
 def _check_library(core: ModuleType) -> None:
-    """Compare the loaded libraries with the headers; the same release may be built of others."""
+    """Compare the loaded libraries with the headers: the same release may be built of other
+    sources.
+    """
     loaded = (core.ggml_version(), core.ggml_commit())
     built = (GGML_VERSION, GGML_COMMIT)
     if _release_of(*loaded) != _release_of(*built):
@@ -59,13 +61,15 @@ def _check_library(core: ModuleType) -> None:
             f"{_BUILT} with ggml {built[0]} ({built[1]}), but runs with ggml {loaded[0]} "
             f"({loaded[1]}); {REBUILD}"
         )
-    # Only now: the names of numbers that a library does not have lie beyond its table.
+    # Look at the numbers only now: in another library, their names lie beyond its table.
     for difference in (*core.differences(), *_different_structures(core)):
         raise VersionError(f"{_BUILT}, but in the one that it runs with {difference}; {REBUILD}")
 
 
 def _release_of(version: str, commit: str) -> tuple[str, str]:
-    """Leave out that a tree was changed: every source distribution of llama-cpp-python says so."""
+    """Return the release, without a mark that the tree was changed: every source distribution of
+    llama-cpp-python has one.
+    """
     return version, commit.removesuffix("-dirty")
 
 

@@ -4,52 +4,54 @@ from __future__ import annotations
 
 
 class EntropyKVError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """The base of every error that this package raises on purpose."""
 
 
 class BudgetError(EntropyKVError, ValueError):
-    """A KV budget that cannot be read, or that cannot hold what it must protect."""
+    """Raised for a KV budget that cannot be read, or that cannot hold what it must protect."""
 
 
 class ProfileError(EntropyKVError, ValueError):
-    """An entropy profile that is missing, damaged, or made for another model."""
+    """Raised for an entropy profile that is missing, damaged, or made for another model."""
 
 
 class CalibrationError(EntropyKVError, ValueError):
-    """Texts or results that no profile can be made of, or a package that calibration lacks."""
+    """Raised for texts or results that no profile can be made of, or where calibration lacks a
+    package.
+    """
 
 
 class ModelFileError(EntropyKVError, ValueError):
-    """A model file that is missing, truncated, damaged, or not a GGUF file."""
+    """Raised for a model file that is missing, truncated, damaged, or not a GGUF file."""
 
 
 class UnsupportedModelError(EntropyKVError):
-    """A model that is intact but that the chosen store or llama.cpp cannot serve."""
+    """Raised for a model that is intact but that the chosen store or llama.cpp cannot serve."""
 
 
 class SessionFileError(EntropyKVError, ValueError):
-    """A saved session that is missing, damaged, or of another model or other settings."""
+    """Raised for a saved session that is missing, damaged, or of another model or settings."""
 
 
 class FreezeError(EntropyKVError):
-    """Cold storage that cannot be made, or whose file is not any more as it was written."""
+    """Raised where cold storage cannot be made, or its file is no longer as it was written."""
 
 
 class PoolError(EntropyKVError):
-    """A pool that has no room for another conversation, or a decode that was called off."""
+    """Raised where a pool has no room for another conversation, or a decode was called off."""
 
 
 class ContextError(EntropyKVError, ValueError):
-    """An empty prompt, a prompt longer than the context, or a position out of range."""
+    """Raised for an empty prompt, a prompt longer than the context, or a position out of range."""
 
 
 class SettingsError(EntropyKVError, ValueError):
-    """An option with an impossible value."""
+    """Raised for an option with an impossible value."""
 
 
 class VersionError(EntropyKVError, ImportError):
-    """An installed llama-cpp-python or extension of a version that does not fit."""
+    """Raised where llama-cpp-python or the extension is of a version that does not fit."""
 
 
 class MissingExtraError(EntropyKVError, ImportError):
-    """A part of this package whose optional packages are not installed."""
+    """Raised where the optional packages of a part of this package are not installed."""

@@ -1,4 +1,4 @@
-"""Files: new ones are written beside their place and renamed into it, and texts that users name."""
+"""Write new files beside their place and rename them into it, and read texts that users name."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from entropykv.errors import EntropyKVError
 def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
     """Give an empty file beside `target` that becomes it in the end, on the disk too.
 
-    Where anything goes wrong, it is removed and `target` stays as it was. OSError where it cannot
-    be written.
+    Where anything goes wrong, it is removed and `target` stays as it was. Raises OSError where it
+    cannot be written.
     """
     target = Path(target)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
         with open(part, "xb"):
             pass
-    except ValueError as error:  # a null byte
+    except ValueError as error:  # the name has a null byte
         raise OSError(errno.EINVAL, str(error)) from error
     try:
         yield part
         _sync(part)
         os.replace(part, target)
-        with suppress(OSError):  # not every file system knows it of directories
+        with suppress(OSError):  # not every file system can sync a directory
             _sync(target.parent)
     finally:
         with suppress(OSError):
@@ -48,7 +48,7 @@ def _sync(path: Path) -> None:
 
 
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
-    """Content of a UTF-8 file; `refusal`, in one sentence, for any other file or none."""
+    """Return the content of a UTF-8 file; raises `refusal`, in one sentence, for anything else."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -59,10 +59,10 @@ def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> st
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
-    """Open a regular file to read it: a pipe would wait for ever. OSError for anything else."""
+    """Open a regular file to read it; raises OSError for all else: a pipe would wait for ever."""
     try:
         mode = os.stat(path).st_mode
-    except ValueError as error:  # a null byte
+    except ValueError as error:  # the name has a null byte
         raise OSError(0, str(error)) from error
     if stat.S_ISDIR(mode):
         raise OSError(0, "is a directory")

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 Started = Callable[[Estimate], None]
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37}
-"""llama_ftype of llama.h, by the type of most weights."""
+"""The number that llama.h (llama_ftype) gives a file, by the type of most of its weights."""
 _ALIGNMENT = 32
 _HEADER_ROOM = 1 << 20
 _RAW = np.dtype(np.void)  # the writer looks only at raw_dtype, and takes shapes as they are
@@ -38,7 +38,7 @@ _RAW = np.dtype(np.void)  # the writer looks only at raw_dtype, and takes shapes
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What a conversion did; `tensor_types` is (type, tensors), most bytes first."""
+    """Say what a conversion did; `tensor_types` has (type, number of tensors), most bytes first."""
 
     source: Path
     target: Path
@@ -65,10 +65,11 @@ def convert(
 
     `weight_type`: tq2_0 (the default), q4_0, f16 or f32; a tensor whose rows do not fit gets the
     next of these. f16 and f32 keep master weights of a Hugging Face model as they are; the others
-    quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None: the first that fits, and
-    an embedding that is quantised already is kept. `i2s_layout`: x86, arm64 or rows4. `activation`:
-    relu2, silu, or auto: what the model says. `started` gets what the work will take before it
-    starts, `progress` (bytes written, bytes in all) while it lasts.
+    quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None takes the first that fits,
+    and keeps an embedding that is quantised already. `i2s_layout`: x86, arm64 or rows4.
+    `activation`: relu2, silu, or auto, which takes what the model says. `started` is called with an
+    Estimate before the work starts, and `progress` with (bytes written, bytes in all) while it
+    lasts.
 
     Nothing is left at `target` unless all went well. Raises ModelFileError, UnsupportedModelError,
     SettingsError.
@@ -112,7 +113,7 @@ def _activation(model: Source, wanted: str) -> str:
 
 
 def _main_type(outputs: list[OutputTensor]) -> str:
-    """Type of most bytes of the layers."""
+    """Return the type that has most bytes of the layers; it names the file."""
     sizes: Counter[str] = Counter()
     for output in outputs:
         if output.name.startswith("blk."):
@@ -172,7 +173,7 @@ def _unwritable(target: Path, error: OSError) -> SettingsError:
 
 
 class _Writer(GGUFWriter):
-    """GGUFWriter that also takes values as the bytes of another file."""
+    """Write GGUF files as GGUFWriter does, and copy values as the bytes of another file."""
 
     def _pack_val(
         self,
@@ -218,7 +219,7 @@ def _write(
 
 
 def _write_header(model: Source, activation: str, outputs: list[OutputTensor], part: Path) -> None:
-    """Metadata, and name, type and shape of every tensor."""
+    """Write the metadata, and name, type and shape of every tensor, before any data."""
     writer = _Writer(part, model.target_architecture)
     try:
         model.add_metadata(writer)

@@ -1,4 +1,4 @@
-"""The decoders that convert writes: which tensors llama.cpp's graphs take, and their shapes.
+"""Say which tensors llama.cpp's graphs take of a converted model, and in which shapes.
 
 llama.cpp applies a `.scale` tensor beside a projection in the graphs of bitnet, llama and qwen3 to
 all seven projections. Its graphs of qwen2 and gemma ignore those of the feed-forward layer: qwen2
@@ -28,7 +28,7 @@ _BIASES = {
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a model, in elements; `architecture` is the one that the converted file has."""
+    """Hold the sizes of a model, in elements; `architecture` is that of the converted file."""
 
     architecture: str
     n_layer: int
@@ -40,7 +40,7 @@ class DecoderShape:
     n_vocab: int
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Names (without `.weight`) and shapes of the ternary tensors."""
+        """Return names (without `.weight`) and shapes of the ternary tensors."""
         n_embd, n_ff = self.n_embd, self.n_ff
         n_embd_q, n_embd_kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
         block = {
@@ -59,7 +59,7 @@ class DecoderShape:
         }
 
     def norms(self) -> dict[str, tuple[int, ...]]:
-        """Every norm that the graph needs, with its shape."""
+        """Return every norm that the graph needs, with its shape."""
         block = {"attn_norm": self.n_embd, "ffn_norm": self.n_embd}
         if self.architecture == "bitnet":
             block |= {"attn_sub_norm": self.n_embd, "ffn_sub_norm": self.n_ff}
@@ -72,13 +72,13 @@ class DecoderShape:
         return shapes
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the graph needs, with its shape."""
+        """Return every tensor that the graph needs, with its shape."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.n_vocab, self.n_embd)}
         weights = {f"{name}.weight": shape for name, shape in self.projections().items()}
         return shapes | self.norms() | weights
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that the graph takes where a file has them, with their shapes."""
+        """Return the tensors that the graph takes where a file has them, with their shapes."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (rows, _) in self.projections().items():
             shapes[f"{name}.scale"] = (1,)
@@ -94,7 +94,7 @@ class DecoderShape:
 def drop_tied_head(path: Path, shape: DecoderShape, tensors: dict[str, Tensor]) -> None:
     """Remove a head that equals the embedding, which llama.cpp then uses as the head.
 
-    UnsupportedModelError for a head of its own where the graph has no place for it.
+    Raises UnsupportedModelError for a head of its own where the graph has no place for it.
     """
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if head is None:

@@ -1,4 +1,4 @@
-"""How long a conversion takes and how much memory, measured on this machine before it starts."""
+"""Estimate time and memory of a conversion, by a sample measured here before it starts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from entropykv.convert.ternary import pack_tq2_0, unpack_i2s
 
 _COPIED_BYTES_PER_SECOND = 1 << 30
 _CHUNK_BYTES_PER_ELEMENT = 24
-"""Memory while some rows are worked on: their floats or codes, and what is computed from them."""
+"""Bytes of memory that an element takes while its rows are worked on: the floats or codes that were
+read, and what is computed from them.
+"""
 _SAMPLE = (64, 1024)
 _TERNARY = (Kind.TQ2_0, Kind.Q4_0)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a conversion: bytes of tensors that it writes, seconds, bytes of memory for the weights.
+    """Say what a conversion takes: bytes of tensors to write, seconds, bytes of memory for weights.
 
-    The vocabulary comes on top: of a tokenizer.json of 128,000 tokens, about as much again.
+    The vocabulary comes on top: a tokenizer.json of 128,000 tokens takes about as much again.
     """
 
     target_bytes: int
@@ -35,7 +37,7 @@ class Estimate:
 
 
 def estimate(outputs: Sequence[OutputTensor]) -> Estimate:
-    """Time a sample of each kind of work (some ms), and add up the outputs."""
+    """Time a sample of each kind of work (some ms), and add it up over all outputs."""
     elements: Counter[Kind] = Counter()
     n_bytes = sum(output.n_bytes for output in outputs)
     for output in outputs:

@@ -45,7 +45,8 @@ from entropykv.model.header import (
 )
 from entropykv.model.loadable import check_loadable
 
-# The fork's own graph of `bitnet` uses SiLU; its other two are the 2B-4T's.
+# The fork's graph of `bitnet` computes SiLU; its two other names are those of Microsoft's 2B-4T,
+# which has squared ReLU.
 _ACTIVATION_OF = {
     "bitnet": "silu",
     "bitnet-b1.58": "relu2",
@@ -55,7 +56,7 @@ _ACTIVATION_OF = {
     "qwen3": "silu",
 }
 _TARGET_OF = {"bitnet-b1.58": "bitnet", "bitnet-25": "bitnet", "qwen2": "llama"}
-# Splits that Microsoft's converter names and llama.cpp does not know: they are those of Llama 3.
+# llama.cpp does not know these names, which Microsoft's converter gives to Llama 3's split.
 _UNKNOWN_SPLITS = {None, "falcon_e"}
 _NOT_COPIED = {
     "general.architecture",
@@ -67,14 +68,14 @@ _NOT_COPIED = {
 
 
 class RawValue(NamedTuple):
-    """A value of the metadata as the bytes that stand in the file."""
+    """Keep a value of the metadata as the bytes that stand in the file, to copy it unchanged."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class I2sTensor(TernaryTensor):
-    """A ternary tensor of type 36."""
+    """Read a ternary tensor of type 36 (I2_S)."""
 
     path: Path
     name: str
@@ -84,7 +85,7 @@ class I2sTensor(TernaryTensor):
 
     @property
     def row_step(self) -> int:
-        """Rows that fill whole blocks, which run over the flat tensor."""
+        """Return how many rows fill whole blocks: blocks run over the flat tensor, across rows."""
         return i2s_row_step(self.shape[1], self.layout)
 
     def rows(self, first: int, count: int) -> Ternary:
@@ -94,17 +95,18 @@ class I2sTensor(TernaryTensor):
         return unpack_i2s(codes, (count, columns), self.layout)
 
     def scale(self) -> np.float32:
-        """The F32 behind the codes."""
+        """Return the F32 that the file has behind the codes."""
         tail = read_bytes(self.path, self.offset + math.prod(self.shape) // 4, 4)
         return checked_scale(self.path, self.name, struct.unpack("<f", tail.tobytes())[0])
 
 
 class _I2sReader(HeaderReader):
-    """The guarded header reader; knows I2_S, and keeps where tensors and values are."""
+    """Read a header as HeaderReader does, also with I2_S, and note where tensors and values are."""
 
     def __init__(self, path: Path, layout: str) -> None:
         self.layout = layout
-        self.values: list[tuple[int, int]] = []  # (offset, size), in the order of the keys
+        # (offset, size) of each value, in the order of the keys.
+        self.values: list[tuple[int, int]] = []
         self.weights: dict[str, Tensor] = {}
         super().__init__(path)
 
@@ -147,7 +149,9 @@ class _I2sReader(HeaderReader):
     def copied(
         self, architecture: str, target: str, *, without: set[str]
     ) -> list[tuple[str, GGUFValueType, RawValue]]:
-        """The metadata that a converted file keeps, with the keys of the target architecture."""
+        """Return the metadata that a converted file keeps, with the keys of the target
+        architecture.
+        """
         fields = [field for field in self.fields.values() if not field.name.startswith("GGUF.")]
         prefix = f"{architecture}."
         kept = []
@@ -162,7 +166,7 @@ class _I2sReader(HeaderReader):
 
 
 def _fits_i2s(shape: tuple[int, ...], layout: str) -> bool:
-    """Whether a tensor of this shape fills whole bytes and blocks of the layout."""
+    """Tell whether a tensor of this shape fills whole bytes and blocks of the layout."""
     if len(shape) != 2 or min(shape) < 1 or math.prod(shape) % i2s_multiple(layout) != 0:
         return False
     return layout != "rows4" or shape[0] % 4 == 0

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face 1.58-bit checkpoint, and the GGUF metadata made of it."""
+"""Read config.json of a Hugging Face 1.58-bit checkpoint, and make GGUF metadata of it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from entropykv.model.header import MAX_LAYERS
 
 _TARGET_OF = {
     "BitNetForCausalLM": "bitnet",
-    "BitnetForCausalLM": "bitnet",  # 1bitLLM
+    "BitnetForCausalLM": "bitnet",  # the architecture of 1bitLLM's models
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "llama",  # with biases: the qwen2 graph ignores scales, see decoder.py
+    # As llama, biases included: the qwen2 graph ignores scales, see decoder.py.
+    "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-_ROPE_BASE = {"bitnet": 500000.0}  # defaults of transformers; 10000 for all others
+_ROPE_BASE = {"bitnet": 500000.0}  # transformers' default; it is 10000 for all other architectures
 _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory and its config.json, whose values are checked as they are asked for."""
+    """Hold a directory and its config.json, whose values are checked when they are asked for."""
 
     path: Path
     config: dict[str, Any]
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read config.json; UnsupportedModelError for a model that cannot be served."""
+        """Read config.json; raises UnsupportedModelError for a model that cannot be served."""
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -62,7 +63,7 @@ class Checkpoint:
 
     @property
     def _class(self) -> str:
-        """Class of transformers that runs the checkpoint."""
+        """Return the name of the transformers class that runs the checkpoint."""
         names = self.config.get("architectures") or []
         if self.config.get("model_type") == "bitnet":
             return "BitNetForCausalLM"
@@ -70,11 +71,14 @@ class Checkpoint:
 
     @property
     def target_architecture(self) -> str:
-        """Architecture of the file that is written."""
+        """Return the architecture of the file that is written."""
         return _TARGET_OF[self._class]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return the positive integer under `key`, or `default` where there is none.
+
+        Raises ModelFileError for anything else.
+        """
         value = self.config.get(key, default)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
@@ -89,7 +93,7 @@ class Checkpoint:
 
     @property
     def shape(self) -> DecoderShape:
-        """Sizes of the model."""
+        """Return the sizes of the model."""
         n_head = self.integer("num_attention_heads")
         n_embd = self.integer("hidden_size")
         head_dim = self.integer("head_dim", n_embd // n_head)
@@ -118,7 +122,7 @@ class Checkpoint:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """quantization_config, empty if there is none."""
+        """Return quantization_config, empty if there is none."""
         value = self.config.get("quantization_config") or {}
         if not isinstance(value, dict) or value.get("quant_method", "bitnet") != "bitnet":
             raise UnsupportedModelError(
@@ -132,14 +136,19 @@ class Checkpoint:
         return value
 
     def keeps_dense(self, module: str) -> bool:
-        """Whether modules_to_not_convert leaves this module out; without a list, the head."""
+        """Tell whether modules_to_not_convert leaves this module out; without a list, only the head
+        is.
+        """
         listed = self.quantization.get("modules_to_not_convert")
         names = ["lm_head"] if listed is None else listed
         return any(f".{name}." in f".{module}." for name in names)
 
     @property
     def rope(self) -> Rope:
-        """Rotary position embedding; UnsupportedModelError for one that is not converted."""
+        """Return the rotary position embedding.
+
+        Raises UnsupportedModelError for one that is not converted.
+        """
         shape = self.shape
         rope = Rope.of_config(
             self.path,
@@ -156,7 +165,7 @@ class Checkpoint:
         return rope
 
     def check_attention(self) -> None:
-        """Refuse attention to a window of the text, which the graphs that are written lack."""
+        """Refuse attention that sees only a window of the text, which the written graphs lack."""
         window = self.config.get("sliding_window")
         used = self.config.get("use_sliding_window", self._class == "MistralForCausalLM")
         n_ctx = self.integer("max_position_embeddings", 2048)

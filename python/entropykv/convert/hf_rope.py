@@ -1,4 +1,4 @@
-"""Rotary position embeddings of a Hugging Face config, as GGUF metadata and frequency factors."""
+"""Read rotary position embeddings of a Hugging Face config: GGUF metadata and frequency factors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _YARN_KEYS: dict[str, Callable[[GGUFWriter, float], None]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """`kind` is rope_type in transformers; `values` the rope_parameters or rope_scaling."""
+    """Hold what a config says of RoPE.
+
+    `kind` is rope_type in transformers; `values` the rope_parameters or rope_scaling.
+    """
 
     path: Path
     kind: str
@@ -35,7 +38,7 @@ class Rope:
     def of_config(
         cls, path: Path, config: dict[str, Any], *, base: float, head_dim: int, n_ctx: int
     ) -> Rope:
-        """Read a config.json; UnsupportedModelError for positions that are not converted."""
+        """Read a config.json; raises UnsupportedModelError for positions that are not converted."""
         values = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = str(values.get("rope_type", values.get("type", "default")))
         base = values.get("rope_theta", config.get("rope_theta") or base)
@@ -53,7 +56,7 @@ class Rope:
         return cls(path, kind, rope.number("rope_theta"), head_dim, n_ctx, values)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number; ModelFileError for anything else."""
+        """Return a positive number; raises ModelFileError for anything else."""
         value = self.values.get(key, default)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise ModelFileError(
@@ -83,7 +86,7 @@ class Rope:
                     add(writer, self.number(key))
 
     def factors(self) -> Floats | None:
-        """Divisors of the frequencies, shape (head_dim / 2,); None where all are 1.
+        """Return divisors of the frequencies, shape (head_dim / 2,); None where all are 1.
 
         Source: _compute_llama3_parameters in transformers' modeling_rope_utils.py. Wavelengths
         above n_ctx / low_freq_factor are stretched by `factor`, those below n_ctx /
@@ -99,7 +102,8 @@ class Rope:
                 "config.json; download it again"
             )
         frequencies = self.base ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        turns = n_ctx * frequencies / (2.0 * np.pi)  # in the context of the pretraining
+        # Full turns within the context that the model was pretrained with.
+        turns = n_ctx * frequencies / (2.0 * np.pi)
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         divisors: Floats = (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)
         return divisors

@@ -44,7 +44,7 @@ from entropykv.convert.ternary import (
 )
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
 
-# 1bitLLM's names, which gguf knows, for those of transformers, which it does not.
+# gguf maps transformers' names to llama.cpp's, and does not know those of 1bitLLM.
 _ALIASES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 _NAMES_OF = {"bitnet": MODEL_ARCH.BITNET, "llama": MODEL_ARCH.LLAMA, "qwen3": MODEL_ARCH.QWEN3}
 _SKIPPED = (".weight_scale", ".rotary_emb.inv_freq")
@@ -53,15 +53,17 @@ _KINDS = {
     "F16": GGMLQuantizationType.F16,
     "BF16": GGMLQuantizationType.BF16,
 }
-_ACTIVATION_OF = {"bitnet": "relu2", "llama": "silu", "qwen3": "silu"}  # of transformers
+# What transformers computes where config.json names none.
+_ACTIVATION_OF = {"bitnet": "relu2", "llama": "silu", "qwen3": "silu"}
 _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
 class PackedTensor(TernaryTensor):
-    """A uint8 weight with a weight_scale.
+    """Read a uint8 weight of transformers that has a weight_scale beside it.
 
-    `divides`: transformers' BitLinear divides by the stored scale, AutoBitLinear multiplies.
+    `divides` is true where the model divides by the stored scale, as transformers' BitLinear does;
+    AutoBitLinear multiplies by it.
     """
 
     name: str
@@ -88,14 +90,14 @@ class PackedTensor(TernaryTensor):
         return ternary
 
     def scale(self) -> np.float32:
-        """What the ternary weight is multiplied with."""
+        """Return what the ternary weight is multiplied with."""
         scale = checked_scale(self.stored.path, self.name, self.stored_scale.floats().item())
         return np.float32(1.0) / scale if self.divides else scale
 
 
 @dataclass(frozen=True)
 class MasterTensor(TernaryTensor):
-    """A weight that is quantised by its mean absolute value when the model runs."""
+    """Quantise a master weight by its mean absolute value, as the model does when it runs."""
 
     name: str
     master: FileTensor
@@ -103,18 +105,18 @@ class MasterTensor(TernaryTensor):
     _inverse: list[np.float32] = field(default_factory=list)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Quantise some rows."""
+        """Read `count` rows from `first` on, and quantise them."""
         return quantize_absmean(self.master.float_rows(first, count), self.inverse())
 
     def inverse(self) -> np.float32:
-        """Return what weights are multiplied by; the tensor is read for it once."""
+        """Return what weights are multiplied by before rounding; reads the whole tensor once."""
         if not self._inverse:
             total = math.fsum(map(self._absolute_sum, self.master.float_chunks()))
             self._inverse.append(absmean_inverse(np.float32(total / math.prod(self.shape))))
         return self._inverse[0]
 
     def scale(self) -> np.float32:
-        """The mean, rounded to the type of the weight, as in transformers."""
+        """Return the mean, rounded to the type of the weight as transformers does."""
         return _rounded(np.float32(1.0) / self.inverse(), self.master.kind)
 
     def _absolute_sum(self, weights: Floats) -> float:
@@ -128,7 +130,7 @@ class MasterTensor(TernaryTensor):
 def _rounded(value: np.float32, kind: GGMLQuantizationType) -> np.float32:
     if kind == GGMLQuantizationType.F16:
         return np.float32(np.float16(value))
-    if kind == GGMLQuantizationType.BF16:  # to nearest, ties to even
+    if kind == GGMLQuantizationType.BF16:  # round to the nearest, ties to even
         bits = np.array([value]).view(np.uint32)
         bits += 0x7FFF + ((bits >> 16) & 1)
         rounded: Floats = as_floats((bits >> 16).astype("<u2").view(np.uint8), kind)
@@ -202,7 +204,7 @@ def _tensors(
 
 
 def _settle_head(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Drop the head that transformers would not use; ModelFileError where one is missing."""
+    """Drop a head that transformers would not use; raises ModelFileError where one is missing."""
     if checkpoint.target_architecture == "bitnet":
         return
     if checkpoint.config.get("tie_word_embeddings", False):
@@ -215,11 +217,11 @@ def _settle_head(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
-    """Name that llama.cpp has for a tensor, or the same name where it has none."""
+    """Return llama.cpp's name of a tensor, or the same name where it has none."""
     alias = hf_name
     for theirs, known in _ALIASES.items():
         alias = alias.replace(f".{theirs}.", f".{known}.")
-    if alias == "lm_head.weight":  # gguf has no name for it where a graph has no place for it
+    if alias == "lm_head.weight":  # gguf names no head where a graph has no place for one
         return HEAD
     return names.get_name(alias, try_suffixes=(".weight", ".bias")) or hf_name
 
@@ -229,7 +231,7 @@ def _in_order(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
     is_rotated = name.split(".")[2:3] in (["attn_q"], ["attn_k"])
     if shape.architecture == "llama" and is_rotated and tensor.shape[0] % shape.head_dim == 0:
         return permuted(tensor, shape.head_dim)
-    return tensor  # of a wrong size: check_tensors names it
+    return tensor  # the size is wrong: check_tensors refuses it by name
 
 
 def _file_tensor(name: str, tensor: StoredTensor) -> FileTensor:

@@ -11,7 +11,7 @@ from gguf import GGUFWriter, SpecialVocab, TokenType
 from entropykv.convert.sentencepiece import Piece, read_pieces
 from entropykv.errors import ModelFileError, UnsupportedModelError
 
-# How tokenizer.json splits a text first, and what llama.cpp calls that.
+# llama.cpp's names of the patterns by which a tokenizer.json first splits a text.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -80,7 +80,7 @@ def _add_bpe(writer: GGUFWriter, tokenizer: dict[str, Any], split: str, n_vocab:
 def _add_sentencepiece(
     writer: GGUFWriter, directory: Path, pieces: list[Piece], n_vocab: int
 ) -> None:
-    """Pieces, and what tokenizer_config.json adds to them."""
+    """Add the pieces of a sentencepiece model, and what tokenizer_config.json adds to them."""
     if len(pieces) > n_vocab:
         raise ValueError(f"it has {len(pieces)} tokens for a vocabulary of {n_vocab}")
     unused = (Piece(f"[PAD{index}]", 0.0, TokenType.UNUSED) for index in range(n_vocab))
@@ -106,7 +106,7 @@ def _add_sentencepiece(
 
 
 def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], list[int]]:
-    """Tokens by id and their types; ids that nothing has are unused ones."""
+    """Return the tokens by id, and their types; an id without a token becomes an unused one."""
     tokens = [f"[PAD{index}]" for index in range(n_vocab)]
     types = [TokenType.UNUSED] * n_vocab
     added = {token["id"]: token for token in tokenizer.get("added_tokens") or []}
@@ -123,10 +123,10 @@ def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], lis
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str | None:
-    """Name that llama.cpp has for the first split of a text; None for one that it is not.
+    """Return llama.cpp's name of the first split of a text; None for a split that it does not know.
 
-    Splits of the Falcon series that are none of the others: llama.cpp's converter calls that of
-    Falcon 3 falcon3, and ik_llama.cpp was seen to run Falcon-E with the same.
+    A split of the Falcon series that is none of the known ones is called falcon3: llama.cpp's
+    converter does so for Falcon 3, and ik_llama.cpp was seen to run Falcon-E with it.
     """
     splits = tokenizer.get("pre_tokenizer") or {}
     steps = splits.get("pretokenizers", [splits])

@@ -1,4 +1,4 @@
-"""The public 1.58-bit language models: shapes, sizes after conversion, and what a budget means."""
+"""List the public 1.58-bit language models: shapes, converted sizes, and what a budget means."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PATH = Path(__file__).parent / "known_models.json"
 """Shapes of the public models; `unchecked` names values that no published text confirmed here."""
 _N_SINKS = 4
 _PATHS = {"packed": "packed directory", "masters": "master directory"}
-"""What `convert` reads, by how the checkpoint stores its ternary weights."""
+"""The form that `convert` reads, by how the checkpoint stores its ternary weights."""
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model on Hugging Face, and its siblings of the same shape (`variants`).
+    """Describe a model on Hugging Face, and its siblings of the same shape (`variants`).
 
     `storage`: packed (uint8 with scales) or masters (quantised by the conversion). `i2s`: the
-    repository with a file in I2_S, if there is one. `tied`: the embedding is the head.
+    repository with a file in I2_S, if there is one. `tied`: the embedding serves as the head.
     """
 
     name: str
@@ -53,7 +53,7 @@ class KnownModel:
 
     @property
     def shape(self) -> DecoderShape:
-        """Sizes of its tensors."""
+        """Return the sizes of its tensors."""
         return DecoderShape(
             architecture=self.architecture,
             n_layer=self.n_layer,
@@ -67,12 +67,12 @@ class KnownModel:
 
     @property
     def weight_types(self) -> dict[str, int]:
-        """Bytes of every type in the converted file, as `convert` chooses them."""
+        """Return the bytes of every type in the converted file, as `convert` chooses them."""
         projections = {f"{name}.weight" for name in self.shape.projections()}
         tensors = self.shape.required()
         if not self.tied:
             tensors |= {HEAD: tensors[EMBEDDING]}
-        sizes = {"F32": 4 * len(projections)}  # the scales
+        sizes = {"F32": 4 * len(projections)}  # 4 bytes for the scale of each projection
         for name, shape in tensors.items():
             kind = "F32"
             if name in projections:
@@ -84,7 +84,7 @@ class KnownModel:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """What the header of the converted file will declare."""
+        """Return what the header of the converted file will declare."""
         types = sorted(self.weight_types.items(), key=lambda item: -item[1])
         n_bytes = sum(self.weight_types.values())
         return ModelGeometry(
@@ -108,9 +108,10 @@ class KnownModel:
         )
 
     def plan(self, kv_budget: Budget | str | float) -> tuple[HeadwisePlan, str]:
-        """Return what `entropykv plan` says of a budget at the model's own context, and the type.
+        """Return what `entropykv plan` says of a budget at the model's own context, and the KV
+        type.
 
-        That of K and V, which `--kv-type auto` takes.
+        The type is the one that `--kv-type auto` takes for this budget.
         """
         budget, geometry = Budget.parse(kv_budget), self.geometry
         layers = attention_layers(geometry)
@@ -123,11 +124,11 @@ class KnownModel:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return what `convert` reads of it: the directory as it is stored, and an I2_S file."""
+        """Return what `convert` can read of it: the directory as it is stored, and an I2_S file."""
         return (_PATHS[self.storage], *(["I2_S"] if self.i2s else []))
 
     def to_dict(self, kv_budget: str) -> dict[str, Any]:
-        """For --json: all that the table of models says, and what follows from it."""
+        """Return what --json prints: the row of the table of models, and what follows from it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plan, kv_type = self.plan(kv_budget)
         return values | {
@@ -145,7 +146,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """All of the table, smallest family first."""
+    """Return all models of the table, the smallest family first."""
     rows = json.loads(PATH.read_text(encoding="utf-8"))["models"]
     lists = ("unchecked", "variants")
     return [KnownModel(**row | {k: tuple(row.get(k, ())) for k in lists}) for row in rows]

@@ -1,4 +1,4 @@
-"""What a converted file will hold: one or two tensors for every tensor of the source."""
+"""Plan a converted file: one or two tensors for every tensor of the source."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _quantize_chunk.argtypes = [
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written; `chunks` reads, converts and yields its bytes, in order.
+    """Describe a tensor to be written; `chunks` reads, converts and yields its bytes, in order.
 
-    `copied`: the bytes are those of the source.
+    `copied` is true where the bytes are those of the source.
     """
 
     name: str
@@ -57,7 +57,7 @@ class OutputTensor:
 
     @property
     def n_bytes(self) -> int:
-        """Size in the file, without padding."""
+        """Return the size in the file, in bytes without padding."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * block_bytes
 
@@ -65,7 +65,7 @@ class OutputTensor:
 def plan_outputs(
     source: Source, weight_type: str, embedding_type: str | None
 ) -> list[OutputTensor]:
-    """Choose the type of every tensor. SettingsError for a type that rows do not fit into.
+    """Choose the type of every tensor; raises SettingsError for a type that rows do not fit into.
 
     Embedding and head get the same type; projections the wanted one, or the next that fits.
     """
@@ -106,7 +106,7 @@ def _embedding(path: Path, name: str, tensor: Tensor, wanted: str | None) -> Out
 
 
 def embedding_kind(row: int) -> Kind:
-    """Type of an embedding or head, where none is asked for: the first that fits its rows."""
+    """Return the type of an embedding or head, unless one is asked for: the first that fits."""
     kinds = (_kind(name) for name in EMBEDDING_TYPES if name != "keep")
     return next(kind for kind in kinds if row % GGML_QUANT_SIZES[kind][0] == 0)
 
@@ -122,14 +122,14 @@ def _copy(name: str, tensor: FileTensor) -> OutputTensor:
 def _plain(
     path: Path, name: str, tensor: Tensor, kind: Kind, divisor: TernaryTensor | None = None
 ) -> OutputTensor:
-    # F32, the type of norms, is looked through for damage instead of being copied.
+    # Read values of F32, the type of norms, instead of copying them, to find damage.
     if isinstance(tensor, FileTensor) and tensor.kind == kind != Kind.F32 and divisor is None:
         return _copy(name, tensor)
 
     def chunks() -> Iterator[Bytes]:
         scale = np.float32(1.0) if divisor is None else divisor.scale()
         for values in tensor.float_chunks():
-            # Damaged values are refused by name below, not warned of here.
+            # Numpy need not warn of damaged values: they are refused by name below.
             with np.errstate(invalid="ignore", over="ignore"):
                 divided = values / scale
             yield quantized(f"{path}: tensor {name}", divided, kind)
@@ -150,7 +150,7 @@ def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor 
 
 
 def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> list[OutputTensor]:
-    """The weight with a block scale of 1, and its own exact scale in a tensor beside it."""
+    """Make two outputs: the weight with a block scale of 1, and beside it its own exact scale."""
     kind = ternary_kind(tensor.shape[-1], weight_type)
     if kind == Kind.F32:
         return [_plain(path, name, tensor, kind)]
@@ -174,15 +174,16 @@ def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> 
 
 
 def ternary_kind(row: int, weight_type: str = WEIGHT_TYPES[0]) -> Kind:
-    """The wanted type, or the next one that a row of this length fits into."""
+    """Return the wanted type, or the next one that a row of this length fits into."""
     candidates = WEIGHT_TYPES[WEIGHT_TYPES.index(weight_type) :]
     return next(k for k in map(_kind, candidates) if row % GGML_QUANT_SIZES[k][0] == 0)
 
 
 def quantized(label: str, values: Floats, kind: Kind) -> Bytes:
-    """Rows of floats as the bytes of another type; ModelFileError where they do not fit.
+    """Quantise rows of floats to the bytes of another type.
 
-    ggml's own quantiser does the work: gguf's lacks Q6_K.
+    ggml's own quantiser does the work, since gguf's lacks Q6_K. Raises ModelFileError where the
+    values do not fit the type; `label` names the tensor in it.
     """
     values = np.ascontiguousarray(values, dtype=np.float32)
     if kind == Kind.F32:

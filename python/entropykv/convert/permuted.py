@@ -1,4 +1,4 @@
-"""Queries and keys for llama.cpp's llama graph, whose RoPE turns neighbours in a head.
+"""Put queries and keys in the order of llama.cpp's llama graph, whose RoPE turns neighbours.
 
 Hugging Face checkpoints turn the first half of a head against the second, so that the rows of a
 head are put in another order: 0, d/2, 1, d/2 + 1, ... The converter of llama.cpp calls it permute.
@@ -27,7 +27,7 @@ def permuted_rows(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class PermutedTernary(TernaryTensor):
-    """A ternary tensor with the rows of its heads in the order of the llama graph."""
+    """Read a ternary tensor with the rows of its heads in the order of the llama graph."""
 
     shape: tuple[int, int]
     inner: TernaryTensor
@@ -35,31 +35,31 @@ class PermutedTernary(TernaryTensor):
 
     @property
     def row_step(self) -> int:
-        """Whole heads, and what the stored tensor asks for."""
+        """Return how many rows are whole heads that the stored tensor can read alone."""
         return math.lcm(self.head_dim, self.inner.row_step)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Some rows, from a multiple of row_step on."""
+        """Read `count` rows in the new order, from `first` on, a multiple of row_step."""
         return permuted_rows(self.inner.rows(first, count), self.head_dim)
 
     def scale(self) -> np.float32:
-        """The scale, which stays."""
+        """Return the scale of the stored tensor: order does not change it."""
         return self.inner.scale()
 
 
 @dataclass(frozen=True)
 class PermutedFile(FileTensor):
-    """A stored weight or bias with the rows of its heads in the order of the llama graph."""
+    """Read a stored weight or bias with the rows of its heads in the order of the llama graph."""
 
     head_dim: int
 
     def raw(self) -> Bytes:
-        """All bytes."""
+        """Return all bytes, in the new order."""
         rows = super().raw().reshape(self.shape[0], -1)
         return permuted_rows(rows, self.head_dim).reshape(-1)
 
     def raw_chunks(self) -> Iterator[Bytes]:
-        """All bytes at once: queries and keys are small beside an embedding."""
+        """Yield all bytes at once: queries and keys are small beside an embedding."""
         yield self.raw().reshape(math.prod(self.shape[:-1]), -1)
 
 

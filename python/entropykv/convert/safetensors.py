@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint, one file or many: where they are, checked before use."""
+"""Find the tensors of a safetensors checkpoint, one file or many, and check them before use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AGAIN = "download it again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of `dtype` (as safetensors names it) at `offset` of `path`."""
+    """Say where a tensor is: `dtype` (as safetensors names it), at `offset` of `path`."""
 
     path: Path
     offset: int
@@ -30,16 +30,16 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def rows(self, first: int, count: int) -> Bytes:
-        """Bytes of some rows of a matrix; shape (count, bytes of a row)."""
+        """Read `count` rows of a matrix from `first` on; returns (count, bytes of a row)."""
         row_bytes = self.n_bytes // self.shape[0]
         data = read_bytes(self.path, self.offset + first * row_bytes, count * row_bytes)
         return data.reshape(count, row_bytes)
 
 
 def read_safetensors(directory: Path) -> dict[str, StoredTensor]:
-    """Tensors of every shard, by name.
+    """Return the tensors of every shard, by name.
 
-    ModelFileError for a shard that is missing, damaged or of another model.
+    Raises ModelFileError for a shard that is missing, damaged or of another model.
     """
     tensors: dict[str, StoredTensor] = {}
     for path, expected in _shards(directory).items():
@@ -56,7 +56,7 @@ def read_safetensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Files, and the tensors that each must have; None without an index."""
+    """Return the files, each with the tensors that it must have; None without an index."""
     index = directory / _INDEX
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

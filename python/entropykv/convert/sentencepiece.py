@@ -9,16 +9,16 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
-_PIECES = 1  # fields of ModelProto and SentencePiece
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # types of values in a protobuf message
+_PIECES = 1  # numbers of fields in ModelProto and SentencePiece
 _TRAINER = 2
 _TEXT, _SCORE, _KIND = 1, 2, 3
-_MODEL_TYPE = 3  # field of TrainerSpec
+_MODEL_TYPE = 3  # number of a field in TrainerSpec
 _BPE = 2
 
 
 class Piece(NamedTuple):
-    """A token; `kind` has the numbers of gguf.TokenType."""
+    """Hold a token of the vocabulary; `kind` has the numbers of gguf.TokenType."""
 
     text: str
     score: float
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def read_pieces(content: bytes) -> list[Piece]:
-    """Pieces by id. ValueError for a damaged file, or a model that is not BPE."""
+    """Return the pieces by id; raises ValueError for a damaged file or a model that is not BPE."""
     pieces = []
     model_type: int | bytes = 1  # unigram, unless the file says otherwise
     for number, value in _fields(content):
@@ -60,7 +60,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         if wire_type == _BYTES:
             size, offset = _varint(message, offset)
         else:
-            size = {_FIXED64: 8, _FIXED32: 4}[wire_type]  # KeyError: no sentencepiece model
+            # Another number is a KeyError: no sentencepiece model has it.
+            size = {_FIXED64: 8, _FIXED32: 4}[wire_type]
         if size > len(message) - offset:
             raise ValueError("it is truncated")
         yield number, message[offset : offset + size]

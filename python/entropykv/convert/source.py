@@ -1,4 +1,4 @@
-"""What the readers of convert have in common: a model as tensors that are read some rows at a time.
+"""Define what the readers of convert share: a model as tensors, read some rows at a time.
 
 Tensors have the names of llama.cpp's graphs; shapes are (rows, columns) or (columns,).
 """
@@ -20,7 +20,9 @@ from entropykv.errors import ModelFileError, UnsupportedModelError
 
 EMBEDDING = "token_embd.weight"
 CHUNK_ELEMENTS = 1 << 20
-"""Most elements that are read at once, but for single rows and for queries and keys to reorder."""
+"""Most elements that are read at once, except that a single row, and queries and keys that are put
+in another order, are read whole.
+"""
 
 FLOAT_TYPES = (
     GGMLQuantizationType.F32,
@@ -30,22 +32,22 @@ FLOAT_TYPES = (
 
 
 class Tensor(ABC):
-    """A tensor somewhere in a file."""
+    """Read a tensor that lies somewhere in a file."""
 
     shape: tuple[int, ...]
 
     @abstractmethod
     def floats(self) -> Floats:
-        """The whole tensor, dequantised, in its shape."""
+        """Return the whole tensor, dequantised, in its shape."""
 
     def float_chunks(self) -> Iterator[Floats]:
-        """All values, some rows at a time."""
+        """Yield all values, some rows at a time."""
         yield self.floats()
 
 
 @dataclass(frozen=True)
 class FileTensor(Tensor):
-    """A tensor stored in a type that llama.cpp knows, at `offset` of `path`."""
+    """Read a tensor stored in a type that llama.cpp knows, at `offset` of `path`."""
 
     path: Path
     offset: int
@@ -54,16 +56,16 @@ class FileTensor(Tensor):
 
     @property
     def n_bytes(self) -> int:
-        """Size in the file."""
+        """Return the size in the file, in bytes."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * block_bytes
 
     def raw(self) -> Bytes:
-        """All bytes."""
+        """Read all bytes, as they are stored."""
         return read_bytes(self.path, self.offset, self.n_bytes)
 
     def raw_chunks(self) -> Iterator[Bytes]:
-        """All bytes, some rows at a time."""
+        """Yield all bytes as they are stored, some rows at a time."""
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
         step = max(1, CHUNK_ELEMENTS // columns)
@@ -71,22 +73,22 @@ class FileTensor(Tensor):
             yield self.raw_rows(first, min(step, rows - first))
 
     def raw_rows(self, first: int, count: int) -> Bytes:
-        """Bytes of some rows; shape (count, bytes of a row)."""
+        """Read the bytes of `count` rows from `first` on; returns (count, bytes of a row)."""
         row_bytes = self.n_bytes // math.prod(self.shape[:-1])
         data = read_bytes(self.path, self.offset + first * row_bytes, count * row_bytes)
         return data.reshape(count, row_bytes)
 
     def float_rows(self, first: int, count: int) -> Floats:
-        """Some rows as floats."""
+        """Read `count` rows from `first` on, dequantised."""
         return self._as_floats(self.raw_rows(first, count))
 
     def float_chunks(self) -> Iterator[Floats]:
-        """All values, some rows at a time."""
+        """Yield all values, some rows at a time."""
         for data in self.raw_chunks():
             yield self._as_floats(data)
 
     def floats(self) -> Floats:
-        """The whole tensor."""
+        """Return the whole tensor, dequantised."""
         return self._as_floats(self.raw().reshape(1, -1)).reshape(self.shape)
 
     def _as_floats(self, data: Bytes) -> Floats:
@@ -101,24 +103,24 @@ class FileTensor(Tensor):
 
 @dataclass(frozen=True)
 class ArrayTensor(Tensor):
-    """A small tensor that was computed."""
+    """Hold a small tensor that was computed, and is in no file."""
 
     shape: tuple[int, ...]
     values: Floats
 
     def floats(self) -> Floats:
-        """The values."""
+        """Return the values."""
         return self.values
 
 
 class TernaryTensor(Tensor):
-    """A tensor of -1, 0 and 1 with one scale."""
+    """Read a tensor of -1, 0 and 1 with one scale."""
 
     shape: tuple[int, int]
 
     @property
     def row_step(self) -> int:
-        """Rows that can be read on their own: any multiple of this, and the rest at the end."""
+        """Return how many rows can be read alone: any multiple of this, and the rest at the end."""
         return 1
 
     @abstractmethod
@@ -127,28 +129,28 @@ class TernaryTensor(Tensor):
 
     @abstractmethod
     def scale(self) -> np.float32:
-        """What the ternary values are multiplied with: finite and above 0."""
+        """Return what the ternary values are multiplied with: finite and above 0."""
 
     def ternary_chunks(self) -> Iterator[Ternary]:
-        """All rows without their scale, some at a time: a large tensor never is in memory."""
+        """Yield all rows without their scale, some at a time: a large tensor is never in memory."""
         rows, columns = self.shape
         step = max(1, CHUNK_ELEMENTS // (columns * self.row_step)) * self.row_step
         for first in range(0, rows, step):
             yield self.rows(first, min(step, rows - first))
 
     def floats(self) -> Floats:
-        """Ternary values times scale."""
+        """Return ternary values times scale."""
         return np.concatenate(list(self.float_chunks()))
 
     def float_chunks(self) -> Iterator[Floats]:
-        """Ternary values times scale, some rows at a time."""
+        """Yield ternary values times scale, some rows at a time."""
         for ternary in self.ternary_chunks():
             yield ternary.astype(np.float32) * self.scale()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model that can be converted; `add_metadata` writes its keys and tokenizer.
+    """Describe a model that can be converted; `add_metadata` writes its keys and tokenizer.
 
     `architecture` is what the source calls itself, `target_architecture` what is written.
     `keeps_types`: projections that are not ternary tensors are copied.
@@ -165,7 +167,7 @@ class Source:
 
 
 def read_bytes(path: Path, offset: int, count: int) -> Bytes:
-    """Read a part of a file. Read, not mapped: mapped pages would count as our memory."""
+    """Read `count` bytes at `offset`: not mapped, since mapped pages would count as our memory."""
     try:
         data = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
     except OSError as error:
@@ -180,7 +182,7 @@ def read_bytes(path: Path, offset: int, count: int) -> Bytes:
 
 
 def as_floats(data: Bytes, kind: GGMLQuantizationType) -> Floats:
-    """Dequantise rows of bytes. NotImplementedError for types that gguf cannot dequantise."""
+    """Dequantise rows of bytes; raises NotImplementedError for a type that gguf cannot read."""
     if kind == GGMLQuantizationType.BF16:
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
     values: Floats = dequantize(data, kind)
@@ -188,7 +190,7 @@ def as_floats(data: Bytes, kind: GGMLQuantizationType) -> Floats:
 
 
 def checked_scale(path: Path, name: str, scale: float | np.float32) -> np.float32:
-    """Check the scale of a tensor: ModelFileError unless it is finite and above 0."""
+    """Return the scale of a tensor; raises ModelFileError unless it is finite and above 0."""
     if not np.isfinite(scale) or scale <= 0:
         raise ModelFileError(
             f"{path}: is damaged (the scale of {name} is {scale}); download or convert it again"

@@ -1,7 +1,7 @@
-"""Ternary weights as other programs store them, and as stock llama.cpp reads them.
+"""Pack and unpack ternary weights, as other programs store them and as stock llama.cpp reads them.
 
-Everything here is numpy on whole tensors. `ternary` is an int8 array of -1, 0, 1 with shape
-(rows, columns): one row per output, as in GGUF and PyTorch.
+Everything here is numpy on whole tensors. `ternary` is an int8 array of -1, 0, 1 with shape (rows,
+columns): one row per output, as in GGUF and PyTorch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 I2S_LAYOUTS = ("x86", "arm64", "rows4")
-"""How I2_S codes are packed, see unpack_i2s; nothing in a file tells."""
+"""The ways to pack I2_S codes, see unpack_i2s; no file says which one it has."""
 I2S_TAIL_BYTES = 32
 """Bytes behind the codes of an I2_S tensor: one F32 scale, then padding."""
 TQ2_0_ROW = 256
@@ -23,14 +23,14 @@ Ternary = npt.NDArray[np.int8]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_I2S_BLOCK_BYTES = {"x86": 32, "arm64": 16}  # four elements to a byte
+_I2S_BLOCK_BYTES = {"x86": 32, "arm64": 16}  # one byte holds four elements
 _SCALE_ONE = np.array([1.0], dtype="<f2").view(np.uint8)
 
 
 def _without_threes() -> Bytes:
-    """Map a byte of four codes to the same with 1 in place of every 3."""
+    """Make a table from a byte of four codes to the same byte with 1 in place of every 3."""
     codes = np.arange(256, dtype=np.uint8)
-    threes = codes & (codes >> 1) & 0b01010101  # the low bit of every 3
+    threes = codes & (codes >> 1) & 0b01010101  # marks the low bit of every code that is 3
     return codes - 2 * threes
 
 
@@ -38,12 +38,12 @@ _WITHOUT_THREES = _without_threes()
 
 
 def i2s_multiple(layout: str) -> int:
-    """Number that the elements of a tensor must be a multiple of, in this layout of I2_S."""
+    """Return what the number of elements must be a multiple of, in this layout of I2_S."""
     return 4 * _I2S_BLOCK_BYTES.get(layout, 1)
 
 
 def i2s_row_step(columns: int, layout: str) -> int:
-    """Smallest number of rows of this many columns that fill whole blocks of this layout."""
+    """Return the smallest number of rows of this many columns that fill whole blocks."""
     if layout == "rows4":
         return 4
     block = i2s_multiple(layout)
@@ -51,15 +51,15 @@ def i2s_row_step(columns: int, layout: str) -> int:
 
 
 def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ternary:
-    """Codes of an I2_S tensor (Microsoft's BitNet fork, type 36), without its tail.
+    """Unpack the codes of an I2_S tensor (Microsoft's BitNet fork, type 36), without its tail.
 
-    `codes`: rows * columns / 4 bytes. Codes are 0: -1, 1: 0, 2: +1, 3: 0.
-    x86: 128 elements in 32 bytes, element j in byte j % 32, highest bits first. arm64: the same
-    with 64 elements in 16 bytes. In both, blocks run over the flat tensor. rows4: a byte holds
-    one column of four rows. Source: quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
+    `codes`: rows * columns / 4 bytes. Codes are 0: -1, 1: 0, 2: +1, 3: 0. x86: 128 elements in 32
+    bytes, element j in byte j % 32, highest bits first. arm64: the same with 64 elements in 16
+    bytes. In both, blocks run over the flat tensor. rows4: a byte holds one column of four rows.
+    Source: quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
     """
     columns = shape[1]
-    # Shape (blocks, 4, n): the four pairs of bits, highest first, are n elements apart.
+    # The shape is (blocks, 4, n): the four pairs of bits, highest first, are n elements apart.
     width = columns if layout == "rows4" else _I2S_BLOCK_BYTES[layout]
     return _unpack_pairs(_WITHOUT_THREES[codes].reshape(-1, width)).reshape(shape)
 
@@ -77,7 +77,7 @@ def unpack_hf(packed: Bytes, quarter: int) -> Ternary:
 
 
 def _unpack_pairs(blocks: Bytes) -> Ternary:
-    """Pairs of bits of `blocks`, shape (n, width), highest first, less one; (n, 4, width)."""
+    """Unpack the pairs of bits of `blocks`, (n, width), highest first, less one: (n, 4, width)."""
     codes = np.empty((blocks.shape[0], 4, blocks.shape[1]), dtype=np.uint8)
     for index, shift in enumerate((6, 4, 2, 0)):
         np.right_shift(blocks, shift, out=codes[:, index])
@@ -88,19 +88,19 @@ def _unpack_pairs(blocks: Bytes) -> Ternary:
 
 
 def is_ternary(values: npt.NDArray[Any]) -> bool:
-    """Whether every value is -1, 0 or 1."""
+    """Tell whether every value is -1, 0 or 1."""
     return bool(((values == 0) | (values == 1) | (values == -1)).all())
 
 
 def absmean_inverse(mean: np.float32) -> np.float32:
-    """What WeightQuant of transformers multiplies a weight by before it rounds it."""
+    """Return what WeightQuant of transformers multiplies a weight by before it rounds it."""
     return np.float32(np.float32(1.0) / max(mean, np.float32(1e-5)))
 
 
 def quantize_absmean(weights: Floats, inverse: np.float32) -> Ternary:
     """Round master weights to -1, 0 and 1 as WeightQuant in transformers' integrations/bitnet.py.
 
-    In F32. Their scale is 1 / `inverse`, see absmean_inverse.
+    It computes in F32. The scale of the result is 1 / `inverse`, see absmean_inverse.
     """
     ternary: Ternary = np.clip(np.rint(weights * inverse), -1, 1).astype(np.int8)
     return ternary
@@ -109,7 +109,7 @@ def quantize_absmean(weights: Floats, inverse: np.float32) -> Ternary:
 def pack_tq2_0(ternary: Ternary) -> Bytes:
     """Pack as ggml's TQ2_0 with a scale of 1: shape (rows, columns / 256 * 66).
 
-    A block: 64 bytes of codes t + 1 (element j of each half in byte j % 32, lowest bits first),
+    A block has 64 bytes of codes t + 1 (element j of each half in byte j % 32, lowest bits first),
     then the F16 scale.
     """
     rows, columns = ternary.shape
@@ -126,7 +126,7 @@ def pack_tq2_0(ternary: Ternary) -> Bytes:
 def pack_q4_0(ternary: Ternary) -> Bytes:
     """Pack as ggml's Q4_0 with a scale of 1, exactly: shape (rows, columns / 32 * 18).
 
-    A block: the F16 scale, then 16 bytes of codes t + 8, element j in the low and j + 16 in the
+    A block has the F16 scale, then 16 bytes of codes t + 8, element j in the low and j + 16 in the
     high half of byte j. ggml's own quantiser cannot be used: its scale is max / -8.
     """
     rows, columns = ternary.shape

@@ -1,4 +1,4 @@
-"""One micro-batch for llama_decode, of one sequence or of several, and the logits it leaves."""
+"""Decode a micro-batch with llama_decode, of one sequence or several, and read its logits."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Rows = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Tokens of one sequence in a micro-batch."""
+    """Hold the tokens that one sequence has in a micro-batch."""
 
     tokens: Sequence[int]
     position: int
-    """Where RoPE sees the first one."""
+    """The position that RoPE sees the first token at."""
     n_rows: int
-    """So many of the last tokens get logits."""
+    """How many of the last tokens get logits."""
     echo: Sequence[int] = ()
-    """Tokens that follow, without logits."""
+    """Tokens that are read behind the others, without logits, so that entries can be ranked."""
     sequence: int = SEQUENCE
-    """llama.cpp's number of it."""
+    """llama.cpp's number of the sequence."""
 
 
 class MicroBatch:
-    """A llama_batch of up to `n_tokens` tokens, used again and again."""
+    """Hold a llama_batch of up to `n_tokens` tokens, which is used again and again."""
 
     def __init__(self, n_tokens: int, n_vocab: int) -> None:
-        """Allocate it."""
+        """Allocate the batch; `n_vocab` is the length of a row of logits."""
         self._batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
         self._n_vocab = n_vocab
         for i in range(n_tokens):
@@ -44,14 +44,15 @@ class MicroBatch:
     def decode(
         self, context: Any, tokens: Sequence[int], position: int, *, n_rows: int
     ) -> Rows | None:
-        """Decode tokens at `position`; logits of the last `n_rows` of them, (n_rows, n_vocab).
+        """Decode tokens at `position`; returns logits of the last `n_rows` of them, (n_rows,
+        n_vocab).
 
-        None for n_rows 0. Raises EntropyKVError where llama.cpp fails.
+        Returns None for n_rows 0. Raises EntropyKVError where llama.cpp fails.
         """
         return self.decode_parts(context, [BatchPart(tokens, position, n_rows)])[0]
 
     def decode_parts(self, context: Any, parts: Sequence[BatchPart]) -> list[Rows | None]:
-        """Decode tokens of several sequences together; logits of each as decode() returns them."""
+        """Decode tokens of several sequences together; returns for each what decode() would."""
         batch, n = self._batch, 0
         for part in parts:
             n_tokens = len(part.tokens)
@@ -68,7 +69,9 @@ class MicroBatch:
         return self._rows(context, [part.n_rows for part in parts])
 
     def _rows(self, context: Any, numbers: Sequence[int]) -> list[Rows | None]:
-        """Cut the context's logits into those of the parts, copied."""
+        """Cut the context's logits into those of the parts, and copy them: the next decode
+        overwrites.
+        """
         n_rows = sum(numbers)
         if n_rows == 0:
             return [None] * len(numbers)
@@ -81,5 +84,5 @@ class MicroBatch:
         ]
 
     def close(self) -> None:
-        """Free it."""
+        """Free the batch."""
         llama_cpp.llama_batch_free(self._batch)

@@ -1,4 +1,4 @@
-"""Parameters of llama.cpp's contexts, and what models they cannot serve."""
+"""Set parameters of llama.cpp's contexts, and refuse models that they cannot serve."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.settings.cache_options import CacheOptions
 
 CELL_PADDING = 256
-"""llama.cpp rounds its cells up to a multiple of this."""
+"""llama.cpp rounds the number of its cells up to a multiple of this."""
 GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
-"""llama.cpp's numbers of the types that config.KV_TYPES names."""
+"""llama.cpp's numbers of the types that KV_TYPES names."""
 
 
 def context_parameters(
     model: Model, options: CacheOptions, n_ubatch: int, cells: int, n_sequences: int = 1
 ) -> Any:
-    """Parameters that both stores share; the sequences have `cells` cells of llama.cpp's cache.
+    """Return the parameters that both stores share, for `cells` cells of llama.cpp's own cache.
 
-    Raises ModelFileError for a model with which llama.cpp would never come to an end.
+    The sequences share the cells. Raises ModelFileError for a model with which llama.cpp would
+    never come to an end.
     """
     _check_rotation(model)
     parameters = model.context_defaults()
@@ -50,13 +51,13 @@ def _check_rotation(model: Model) -> None:
 
 def decode_one_token(context: Any) -> bool:
     """Decode a token in an empty context, for hooks to see its graph; False where that fails."""
-    tokens = (llama_cpp.llama_token * 1)(0)  # the batch has its address, and does not keep it
+    tokens = (llama_cpp.llama_token * 1)(0)  # the batch keeps only its address
     batch = llama_cpp.llama_batch_get_one(tokens, 1)
     return bool(llama_cpp.llama_decode(context, batch) == 0)
 
 
 def refuse_diffusion(model: Model) -> None:
-    """Raise UnsupportedModelError for a model whose tokens are not read one after the other."""
+    """Raise UnsupportedModelError for a model that does not read its tokens one after the other."""
     if llama_cpp.llama_model_is_diffusion(model.handle):
         raise UnsupportedModelError(
             f"{model.name}: it is a diffusion model, whose tokens all see each other, so there is "
@@ -65,7 +66,7 @@ def refuse_diffusion(model: Model) -> None:
 
 
 def relu2_layers(model: Model, options: CacheOptions) -> int:
-    """Layers whose gates a hook must make squared ReLU: all of them, or 0.
+    """Return how many layers have gates that a hook must make squared ReLU: all of them, or 0.
 
     Raises UnsupportedModelError where layers are offloaded: the hook's op runs on the CPU.
     """
@@ -87,7 +88,8 @@ def let_hook_change(
     | _core.KShiftProbe
     | _core.WindowProbe,
 ) -> None:
-    """Let a hook look at a context's graphs, or change them; it must live as long as that."""
+    """Let a hook read or change a context's graphs; the hook must live as long as the context."""
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
     parameters.cb_eval_user_data = hook.user_data
-    parameters.op_offload = False  # the nodes around a large product would go to the device too
+    # Otherwise nodes beside a large product would go to the device too.
+    parameters.op_offload = False

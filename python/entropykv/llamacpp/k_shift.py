@@ -1,4 +1,4 @@
-"""Whether llama.cpp can move the keys of its own cache (K-shift) as a model's RoPE does.
+"""Find out whether llama.cpp can move the keys of its own cache (K-shift) as a model's RoPE does.
 
 llama_memory_can_shift does not tell: as of llama-cpp-python 0.3.36 the K-shift multiplies the keys
 of YaRN models by their magnitude once more, rotates keys that have no position (SmolLM3) or were
@@ -24,15 +24,16 @@ from entropykv.settings.cache_options import CacheOptions
 
 
 def flat_range(model: Model, n_ctx: int, n_sinks: int) -> RopeRange:
-    """Positions for llama.cpp's own cache."""
+    """Return the positions that RoPE sees in llama.cpp's own cache."""
     without_rope = llama_cpp.llama_model_rope_type(model.handle) == llama_cpp.LLAMA_ROPE_TYPE_NONE
     if without_rope and not model.geometry.learned_positions:
-        return RopeRange(n_ctx, n_sinks)  # ALiBi, recurrent, or none at all: they do not end
+        # No RoPE (ALiBi, recurrent, none at all): positions have no end.
+        return RopeRange(n_ctx, n_sinks)
     return RopeRange(model.geometry.n_ctx_train, n_sinks)
 
 
 def k_shift_obstacle(model: Model, context: Any, options: CacheOptions, kv_type: str) -> str:
-    """Why keys in the cache of a context cannot be moved to other positions; "" if they can."""
+    """Return why keys in the cache of a context cannot be moved elsewhere, "" if they can."""
     if llama_cpp.llama_model_is_hybrid(model.handle):
         return "it has recurrent layers"
     if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(context)):
@@ -45,7 +46,7 @@ def k_shift_obstacle(model: Model, context: Any, options: CacheOptions, kv_type:
 
 
 def _probed_obstacle(model: Model, options: CacheOptions) -> str:
-    """Decode one token in a context of its own, with the probe looking on."""
+    """Decode one token in a context of its own while the probe looks on; returns what hinders."""
     probe = _core.KShiftProbe()
     parameters = context_parameters(model, options, 1, CELL_PADDING)
     let_hook_change(parameters, probe)

@@ -1,4 +1,4 @@
-"""A GGUF model loaded by llama.cpp: vocabulary, text, and contexts made from it."""
+"""Load a GGUF model with llama.cpp: its vocabulary, its text, and contexts made from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from entropykv.model.identity import identity_of
 
 
 class Model:
-    """Weights and vocabulary. Raises ModelFileError where the file cannot be loaded."""
+    """Hold weights and vocabulary; raises ModelFileError where the file cannot be loaded."""
 
     _options = ModelOptions()
     _adapters: LoraAdapters | None = None
@@ -44,8 +44,8 @@ class Model:
     ) -> None:
         """Read the header, then load the weights (memory-mapped unless `options` say otherwise).
 
-        `geometry`: what the header says, where it was read before by read_loadable().
-        `repack`: llama.cpp may repack them for itself, as it does where nobody else reads them.
+        `geometry` is what the header says, where it was read before by read_loadable(). `repack`:
+        llama.cpp may repack weights for itself, as it does where nobody else reads them.
         """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = geometry or read_loadable(path)
@@ -77,7 +77,7 @@ class Model:
                 raise
 
     def metadata(self, key: str) -> str | None:
-        """What the file says under a key of its architecture, as text; None if nothing."""
+        """Return what the file says under a key of its architecture, as text; None if nothing."""
         buffer = ctypes.create_string_buffer(64)
         name = f"{self.geometry.architecture}.{key}".encode()
         size = llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
@@ -85,22 +85,22 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The model's name, or its file's."""
+        """Return the model's name, or its file's."""
         return self.geometry.name or self.geometry.path.name
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Which file it is: see identity_of(). The file is read for it, once."""
+        """Return which file it is, see identity_of(); the file is read for it once."""
         return identity_of(self.geometry)
 
     def close(self) -> None:
-        """Free the weights; contexts made from them must be gone."""
+        """Free the weights; contexts made from them must be gone by then."""
         if self.handle:
             llama_cpp.llama_model_free(self.handle)
             self.handle = None
 
     def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
-        """Tokens of a text; `special` reads control tokens such as <|im_start|>."""
+        """Return the tokens of a text; `special` reads control tokens such as <|im_start|>."""
         data = text.encode("utf-8")
         size = len(data) + 16
         while True:
@@ -113,7 +113,7 @@ class Model:
             size = -count
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token: part of a character where the token is."""
+        """Return the bytes of one token, which may be a part of a character."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -123,7 +123,7 @@ class Model:
             size = -count
 
     def detokenize(self, tokens: Sequence[int], *, special: bool) -> str:
-        """Text of tokens; bytes that are no UTF-8 become replacement characters."""
+        """Return the text of tokens; bytes that are no UTF-8 become replacement characters."""
         pieces = (self.token_bytes(token, special=special) for token in tokens)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
@@ -137,18 +137,18 @@ class Model:
                 )
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the generation."""
+        """Tell whether a token ends the generation."""
         return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
 
     @property
     def adds_bos(self) -> bool:
-        """Whether texts of this model begin with a BOS token."""
+        """Tell whether texts of this model begin with a BOS token."""
         return bool(llama_cpp.llama_vocab_get_add_bos(self.vocabulary))
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
-        """The prompt of one user turn by the model's chat template; None without a template.
+        """Return the prompt of one user turn by the model's chat template; None without a template.
 
-        `system` stands before it; None: the template's own, if it has one.
+        `system` is the message before it; None leaves the template's own, if it has one.
         """
         messages = [{"role": "user", "content": text}]
         if system is not None:
@@ -156,10 +156,10 @@ class Model:
         return self._chat(messages)
 
     def chat_turn(self, text: str) -> str | None:
-        """What follows the text of an answer where the user goes on with another turn.
+        """Return what follows the text of an answer where the user goes on with another turn.
 
-        The end of the answer's turn, which is sampled but never read, the user's turn, and the
-        beginning of the next answer. None without a template.
+        That is the end of the answer's turn, which is sampled but never read, the user's turn, and
+        the beginning of the next answer. Returns None without a template.
         """
         answer = "entropykv-answer"
         chat = self._chat(
@@ -206,7 +206,7 @@ class Model:
         return self.detokenize([token], special=True) if token >= 0 else ""
 
     def context_defaults(self) -> Any:
-        """Parameters of a context of this model, before a store sets its own."""
+        """Return parameters of a context of this model, before a store sets its own."""
         parameters = llama_cpp.llama_context_default_params()
         parameters.no_perf = True
         for name, value in self._options.rope.items():
@@ -214,7 +214,7 @@ class Model:
         return parameters
 
     def new_context(self, parameters: Any) -> Any:
-        """A llama_context; ModelFileError with llama.cpp's reason where it cannot be made."""
+        """Make a llama_context; raises ModelFileError with llama.cpp's reason where it cannot."""
         with captured_log() as log:
             context = llama_cpp.llama_init_from_model(self.handle, parameters)
         if not context:
@@ -249,7 +249,7 @@ def captured_log() -> Iterator[list[tuple[int, str]]]:
 
 
 def last_error(log: list[tuple[int, str]]) -> str:
-    """The first error of a captured log: the later ones only pass it on."""
+    """Return the first error of a captured log: the later ones only pass it on."""
     error_level = 4
     errors = [text.strip() for level, text in log if level == error_level and text.strip()]
     return errors[0] if errors else "no reason given"

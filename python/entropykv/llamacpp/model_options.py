@@ -1,4 +1,4 @@
-"""How a model is loaded and run besides its file: memory, LoRA adapters, RoPE, chat template."""
+"""Say how a model is loaded and run besides its file: memory, LoRA, RoPE, chat template."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NUMA_STRATEGIES = {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What llama.cpp is told when it loads a model; nothing of it changes the KV budget.
+    """Hold what llama.cpp is told when it loads a model; nothing of it changes the KV budget.
 
-    `rope`: fields of llama_context_params, such as rope_freq_base. `adapters`: pairs of the path
-    of a LoRA adapter and its scale. `numa`: one of NUMA_STRATEGIES. `chat_template`: Jinja text, or
-    the name of a template that llama.cpp knows; None: the model's own.
+    `rope`: fields of llama_context_params, such as rope_freq_base. `adapters`: pairs of the path of
+    a LoRA adapter and its scale. `numa`: one of NUMA_STRATEGIES. `chat_template`: Jinja text, or
+    the name of a template that llama.cpp knows; None takes the model's own.
     """
 
     use_mmap: bool = True
@@ -41,10 +41,10 @@ class ModelOptions:
 
 
 class LoraAdapters:
-    """LoRA adapters of a loaded model, which frees them."""
+    """Hold the LoRA adapters of a loaded model, which frees them with itself."""
 
     def __init__(self, model: Any, wanted: Sequence[tuple[str, float]]) -> None:
-        """Load them. ModelFileError for a file that is none of this model."""
+        """Load the adapters; raises ModelFileError for a file that is none of this model."""
         self._scales = [scale for _, scale in wanted]
         self._handles = []
         for path, _ in wanted:
@@ -56,7 +56,7 @@ class LoraAdapters:
             self._handles.append(handle)
 
     def apply(self, context: Any) -> None:
-        """Let a context use them."""
+        """Let a context use the adapters."""
         apply_adapters(context, list(zip(self._handles, self._scales, strict=True)))
 
 
@@ -75,7 +75,7 @@ def apply_adapters(context: Any, adapters: Sequence[tuple[Any, float]]) -> None:
 
 
 def apply_named_template(name: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """Return a chat by a template that llama.cpp knows by its name. SettingsError for any other."""
+    """Apply a template that llama.cpp knows by its name; raises SettingsError for any other."""
     roles = [(message["role"].encode(), message["content"].encode()) for message in messages]
     chat = (llama_cpp.llama_chat_message * len(roles))(
         *(llama_cpp.llama_chat_message(role, content) for role, content in roles)

@@ -1,4 +1,4 @@
-"""Sessions beyond the trained context: which positions of a text the model sees where.
+"""Map positions of a text to those that RoPE sees, for sessions beyond the trained context.
 
 A store counts positions of the text; RoPE sees them moved back by `shift`, so that they stay below
 the positions that the model was trained for. Sinks keep their place, and what would come before the
@@ -22,21 +22,21 @@ does not add up beyond that.
 
 @dataclass(frozen=True)
 class RopeRange:
-    """Positions [0, limit) that RoPE may see, of which the first `n_sinks` never move."""
+    """Bound the positions that RoPE may see to [0, limit); the first `n_sinks` never move."""
 
     limit: int
     n_sinks: int
 
     @property
     def step(self) -> int:
-        """The shift grows by multiples of it."""
+        """Return what the shift grows by, a number of positions."""
         return max(1, self.limit // STEPS)
 
     def shift_for(self, shift: int, position: int, n_tokens: int) -> int:
-        """Shift to read `n_tokens` at `position` with, where `shift` was in force.
+        """Return the shift to read `n_tokens` at `position` with, where `shift` was in force.
 
-        It stays as long as the tokens come below the limit, and not below half of it either:
-        after going far back in the text, distances become exact again.
+        It stays as long as the tokens come below the limit, and not below half of it either: after
+        going far back in the text, distances become exact again.
         """
         end = position + n_tokens
         if end - shift <= self.limit and position - shift >= self.limit // 2:
@@ -45,7 +45,7 @@ class RopeRange:
 
 
 def largest_micro_batch(n_ubatch: int, n_ctx: int, n_ctx_train: int) -> int:
-    """Tokens of a micro-batch: beyond the trained context, no more than one step of the shift."""
+    """Return the most tokens of a micro-batch: one step of the shift beyond the trained context."""
     if n_ctx <= n_ctx_train:
         return min(n_ubatch, n_ctx)
     return min(n_ubatch, RopeRange(n_ctx_train, 0).step)

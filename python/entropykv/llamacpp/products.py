@@ -1,4 +1,4 @@
-"""Who computes products of quantised weights: kernels of the extension, or llama.cpp."""
+"""Decide who computes products of quantised weights: the extension's kernels, or llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from entropykv import _core
 
 
 def serves_products() -> bool:
-    """Whether the extension's kernels are to compute products.
+    """Tell whether the extension's kernels are to compute products.
 
     Where there is AMX or a device, those of llama.cpp are faster.
     """
@@ -18,7 +18,7 @@ def serves_products() -> bool:
 
 
 def reads_blocks() -> bool:
-    """Whether all weights are to stay as they are in the file, for the extension's kernels.
+    """Tell whether all weights stay as they are in the file, for the extension's kernels.
 
     llama.cpp repacks some types while it loads them, for kernels of its own: that takes memory
     besides the file, and nobody else can read it. On ARM it may do so: nobody has timed those

@@ -1,4 +1,4 @@
-"""Recurrent layers beside a store: their state is llama.cpp's, and cannot go back.
+"""Keep the state of recurrent layers beside a store: it is llama.cpp's, and cannot go back.
 
 A hybrid model's memory has cells of its attention layers and one state of the others. To clear it
 would clear both; removing all positions but the last one leaves the state as it is.
@@ -19,7 +19,7 @@ WHY = "it has recurrent layers"
 
 
 def is_recurrent(model: Model) -> bool:
-    """Whether some layers carry a state from token to token, or all."""
+    """Tell whether some layers, or all, carry a state from token to token."""
     handle = model.handle
     return bool(
         llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
@@ -27,7 +27,7 @@ def is_recurrent(model: Model) -> bool:
 
 
 def cannot_go_back(model: Model, position: int) -> ContextError:
-    """The error of a truncate() to a position other than 0."""
+    """Return the error of a truncate() to a position other than 0."""
     return ContextError(
         f"{model.name}: cannot go back to position {position}: {WHY}, whose state is that of the "
         "last token; call reset() and read the text again"
@@ -35,26 +35,28 @@ def cannot_go_back(model: Model, position: int) -> ContextError:
 
 
 class RecurrentState:
-    """The state that the recurrent layers of a hybrid model have of one sequence."""
+    """Save and replace the state that the recurrent layers of a hybrid model have of a sequence."""
 
     def __init__(self, context: Any) -> None:
-        """`context`: must live as long."""
+        """Take a context, which must live as long as this object."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self.sequence = SEQUENCE
 
     def forget_cells(self) -> None:
-        """Free the cells of the attention layers, but the last. RuntimeError where that fails."""
+        """Free the cells of the attention layers, but the last; raises RuntimeError where that
+        fails.
+        """
         last = llama_cpp.llama_memory_seq_pos_max(self._memory, self.sequence)
         if last > 0 and not llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, 0, last):
             raise RuntimeError("llama.cpp does not free the cells of its attention layers")
 
     def forget(self) -> None:
-        """Free the state and all cells."""
+        """Free the state and all cells, to begin another text."""
         llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, -1, -1)
 
     def save(self) -> bytes:
-        """As llama.cpp writes it."""
+        """Return the state as llama.cpp writes it."""
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         size = llama_cpp.llama_state_seq_get_size_ext(self._context, self.sequence, flags)
         state = (ctypes.c_uint8 * size)()
@@ -68,7 +70,7 @@ class RecurrentState:
     def replace(self, state: bytes | bytearray) -> bytes:
         """Load another state, and return the former one.
 
-        RuntimeError where llama.cpp does not take it: then nothing has changed.
+        Raises RuntimeError where llama.cpp does not take it: then nothing has changed.
         """
         former = self.save()
         if not self._load(state):
@@ -80,7 +82,7 @@ class RecurrentState:
         self.forget()
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        with captured_log():  # it says more than a user can use
+        with captured_log():  # llama.cpp logs more than a user can use
             n_read = llama_cpp.llama_state_seq_set_data_ext(
                 self._context, data, len(state), self.sequence, flags
             )

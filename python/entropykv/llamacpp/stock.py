@@ -1,4 +1,4 @@
-"""Stock llama.cpp at the level of a Session: the yardstick of bench and eval."""
+"""Run stock llama.cpp as a Session is run: the yardstick of bench and eval."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from entropykv.settings.cache_options import CacheOptions
 
 @dataclass(frozen=True)
 class StockState:
-    """A sequence as llama.cpp serialises it."""
+    """Hold a sequence as llama.cpp serialises it."""
 
     position: int
     data: npt.NDArray[np.uint8]
 
 
 class StockSession:
-    """llama.cpp's own context: full f16 cache, flash attention on or off.
+    """Run llama.cpp's own context: full f16 cache, flash attention on or off.
 
-    A squared-ReLU model gets its gates changed here, too: nothing else about it is stock.
+    A squared-ReLU model gets its gates changed here, too: all else is stock.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StockSession:
         n_ubatch: int = 512,
         flash: bool = True,
     ) -> None:
-        """Load the model and make a context of n_ctx cells; errors as those of Session."""
+        """Load the model and make a context of n_ctx cells; errors are those of Session."""
         options = CacheOptions(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
         self._model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
         self._context: Any = None
@@ -67,20 +67,20 @@ class StockSession:
         self.position = 0
 
     def tokenize(self, text: str, add_bos: bool | None = False) -> list[int]:
-        """Tokens of a text, without BOS unless told; None: as the model wants."""
+        """Return the tokens of a text, without BOS unless told; None does as the model wants."""
         add = self._model.adds_bos if add_bos is None else add_bos
         return self._model.tokenize(text, add_bos=add, special=True)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without control tokens."""
+        """Return the text of tokens, without control tokens."""
         return self._model.detokenize(tokens, special=False)
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the generation."""
+        """Tell whether a token ends the generation."""
         return self._model.is_end(token)
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
-        """Logits as Session.decode returns them."""
+        """Read tokens, and return logits as Session.decode returns them."""
         parts = self.decode_micro_batches(tokens, all_logits)
         return np.concatenate([logits for logits in parts if logits is not None])
 
@@ -98,7 +98,7 @@ class StockSession:
             yield logits
 
     def save_state(self) -> StockState:
-        """What was read, for load_state() of this session."""
+        """Return what was read, for load_state() of this session."""
         data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, SEQUENCE), np.uint8)
         done = llama_cpp.llama_state_seq_get_data(
             self._context, _bytes_of(data), data.size, SEQUENCE

@@ -1,4 +1,4 @@
-"""Which layers of a model have sliding windows: its header does not tell, but its masks do.
+"""Find out which layers of a model have sliding windows: its masks tell, its header does not.
 
 As of llama-cpp-python 0.3.36 the architecture's code decides which layers have a window, for some
 whatever the metadata says. llama_model_n_swa() tells its size W alone. So four tokens are read, at
@@ -20,18 +20,18 @@ from entropykv.llamacpp.model import Model
 from entropykv.settings.cache_options import CacheOptions
 
 _LEAST = 3
-"""Of smaller windows, positions 0, 1, W - 1 and W are not four."""
+"""The smallest window for which positions 0, 1, W - 1 and W are four different ones."""
 _ALL, _SLIDING, _CHUNKED = 4, 3, 1
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a layer sees."""
+    """Say what a layer sees of a text."""
 
     size: int = 0
-    """In tokens; 0: everything."""
+    """Size in tokens; 0 means that the layer sees everything."""
     chunked: bool = False
-    """It begins at multiples of its size, and does not slide."""
+    """True where the window begins at multiples of its size, and does not slide."""
 
     def of(self, shape: _core.LayerShape) -> _core.LayerShape:
         """Give a layer this window."""
@@ -39,10 +39,10 @@ class Window:
 
 
 def layer_windows(model: Model, options: CacheOptions) -> dict[int, Window]:
-    """The windows of a model's attention layers, by llama.cpp's number of the layer.
+    """Return the windows of a model's attention layers, by llama.cpp's number of the layer.
 
-    Empty for a model without windows. Raises UnsupportedModelError, which only says why, where
-    they are of a kind that the headwise store does not know.
+    The dict is empty for a model without windows. Raises UnsupportedModelError, which only says
+    why, where they are of a kind that the headwise store does not know.
     """
     size = llama_cpp.llama_model_n_swa(model.handle)
     if size <= 0:
@@ -61,9 +61,9 @@ def _window(size: int, n_seen: int) -> Window:
 
 
 def _cells_seen(model: Model, options: CacheOptions, size: int) -> list[tuple[int, int]]:
-    """Layer and cells that a token at position `size` sees, of four."""
+    """Return (layer, cells) for each layer: how many of four a token at position `size` sees."""
     probe = _core.WindowProbe()
-    # two sequences, since positions of one must follow each other
+    # Take two sequences, since llama.cpp wants positions of one to follow each other.
     parameters = context_parameters(model, options, 2, CELL_PADDING, n_sequences=2)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     let_hook_change(parameters, probe)

@@ -1,4 +1,4 @@
-"""Figures: of an entropy profile, of what bench and eval measured, and of a run that freezes."""
+"""Draw figures of an entropy profile, of what bench and eval measured, and of a freezing run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from entropykv.report.budgets import budget_tables
 
 _LETTERS = "sfmxd"
 _MARKERS = "os^Dv*PX<>p"
-"""One more than there are colours, so that lines of one colour have different ones."""
+"""Markers of lines: one more than there are colours, so that lines of one colour differ."""
 _LINES = ("-", "--", ":")
 _PANELS = 3
-"""Of a suite, side by side."""
+"""How many panels of a suite are drawn side by side."""
 _QUALITIES = (
     ("kl", "KL divergence in nats", "distance to the full cache"),
     ("recall", "share of planted facts", "facts recalled"),

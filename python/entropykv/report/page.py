@@ -1,4 +1,4 @@
-"""One page of HTML that needs nothing else: no scripts, no files, no other machine."""
+"""Make one page of HTML that needs nothing else: no scripts, no files, no other machine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from entropykv.report.tables import (
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what it is about, and what there is to see."""
+    """Hold a heading, what it is about, and what there is to see under it."""
 
     title: str
     about: str
     table: Table
     figures: Sequence[tuple[str, Any]] = field(default_factory=list)
-    """What a figure shows, and the figure."""
+    """(caption, figure) for each figure of the section."""
 
 
 def report_page(sources: Sequence[Source]) -> str:
@@ -117,7 +117,7 @@ def _about_bench(run: Source) -> str:
 
 
 class _Inline:
-    """Makes SVG of figures, each with ids of its own, in the colours of the page."""
+    """Make SVG of figures, each with ids of its own, in the colours of the page."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -141,7 +141,7 @@ class _Inline:
 
 
 def _without_grounds(figure: Any) -> None:
-    """Let the ground of the page be seen behind figure, axes and legends."""
+    """Remove the grounds of figure, axes and legends: the page's own is seen behind them."""
     figure.patch.set_alpha(0)
     for axes in figure.axes:
         axes.patch.set_alpha(0)

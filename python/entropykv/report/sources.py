@@ -1,4 +1,4 @@
-"""The JSON that commands write, read for a report."""
+"""Read the JSON that commands write, for a report."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _WRITERS = (
 
 @dataclass(frozen=True)
 class Source:
-    """One file: what wrote it, and what is in it."""
+    """Hold one file: which command wrote it, and what is in it."""
 
     kind: Kind
     name: str
-    """What it is called in the report: no path of the machine."""
+    """What the file is called in the report: no path of the machine."""
     n_bytes: int
     data: Any
     """The JSON object; of a profile, an EntropyProfile."""
     rows: Sequence[Any] = ()
-    """EvalRow or BenchRow."""
+    """The rows of eval or bench, as EvalRow or BenchRow."""
 
 
 def read_sources(paths: Sequence[str | os.PathLike[str]]) -> list[Source]:
-    """Read files. SettingsError, or ProfileError, names the one that cannot be read."""
+    """Read files; raises SettingsError or ProfileError, naming the one that cannot be read."""
     files = [Path(path) for path in paths]
     return [_read(path, name) for path, name in zip(files, _names(files), strict=True)]
 
@@ -102,5 +102,5 @@ def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
 
 
 def of_kind(sources: Sequence[Source], kind: Kind) -> list[Source]:
-    """Return those of one kind."""
+    """Return the sources of one kind."""
     return [source for source in sources if source.kind == kind]

@@ -1,4 +1,4 @@
-"""Tables of a report: headings, and rows of texts."""
+"""Make the tables of a report: headings, and rows of texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 2.0**20
 
 @dataclass(frozen=True)
 class Table:
-    """Headings, and rows of as many texts; the first `n_names` of each are names, not numbers."""
+    """Hold headings and rows of as many texts; the first `n_names` of a row are no numbers."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -45,7 +45,7 @@ _EVAL: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
     ("decode tok/s", lambda row: _text(row.decode_speed, ",.1f")),
 )
 _N_SIZES = 4
-"""Columns of _EVAL that say what a row may keep; those after them say what it is worth."""
+"""The first columns of _EVAL say what a row may keep; those after them, what it is worth."""
 _BENCH: tuple[tuple[str, Callable[[BenchRow], str]], ...] = (
     ("tokens", lambda row: f"{row.length:,}"),
     ("prompt tok/s", lambda row: f"{row.prompt_speed:,.0f}"),
@@ -70,7 +70,7 @@ def _filled(headings: Sequence[str], rows: list[list[str]], n_names: int) -> Tab
 
 
 def eval_table(sources: Sequence[Source]) -> Table:
-    """Quality and speed of every combination, of all runs."""
+    """Make a table of quality and speed: every combination, of all runs."""
     rows = [
         [source.name, row.policy, row.kv_type, *(cell(row) for _, cell in _EVAL)]
         for source in sources
@@ -86,7 +86,9 @@ _SUITE: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
 
 
 def suite_table(sources: Sequence[Source]) -> Table:
-    """Scores of every combination by length and task, in percent, of all runs."""
+    """Make a table of a suite's scores in percent: every combination by length and task, of all
+    runs.
+    """
     tasks = list(
         dict.fromkeys(task for each in sources for row in each.rows for task in row.scores)
     )
@@ -113,7 +115,7 @@ def suite_table(sources: Sequence[Source]) -> Table:
 
 
 def bench_table(sources: Sequence[Source]) -> Table:
-    """Speed of every cache at every length, of all runs."""
+    """Make a table of speed: every cache at every length, of all runs."""
     rows = [
         [source.name, row.name, *(cell(row) for _, cell in _BENCH)]
         for source in sources
@@ -156,14 +158,14 @@ def _count(value: int | None) -> str:
 
 
 def run_table(sources: Sequence[Source]) -> Table:
-    """A column for every run."""
+    """Make a table of single runs, with a column for each."""
     rows = [[title, *(cell(source.data) for source in sources)] for title, cell in _RUN]
     rows = [row for row in rows if any(row[1:])]
     return Table(["", *(source.name for source in sources)], rows)
 
 
 def profile_table(sources: Sequence[Source]) -> Table:
-    """Heads and entropy of every profile."""
+    """Make a table of profiles: heads and entropy of each."""
     rows = []
     for source in sources:
         profile = source.data
