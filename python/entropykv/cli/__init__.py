@@ -1,4 +1,4 @@
-"""The command line: one module for each command."""
+"""Run the command line: this folder has one module for each command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXIT_BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Bad input: one sentence on stderr, and 2."""
+    """Run one command; returns the exit code. Bad input gives one sentence on stderr, and 2."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
@@ -40,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone
+    except BrokenPipeError:  # nobody reads our output any more
         return _without_output("the reader of the output is gone")
-    except OSError as error:  # such as a full disk
+    except OSError as error:  # for example, the disk is full
         return _without_output(f"{error.strerror or error}: the output cannot be written")
     return code
 
 
 def _without_output(why: str) -> int:
-    """Say in one sentence why the output ended; Python does not try to write the rest of it."""
+    """Say in one sentence why the output ended, and keep Python from writing the rest at exit."""
     with contextlib.suppress(OSError):
         say(why)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

@@ -1,4 +1,4 @@
-"""`python -m entropykv.cli`."""
+"""Let `python -m entropykv.cli` run the command line."""
 
 import sys
 

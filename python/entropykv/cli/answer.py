@@ -1,4 +1,4 @@
-"""An answer, written to stdout as it comes."""
+"""Write an answer to stdout as it comes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def write_answer(
 ) -> None:
     """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
 
-    `to_question`: it is no continuation of a text, so that blanks before its first word are left
-    out, where some tokenizers write one.
+    With `to_question`, the answer continues no text, so that blanks before its first word, which
+    some tokenizers write, are left out.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -57,7 +57,8 @@ def write_answer(
 
         stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
-            with contextlib.closing(stream):  # or tokens are read that nobody has seen
+            # Closed at once, or tokens would be read that nobody has seen.
+            with contextlib.closing(stream):
                 begun = not to_question
                 for piece in until_stop(_text_pieces(session, stream, answer.tokens), stops):
                     shown = piece if begun else piece.lstrip(" ")
@@ -90,7 +91,7 @@ def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:
-    """Read tokens of an answer that are not read yet; False where the context has no room."""
+    """Read tokens of an answer that are not read yet; returns False where there is no room."""
     if session.position + len(tokens) > session.n_ctx:
         return False
     for _ in session.decode_micro_batches(tokens, all_logits=False) if tokens else ():
@@ -99,7 +100,7 @@ def read_rest(session: Session, tokens: list[int]) -> bool:
 
 
 def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> Iterator[str]:
-    """Text, maybe empty, for every token, which is added to `tokens`.
+    """Yield the text, maybe empty, of every token, and add the token to `tokens`.
 
     A character may be spread over several tokens: it comes with the last one.
     """

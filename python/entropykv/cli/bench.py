@@ -133,7 +133,7 @@ def _print_bandwidths(
 
 
 def attention_bandwidth(rows: list[BenchRow]) -> dict[tuple[int, str], float]:
-    """Bytes of cache per second of attention, by (length, type).
+    """Return bytes of cache that attention reads per second, by (length, type).
 
     It is the difference in bytes between the largest and the smallest budget, over the difference
     in time of a token: what does not depend on the cache falls out.

@@ -63,7 +63,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def add_calibration_options(parser: argparse.ArgumentParser) -> None:
-    """What to read, and how."""
+    """Add what is read to calibrate, and how."""
     group = parser.add_argument_group("texts")
     group.add_argument(
         "--text",

@@ -26,13 +26,13 @@ from entropykv.files import read_text
 from entropykv.session.file import check_target
 
 CONTEXT = 1_000_000
-"""Tokens of a conversation: the entries that are kept are the memory, not these."""
+"""Tokens that a conversation may have: memory follows the entries that are kept, not these."""
 
 BUDGET = 1024
-"""Entries per KV head: some ten turns, half of them word for word."""
+"""Entries per KV head: enough for some ten turns, half of them word for word."""
 
 ANSWER_TOKENS = BUDGET
-"""A longer answer would leave nothing of the question."""
+"""Tokens of an answer: a longer one would leave nothing of the question."""
 
 SUFFIX = ".ekv"
 
@@ -94,7 +94,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 class _Terminal:
-    """Reads turns and commands from stdin; only answers go to stdout."""
+    """Read turns and commands from stdin; only answers go to stdout."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -144,10 +144,10 @@ class _Terminal:
     # --- turns and commands -----------------------------------------------------------------------
 
     def _take(self, text: str, *, is_command: bool) -> None:
-        """Do what the user wants; what goes wrong is one sentence."""
+        """Do what the user wants; what goes wrong is told in one sentence."""
         try:
             if is_command and text.split(maxsplit=1)[0] in ("/regen", "/edit"):
-                self._command(text)  # they write answers, which Ctrl-C ends
+                self._command(text)  # commands may write answers, which Ctrl-C ends
             elif is_command:
                 with noted_interrupts():
                     self._command(text)

@@ -1,4 +1,4 @@
-"""`entropykv chat --web`: the conversation in a browser, from a server on this machine alone."""
+"""`entropykv chat --web`: hold the conversation in a browser, from a server on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Those of `chat` that are fields of a request, and are shown by the page."""
+"""Options of `chat` that are fields of a request, and that the page shows."""
 _ELSEWHERE = {
     "load_session": "--load-session",
     "no_chat": "--no-chat",
@@ -42,13 +42,13 @@ _ELSEWHERE = {
     "ignore_eos": "--ignore-eos",
     "recovery": "--recovery",
 }
-"""What the page has no place for, or `serve` spells otherwise."""
+"""Options that the page has no place for, or that `serve` spells otherwise, and what to do."""
 
 
 def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
     """Serve the page on a free port of this machine, and open it; returns at Ctrl-C.
 
-    SettingsError for options that only the terminal has.
+    Raises SettingsError for options that only the terminal has.
     """
     _check(options, sampling)
     from entropykv.server import ServerOptions  # noqa: PLC0415
@@ -65,7 +65,7 @@ def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
 
 
 def _check(options: argparse.Namespace, sampling: Sampling) -> None:
-    """Raise SettingsError for what was asked for, and would be left out."""
+    """Raise SettingsError for an option that was given and would be ignored."""
     for name, option in _ELSEWHERE.items():
         if getattr(options, name):
             raise SettingsError(f"{option} is of the terminal; leave it out with --web")
@@ -111,7 +111,7 @@ def _sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(url: str) -> None:
-    """Open the page, in a thread: a browser of the terminal returns when it ends."""
+    """Open the page in a thread, since a browser in the terminal returns only when it ends."""
     threading.Thread(target=_open_now, args=(f"{url}/",), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""A conversation in one session: every turn reads only what is new."""
+"""Hold a conversation in one session: every turn reads only what is new."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from entropykv.session.session import Session
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user said, and what came of it."""
+    """Keep what the user said, and what came of it."""
 
     text: str
     answer: str
     start: int
-    """Where the session stood before it."""
+    """The position of the session before this turn."""
 
 
 class Conversation:
-    """Turns by the model's chat template, or lines of plain text where it has none.
+    """Take turns by the model's chat template, or lines of plain text where it has none.
 
-    `system` stands before the first turn. Between two turns everything that was shown is read, so
-    that a saved conversation goes on exactly as one that was not.
+    `system` is read before the first turn. Between two turns everything that was shown is read, so
+    that a saved conversation goes on exactly as one that was not saved.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Conversation:
         system: str | None = None,
         use_template: bool = True,
     ) -> None:
-        """Raise ModelFileError where the template cannot be used."""
+        """Take a session; raises ModelFileError where its template cannot be used."""
         self.session = session
         self.turns: list[Turn] = []
         self.loaded_text = ""
-        """What a loaded session had read, with special tokens left out."""
+        """The text that a loaded session had read, with special tokens left out."""
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stops = stops
@@ -74,7 +74,8 @@ class Conversation:
                 to_question=self._answers,
             )
         except EntropyKVError:
-            with contextlib.suppress(EntropyKVError):  # nothing more to tell than what was raised
+            # A further error would tell the user no more than the one that is raised.
+            with contextlib.suppress(EntropyKVError):
                 self._end_turn(start, text, answer)
             raise
         self._end_turn(start, text, answer)
@@ -98,7 +99,7 @@ class Conversation:
             read_rest(self.session, answer.unread)
 
     def undo(self) -> Turn:
-        """Take back the last turn, and return it. SettingsError where there is none.
+        """Take back the last turn, and return it; raises SettingsError where there is none.
 
         Where something was evicted since, the text before it is read again.
         """
@@ -114,7 +115,7 @@ class Conversation:
         return turn
 
     def ask_again(self) -> Answer:
-        """Take back the last turn, and ask it again. Raises as undo() and ask()."""
+        """Take back the last turn, and ask it again; raises what undo() and ask() raise."""
         return self.ask(self.undo().text)
 
     def _read_again(self, tokens: list[int]) -> None:
@@ -122,14 +123,15 @@ class Conversation:
         read_rest(self.session, tokens)
 
     def begin_with(self, system: str) -> None:
-        """Forget all turns, and put this text before the next one. Raises ModelFileError."""
+        """Forget all turns, and put this text before the next one; raises ModelFileError."""
         if self._is_chat:
-            self.session.chat_prompt("-", system)  # templates may refuse one
+            # Raises where the template refuses a system message.
+            self.session.chat_prompt("-", system)
         self._system = system
         self.reset()
 
     def was_cut(self, answer: Answer) -> bool:
-        """Whether an answer ended because it was long enough."""
+        """Tell whether an answer ended only because it had reached its greatest length."""
         return len(answer.tokens) == self._max_tokens
 
     def reset(self) -> None:
@@ -138,12 +140,12 @@ class Conversation:
         self.turns, self.loaded_text = [], ""
 
     def save(self, path: str) -> None:
-        """Save the session. Raises SessionFileError."""
+        """Save the session; raises SessionFileError."""
         check_target(path)
         save_session(self.session, path, [], chat=self._is_chat)
 
     def load(self, path: str) -> None:
-        """Go on with a saved session, in place of this one. Raises SessionFileError."""
+        """Go on with a saved session, in place of this one; raises SessionFileError."""
         with open_session(path) as reader:
             check_chat(reader.contents, self._is_chat, path)
         load_session(self.session, path)

@@ -76,7 +76,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def format_estimate(expected: Estimate) -> str:
-    """One line before the work starts."""
+    """Return one line that says, before the work starts, what it will take."""
     return (
         f"writing {expected.target_bytes / 2**20:,.1f} MiB: about {expected.seconds:.0f} s, and "
         f"{expected.memory_bytes / 2**20:.0f} MiB of memory for the weights"
@@ -84,7 +84,7 @@ def format_estimate(expected: Estimate) -> str:
 
 
 def format_summary(summary: ConversionSummary) -> str:
-    """The final table, and the command that runs the model."""
+    """Return the final table, and the command that runs the model."""
     types = ", ".join(f"{count} {kind}" for kind, count in summary.tensor_types)
     rows = [
         ("model", f"{summary.architecture}, activation {summary.activation}"),

@@ -1,4 +1,4 @@
-"""Options of how a model is run, by llama-cli's names, and the session made of them."""
+"""Declare options of how a model is run, by llama-cli's names, and make a session of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from entropykv.settings.options import KV_TYPES, MOST_THREADS
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add how the model is run, and what is frozen: see open_engine()."""
+    """Add options of how the model is run, and of what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
     group = parser.add_argument_group("engine")
@@ -81,12 +81,15 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _gpu_layers(text: str) -> int:
-    """Read a number of layers; all and auto, as llama-cli has them, are -1."""
+    """Read a number of layers; `all` and `auto`, which llama-cli takes, become -1."""
     return -1 if text in ("all", "auto") else integer(-1, 2**31 - 1)(text)
 
 
 def kv_type_of(options: argparse.Namespace) -> str:
-    """--kv-type, or what llama-cli's -ctk and -ctv say. SettingsError where they disagree."""
+    """Return --kv-type, or what llama-cli's -ctk and -ctv say.
+
+    Raises SettingsError where they disagree.
+    """
     kinds = {
         options.cache_type_k or options.cache_type_v,
         options.cache_type_v or options.cache_type_k,
@@ -116,7 +119,7 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
 
 
 def open_engine(options: argparse.Namespace) -> Session:
-    """Load the model; says what the user should know of it."""
+    """Load the model, and say what the user should know of it."""
     _check_flash(options)
     kv_type = kv_type_of(options)
     _say_what_changes_nothing(options)

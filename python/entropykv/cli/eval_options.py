@@ -1,4 +1,4 @@
-"""Options of `entropykv eval`, and what is made of them."""
+"""Declare the options of `entropykv eval`, and make a request of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DEFAULTS = Request
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is compared, and by what."""
+    """Add options of what is compared, and by which texts and measures."""
     _add_combination_options(parser)
     _add_text_options(parser)
     _add_passkey_options(parser)
@@ -215,7 +215,7 @@ def _suite_of(options: argparse.Namespace) -> Suite | None:
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """Read what is named; raises what its parts do."""
+    """Read the texts and questions that are named; raises what their readers raise."""
     texts = read_texts(options.text or [])
     return Request(
         texts=part_of(texts, options.part, options.tuning_share) if texts else texts,
@@ -236,7 +236,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def engine_of(options: argparse.Namespace) -> Engine:
-    """Return how sessions are made."""
+    """Return how sessions are made: everything about them but policy, budget and types."""
     cache = CacheOptions(
         store=options.store,
         entropy_config=given_profile(options.entropy_config),

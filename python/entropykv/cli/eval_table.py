@@ -1,4 +1,4 @@
-"""Figures of an evaluation as a table."""
+"""Write figures of an evaluation as a table."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _score_of(task: str) -> Callable[[EvalRow], str]:
 
 
 class EvalTable:
-    """A table whose columns are those of the parts that are measured."""
+    """Write a table whose columns are those of the parts that are measured."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """The parts, or one of a suite."""
+        """Take the columns of these parts, or those of the one suite."""
         self._title = ""
         self._columns = list(_COMMON)
         for part in parts:
@@ -89,10 +89,10 @@ class EvalTable:
                 self._columns += _PARTS[part.name]
 
     def header(self) -> str:
-        """The lines above the rows."""
+        """Return the lines above the rows."""
         titles = " | ".join(column.title for column in self._columns)
         return f"{self._title}| {titles} |\n{'|---' * len(self._columns)}|"
 
     def line(self, row: EvalRow) -> str:
-        """One row."""
+        """Return one row as a line."""
         return f"| {' | '.join(column.cell(row) for column in self._columns)} |"

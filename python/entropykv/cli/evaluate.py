@@ -1,4 +1,4 @@
-"""`entropykv eval`: what a budget costs, on the user's model and texts."""
+"""`entropykv eval`: measure what a budget costs, on the user's model and texts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         log = ResultLog(options.resume, about, settings)
         tables = [parts] if request.suite is None else [[part] for part in parts]
         evaluations = [(Evaluation(engine, wanted, each, log), EvalTable(each)) for each in tables]
-        for note in evaluations[0][0].check():  # of the shortest prompts
+        for note in evaluations[0][0].check():  # check() speaks of the shortest prompts
             say(note)
         log.begin()
         with noted_interrupts() as interrupts:
@@ -111,7 +111,7 @@ def _print_tables(
 
 
 def _print_rows(evaluation: Evaluation, table: EvalTable, tick: Tick, bar: ProgressBar) -> bool:
-    """Measure and print row by row, the last one as it is where an interrupt ends the work."""
+    """Measure and print row by row; after an interrupt, the last row has what was measured."""
     n_done = 0
     try:
         for row in evaluation.run(tick):
@@ -129,7 +129,7 @@ def _print_rows(evaluation: Evaluation, table: EvalTable, tick: Tick, bar: Progr
 def _write_figures(
     options: argparse.Namespace, content: dict[str, object], evaluations: Sequence[Evaluation]
 ) -> None:
-    """Write --json and --plot."""
+    """Write the files that --json and --plot name."""
     rows = [row for evaluation in evaluations for row in evaluation.rows()]
     if options.json:
         records = [record for evaluation in evaluations for record in evaluation.records()]

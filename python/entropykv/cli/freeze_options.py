@@ -73,7 +73,7 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_recovery_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is done where the output grows uncertain."""
+    """Add options of what is done where the output grows uncertain."""
     group = parser.add_argument_group("recovery (where entries are frozen)")
     group.add_argument(
         "--recovery",

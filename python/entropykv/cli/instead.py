@@ -1,4 +1,4 @@
-"""What to do instead of a flag of llama.cpp's tools that has no equivalent here: one table."""
+"""Say what to do instead of a flag of llama.cpp's tools that has no equivalent here."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _ROWS: tuple[tuple[str, str | None, str | None], ...] = (
 """Flags, what to do at every command, and what to do at `serve` where that is something else."""
 
 INSTEAD = {flag: advice for flags, advice, _ in _ROWS if advice for flag in flags.split()}
-"""Flags of llama.cpp's tools that no command has, and what to do."""
+"""Flags of llama.cpp's tools that no command has, and what to do instead."""
 
 AT_SERVE = INSTEAD | {
     flag: advice for flags, _, advice in _ROWS if advice for flag in flags.split()
@@ -76,5 +76,5 @@ AT_SERVE = INSTEAD | {
 
 
 def what_instead(flag: str, command: str) -> str | None:
-    """Return what to do instead of a flag that this command has not; None where nobody knows it."""
+    """Return what to do instead of a flag that this command lacks; None where nobody knows it."""
     return (AT_SERVE if command == "serve" else INSTEAD).get(flag)

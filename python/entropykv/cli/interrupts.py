@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C between two steps of a session, not within one; SIGTERM as an error is."""
+"""Handle signals: Ctrl-C takes effect between two steps of a session, SIGTERM as an error would."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-"""As a shell says it."""
+"""The exit code that a shell gives a command that SIGTERM ended."""
 
 
 class InterruptionError(Exception):
-    """Ctrl-C was pressed, and nothing is half-done."""
+    """Raised where Ctrl-C was pressed, and nothing is half-done."""
 
 
 class Interrupts:
-    """Whether Ctrl-C was pressed."""
+    """Know whether Ctrl-C was pressed."""
 
     requested = False
 
     def check(self) -> None:
-        """Raise InterruptionError if it was."""
+        """Raise InterruptionError if Ctrl-C was pressed."""
         if self.requested:
             raise InterruptionError
 
@@ -31,7 +31,7 @@ class Interrupts:
 def noted_interrupts() -> Iterator[Interrupts]:
     """Note the first Ctrl-C, which would leave a decode half-done; the second one interrupts.
 
-    Where interrupts are ignored (a shell's background job), they stay so.
+    Where interrupts are ignored, as in a shell's background job, they stay so.
     """
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
@@ -52,9 +52,9 @@ def noted_interrupts() -> Iterator[Interrupts]:
 
 @contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Have SIGTERM raise SystemExit, so that files that are half-written are removed.
+    """Let SIGTERM raise SystemExit, so that files that are half-written are removed.
 
-    Where somebody else handles it, or ignores it, it stays so.
+    Where somebody else handles SIGTERM, or ignores it, it stays so.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:

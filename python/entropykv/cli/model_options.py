@@ -1,4 +1,4 @@
-"""Options of how a model is loaded, by llama-cli's names."""
+"""Declare options of how a model is loaded, by llama-cli's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROPE = {
 
 
 def add_model_tuning(parser: argparse.ArgumentParser) -> None:
-    """Memory, LoRA adapters, RoPE and chat template: see model_options_of."""
+    """Add options of memory, LoRA, RoPE and chat template; model_options_of() reads them."""
     group = parser.add_argument_group("model")
     group.add_argument("--no-mmap", action="store_true", help="read the weights into memory")
     group.add_argument("--mlock", action="store_true", help="keep the weights in memory")
@@ -54,7 +54,7 @@ def add_model_tuning(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options_of(options: argparse.Namespace) -> ModelOptions:
-    """Raise SettingsError for options that contradict each other."""
+    """Make ModelOptions; raises SettingsError for options that contradict each other."""
     template = options.chat_template
     if options.chat_template_file is not None:
         if template is not None:

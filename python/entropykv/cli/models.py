@@ -1,4 +1,4 @@
-"""`entropykv models`: what runs without a download, public 1.58-bit models, and architectures."""
+"""`entropykv models`: list what runs without a download, public 1.58-bit models, architectures."""
 
 from __future__ import annotations
 

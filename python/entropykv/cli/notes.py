@@ -1,4 +1,4 @@
-"""Notes to the user: sentences on stderr, beside what a command prints."""
+"""Print notes to the user: sentences on stderr, beside what a command prints."""
 
 from __future__ import annotations
 

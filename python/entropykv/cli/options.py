@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Declare the options that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEFAULTS = CacheOptions()
 
 
 def integer(least: int, most: int = MOST_TOKENS) -> Callable[[str], int]:
-    """An argparse type: an integer from `least` to `most`."""
+    """Make an argparse type that reads an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -40,7 +40,7 @@ def integer(least: int, most: int = MOST_TOKENS) -> Callable[[str], int]:
 
 
 def list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
-    """An argparse type: values separated by commas."""
+    """Make an argparse type that reads values separated by commas."""
 
     def parse_list(text: str) -> list[object]:
         return [parse(part) for part in text.split(",")]
@@ -49,7 +49,7 @@ def list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
 
 
 def fraction(text: str) -> float:
-    """An argparse type: a number in (0, 1]."""
+    """Read a number in (0, 1], as an argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -60,7 +60,7 @@ def fraction(text: str) -> float:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """-m, or --demo in its place: see demo_of."""
+    """Add -m, and --demo in its place: see demo_of()."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "-m",
@@ -77,7 +77,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_path(text: str) -> str:
-    """An argparse type: a path, or the name of a model that is on this machine."""
+    """Read a path, or the name of a model that is on this machine, as an argparse type."""
     if os.path.exists(text):
         return text
     return next((str(model.path) for model in local_models() if model.name == text), text)
@@ -151,7 +151,7 @@ def add_protection_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_store_options(group: argparse._ArgumentGroup) -> None:
-    """Add which store, how many threads, and how much of a prompt is read at a time."""
+    """Add options of which store, how many threads, and how much of a prompt is read at a time."""
     group.add_argument(
         "--store",
         choices=STORES,
@@ -170,7 +170,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_no_chat(group: argparse._ActionsContainer) -> None:
-    """--no-chat, and llama-cli's name for it."""
+    """Add --no-chat, and llama-cli's name for it."""
     group.add_argument(
         "--no-chat",
         "-no-cnv",
@@ -194,7 +194,7 @@ def add_threads_option(group: argparse._ActionsContainer) -> None:
 
 
 def demo_of(options: argparse.Namespace) -> Demo | None:
-    """Return the model of --demo, now in place of -m's."""
+    """Return the model of --demo, and put its path in the place of -m's."""
     if options.demo is None:
         return None
     demo = DEMOS[options.demo]
@@ -203,7 +203,7 @@ def demo_of(options: argparse.Namespace) -> Demo | None:
 
 
 def check_writable(path: str | None) -> None:
-    """Find out before an hour of work, not after it."""
+    """Find out whether a file can be written before an hour of work, not after it."""
     if path is None:
         return
     try:
@@ -214,7 +214,7 @@ def check_writable(path: str | None) -> None:
 
 
 def check_output(path: str) -> None:
-    """Like check_writable(), of a file that is made at once in the end: it does not appear now."""
+    """Check as check_writable() does, but create nothing: the file appears in the end, at once."""
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise SettingsError(f"{path}: cannot be written; give a file in a writable directory")

@@ -1,4 +1,4 @@
-"""The parser of every command: what it does not know is refused in one sentence.
+"""Parse every command: a flag that it does not know is refused in one sentence.
 
 argparse alone reads `-fa` as `-f a`. Users of llama.cpp type many flags of two letters; those that
 have no meaning here say what to do instead.
@@ -15,7 +15,7 @@ from entropykv.errors import SettingsError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser that reads no flag as the beginning of another one."""
+    """Parse arguments, and never read a flag as the beginning of another one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Take what argparse takes; names of options are never completed."""
@@ -36,7 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         if not is_flag or flag in self._option_string_actions or len(flag) < 2:
             return
         if self._subparsers is not None:
-            return  # of a command, which looks at it itself
+            return  # the command looks at the word itself
         advice = what_instead(flag, self.prog.rpartition(" ")[2])
         if advice is not None:
             raise SettingsError(f"{flag} is not an option of {self.prog}; {advice}")
@@ -44,10 +44,10 @@ class CommandParser(argparse.ArgumentParser):
             raise SettingsError(f"{flag} is not an option of {self.prog}; see {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
-        """Raise SettingsError: one sentence, without the usage, which is long."""
+        """Raise SettingsError with one sentence, without the usage, which is long."""
         raise SettingsError(f"{message}; see {self.prog} --help")
 
 
 def _has_number(flag: str) -> bool:
-    """Whether a value is written behind a flag of one letter, as in -n128."""
+    """Tell whether a value is written behind a flag of one letter, as in -n128."""
     return flag[2:].lstrip("-").replace(".", "", 1).isdigit()

@@ -1,4 +1,4 @@
-"""`entropykv plan`: what a budget means for a model."""
+"""`entropykv plan`: print what a budget means for a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--plot: a figure as a file."""
+"""Write a figure to the file that --plot names."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def check_matplotlib() -> None:
-    """Raise SettingsError where nothing can be drawn."""
+    """Raise SettingsError where matplotlib is missing, so that nothing can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("plots need matplotlib; install it with: pip install 'entropykv[plot]'")
 
 
 def draw(profile: EntropyProfile, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a profile; SettingsError where that cannot be done."""
+    """Write the picture of a profile; raises SettingsError where that cannot be done."""
     check_plot(path)
     _save(profile_figure(profile), path)
 
 
 def draw_bench(rows: Sequence[BenchRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture of prompt and decode speed over the length; SettingsError as draw()."""
+    """Write a picture of prompt and decode speed over the length; raises as draw()."""
     check_plot(path)
     _save(bench_figure({"": rows}), path)
 
 
 def draw_eval(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture of the quality over the bytes of the cache; SettingsError as draw()."""
+    """Write a picture of the quality over the bytes of the cache; raises as draw()."""
     check_plot(path)
     _save(eval_figure({"": rows}), path)
 
 
 def draw_suite(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture of a suite's scores over bytes, a panel for each table; errors as draw()."""
+    """Write a picture of a suite's scores over bytes, a panel a table; raises as draw()."""
     check_plot(path)
     _save(suite_figure({"": rows}), path)
 
 
 def draw_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
-    """Write a picture of what a KV head holds as the text grows; SettingsError as draw()."""
+    """Write a picture of what a KV head holds as the text grows; raises SettingsError as draw()."""
     check_plot(path)
     _save(trajectory_figure({"": trajectory.to_json()}), path)
 

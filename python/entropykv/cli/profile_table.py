@@ -1,4 +1,4 @@
-"""An entropy profile, or the difference of two, as text for a terminal."""
+"""Write an entropy profile, or the difference of two, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.report.budgets import budget_tables
 
 _LETTERS = "sfmxd"
-"""Of HEAD_TYPES, beside a head's entropy."""
+"""Letters of HEAD_TYPES, written beside a head's entropy."""
 _WIDTH = 92
 
 
 def summary_line(profile: EntropyProfile) -> str:
-    """One line: heads, entropy and stability."""
+    """Return one line: heads, entropy and stability."""
     text = (
         f"{profile.n_layer} x {profile.n_head} heads, mean entropy {profile.mean:.3f} bits, "
         + ", ".join(f"{count} {kind}" for kind, count in profile.head_types().items() if count)
@@ -29,7 +29,7 @@ def summary_line(profile: EntropyProfile) -> str:
 
 
 def format_profile(profile: EntropyProfile) -> str:
-    """Layers x heads with their types, statistics, and budgets at 0.5, 0.2 and 0.1."""
+    """Return layers x heads with their types, statistics, and budgets at 0.5, 0.2 and 0.1."""
     letters = ", ".join(f"{c} {name}" for c, name in zip(_LETTERS, HEAD_TYPES, strict=True))
     lines = [
         f"{profile.model or 'unnamed model'}: {summary_line(profile)}",
@@ -73,7 +73,7 @@ def _budgets(profile: EntropyProfile, policy: str) -> list[str]:
 
 
 def compare(first: EntropyProfile, second: EntropyProfile, most: int = 10) -> str:
-    """Correlation and mean difference of two profiles of one shape, and the largest differences.
+    """Return correlation and mean difference of two profiles, and the largest differences.
 
     Raises ProfileError where their shapes differ.
     """

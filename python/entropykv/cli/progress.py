@@ -1,4 +1,4 @@
-"""The bar on stderr of commands that know what they have done of how much."""
+"""Show a bar on stderr for commands that know how much of their work is done."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from tqdm import tqdm
 
 
 class ProgressBar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar for callbacks that are told (done, in all)."""
+    """Show progress to callbacks that are told (done, in all), as tqdm does."""
 
     def advance_to(self, done: int, total: int) -> None:
-        """Show so much of so much."""
+        """Show that `done` of `total` is done."""
         self.total = total
         self.update(done - self.n)

@@ -1,4 +1,4 @@
-"""`entropykv report`: what was measured as one page that can be passed on."""
+"""`entropykv report`: write what was measured as one page that can be passed on."""
 
 from __future__ import annotations
 

@@ -88,13 +88,13 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Elsewhere(argparse.Action):
-    """A flag whose meaning is another command's."""
+    """Refuse a flag that means something at another command, and say at which."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raise SettingsError."""
+        """Raise SettingsError, which names the other command."""
         raise SettingsError(
             "-cnv: `run` gives one answer by the model's chat template; use `entropykv chat` for a "
             "conversation"
@@ -161,9 +161,9 @@ def _report(session: Session, path: str | None) -> None:
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
-    """With --demo alone, -f and -p are the demo's; returns the demo's question.
+    """Take -f and -p of the demo where only --demo is given; returns the demo's question.
 
-    With -f alone, the file is the prompt. A loaded session has read a document.
+    With -f alone, the file is the prompt. A loaded session has read a document already.
     """
     demo = demo_of(options)
     if demo is None or options.load_session is not None:
@@ -178,7 +178,7 @@ def _use_demo(options: argparse.Namespace) -> str | None:
 
 
 def _unescaped(text: str) -> str:
-    """Read backslash sequences as llama-cli does; others stay."""
+    """Read backslash sequences as llama-cli does; others stay as they are."""
     known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
     return re.sub(r"\\(.)", lambda found: known.get(found[1], found[0]), text)
 
@@ -206,7 +206,7 @@ def _prompt_text(options: argparse.Namespace) -> str:
 def _prompt_tokens(
     session: Session, text: str, options: argparse.Namespace, loaded: SavedContents | None
 ) -> tuple[list[int], bool | None]:
-    """Tokens to read, and whether the session is a chat (None: nobody knows)."""
+    """Return the tokens to read, and whether the session is a chat (None: nobody knows)."""
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")

@@ -1,4 +1,4 @@
-"""Options of llama.cpp's samplers, by llama-cli's names, and the Sampling made of them."""
+"""Declare options of llama.cpp's samplers, by llama-cli's names, and make a Sampling of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LETTERS = {
     "xtc": "x",
     "temperature": "t",
 }
-"""Of --sampler-seq, as llama-cli has them."""
+"""The letters by which --sampler-seq names samplers, as llama-cli has them."""
 
 _FLOATS = (
     ("--temp", "--temperature", "temperature", "0: greedy"),
@@ -57,7 +57,7 @@ _INTEGERS = (
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
-    """How tokens are chosen, and how many at most: see sampling_of."""
+    """Add options of how tokens are chosen, and how many at most; sampling_of() reads them."""
     group = parser.add_argument_group("answer")
     group.add_argument(
         "-n",
@@ -148,7 +148,7 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
-    """Raise SettingsError for values outside of their range."""
+    """Make a Sampling; raises SettingsError for values outside of their range."""
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
     fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Options and messages of sessions on disk."""
+"""Declare options of sessions on disk, and tell what was saved and loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entropykv.session.session import Session
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:
-    """--save-session and --load-session."""
+    """Add --save-session and --load-session."""
     group = parser.add_argument_group("sessions on disk")
     group.add_argument(
         "--save-session",
@@ -29,7 +29,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_option(group: argparse._ActionsContainer, description: str) -> None:
-    """--load-session."""
+    """Add --load-session alone."""
     group.add_argument("--load-session", metavar="FILE", help=description)
 
 
@@ -47,7 +47,7 @@ def load_session(session: Session, path: str | None) -> SavedContents | None:
 
 
 def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
-    """Raise SettingsError where a chat would go on as plain text, or the other way round."""
+    """Raise SettingsError where a chat would go on as plain text, or plain text as a chat."""
     if contents.chat is None or contents.chat == chat:
         return
     way_out = "leave --no-chat out" if contents.chat else "give --no-chat"
@@ -56,7 +56,7 @@ def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
 
 
 def save_session(session: Session, path: str, unread: list[int], *, chat: bool | None) -> None:
-    """Save a session, and say so; `unread`: tokens of the answer that it has not read yet."""
+    """Save a session, and say so; `unread` are tokens of the answer that it has not read yet."""
     start = time.perf_counter()
     if not read_rest(session, unread):
         say("the context is full: the saved session ends before the last token of the answer")

@@ -1,4 +1,4 @@
-"""`entropykv serve`: an OpenAI-compatible server of a model inside a KV budget."""
+"""`entropykv serve`: run an OpenAI-compatible server of a model inside a KV budget."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Options = TypeVar("Options", "ModelOptions", "ServerOptions")
 def add_serve(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], *, chosen: bool
 ) -> None:
-    """Register the command; where it is `chosen`, with its options.
+    """Register the command, and its options only where it is `chosen`.
 
-    Those are llama_cpp.server's, whose packages take long to load and may not be installed.
+    The options are llama_cpp.server's, whose packages take long to load and may not be installed.
     """
     parser = commands.add_parser(
         "serve",

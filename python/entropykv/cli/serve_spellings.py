@@ -1,4 +1,4 @@
-"""The options of `entropykv serve` as users of llama-server and of llama_cpp.server type them."""
+"""Let users type the options of `entropykv serve` as at llama-server and llama_cpp.server."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _LLAMA_SERVER = {
     "ssl_certfile": ("--ssl-cert-file",),
     "root_path": ("--api-prefix",),
 }
-"""Field of llama_cpp.server's settings -> what llama-server calls it."""
+"""llama-server's name for a field of llama_cpp.server's settings."""
 
 
 class Spellings:
-    """A group of options for llama_cpp.server's add_args_from_model(), which adds more names.
+    """Collect options for llama_cpp.server's add_args_from_model(), and give them more names.
 
     Every option has its own name, the same with dashes, and llama-server's names.
     """
 
     def __init__(self, group: argparse._ArgumentGroup) -> None:
-        """Add to this group."""
+        """Take the group that options are added to."""
         self._group = group
 
     def add_argument(self, name: str, **options: Any) -> argparse.Action:
@@ -43,7 +43,7 @@ class Spellings:
 
 
 class _Once(argparse.Action):
-    """Stores a value; refuses a second one, which would silently take the place of the first."""
+    """Store a value, and refuse a second one, which would silently replace the first."""
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class _Once(argparse.Action):
         values: Any,
         option: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Store the value."""
+        """Store the value; raises SettingsError where there is one already."""
         if getattr(namespace, self.dest, None) is not None:
             raise argparse.ArgumentError(self, "is given twice; give it once")
         setattr(namespace, self.dest, values)

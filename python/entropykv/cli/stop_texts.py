@@ -1,4 +1,4 @@
-"""Texts that end an answer: -r of llama-cli."""
+"""End an answer at texts that the user names: -r of llama-cli."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     """Yield pieces of an answer up to the first of the texts that end it, which is left out.
 
-    One piece comes for every piece, maybe empty: what may be the beginning of such a text is held
-    back until more is known.
+    Every piece gives one piece, maybe empty: what may be the beginning of such a text is held back
+    until more is known.
     """
     held = ""
     for piece in pieces:
@@ -25,7 +25,7 @@ def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 
 
 def _unfinished(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of a text that is the beginning of one that ends an answer."""
+    """Return the length of the longest end of `text` that is the beginning of one of `stops`."""
     longest = max((len(stop) for stop in stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):

@@ -1,4 +1,4 @@
-"""Figures as a table for people."""
+"""Write the figures of a session as a table for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = tuple[str, str]
 
 
 def stats_rows(stats: SessionStats) -> list[Row]:
-    """What a session did, as names and values."""
+    """Return what a session did, as names and values."""
     kept = stats.entries_kept / stats.entries_full if stats.entries_full else 1.0
     return [
         ("model", f"{stats.model}, {stats.store} store, policy {stats.policy}, {stats.kv_type}"),
@@ -33,7 +33,7 @@ def stats_rows(stats: SessionStats) -> list[Row]:
 
 
 def _frozen_rows(stats: SessionStats) -> list[Row]:
-    """What is in cold storage, where there is one."""
+    """Return what is in cold storage; no rows where there is none."""
     if stats.freeze is None:
         return []
     rows = [
@@ -67,7 +67,7 @@ def _line_of(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def format_rows(rows: list[Row], width: int | None = None) -> str:
-    """A table of two columns; values go on in the next line where `width` characters are full."""
+    """Return a table of two columns; values go on in the next line at `width` characters."""
     indent = max(10, *(len(name) for name, _ in rows)) + 2
     lines = []
     for name, value in rows:

@@ -9,16 +9,17 @@ BLOCK = '"""'
 
 
 class TurnInput:
-    """Where a user types, or pipes in what is said."""
+    """Read what a user types, or what is piped in."""
 
     def __init__(self) -> None:
-        """Look who is there."""
+        """Find out whether a user types, or whether turns are piped in."""
         self.is_terminal = sys.stdin.isatty()
 
     def read(self) -> tuple[str, bool]:
-        """One text, and whether it is a command.
+        """Return one text, and whether it is a command.
 
-        A line, lines that end with a backslash and the next, or a block, which is no command.
+        A text is a line, lines that end with a backslash and the next one, or a block, which is
+        never a command.
         """
         line = self._line("> ")
         if line.strip() == BLOCK:
@@ -34,7 +35,7 @@ class TurnInput:
 
     def _block(self) -> str:
         lines: list[str] = []
-        with contextlib.suppress(EOFError):  # the end of a file ends its last block
+        with contextlib.suppress(EOFError):  # the end of a file ends its last block, too
             while (line := self._line(". ")).strip() != BLOCK:
                 lines.append(line)
         return "\n".join(lines)
@@ -48,7 +49,7 @@ class TurnInput:
         return input()
 
     def agrees(self, question: str) -> bool:
-        """Ask the user; where turns are piped in, the next line answers."""
+        """Ask the user to agree; where turns are piped in, the next line answers."""
         try:
             return self._line(question).strip().lower() in ("y", "yes")
         except EOFError:
