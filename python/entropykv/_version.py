@@ -51,9 +51,7 @@ def _check_release() -> None:
 
 
 def _check_library(core: ModuleType) -> None:
-    """Compare the loaded libraries with the headers: the same release may be built of other
-    sources.
-    """
+    """Compare the loaded libraries with the headers: one release is built of several sources."""
     loaded = (core.ggml_version(), core.ggml_commit())
     built = (GGML_VERSION, GGML_COMMIT)
     if _release_of(*loaded) != _release_of(*built):
@@ -67,9 +65,7 @@ def _check_library(core: ModuleType) -> None:
 
 
 def _release_of(version: str, commit: str) -> tuple[str, str]:
-    """Return the release, without a mark that the tree was changed: every source distribution of
-    llama-cpp-python has one.
-    """
+    """Return the release without the mark of a changed tree: every source distribution has it."""
     return version, commit.removesuffix("-dirty")
 
 

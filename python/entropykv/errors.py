@@ -16,9 +16,7 @@ class ProfileError(EntropyKVError, ValueError):
 
 
 class CalibrationError(EntropyKVError, ValueError):
-    """Raised for texts or results that no profile can be made of, or where calibration lacks a
-    package.
-    """
+    """Raised for texts or results that make no profile, or where calibration lacks a package."""
 
 
 class ModelFileError(EntropyKVError, ValueError):

@@ -149,9 +149,7 @@ class _I2sReader(HeaderReader):
     def copied(
         self, architecture: str, target: str, *, without: set[str]
     ) -> list[tuple[str, GGUFValueType, RawValue]]:
-        """Return the metadata that a converted file keeps, with the keys of the target
-        architecture.
-        """
+        """Return the metadata of the converted file, with the target architecture's keys."""
         fields = [field for field in self.fields.values() if not field.name.startswith("GGUF.")]
         prefix = f"{architecture}."
         kept = []

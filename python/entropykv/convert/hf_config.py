@@ -136,9 +136,7 @@ class Checkpoint:
         return value
 
     def keeps_dense(self, module: str) -> bool:
-        """Tell whether modules_to_not_convert leaves this module out; without a list, only the head
-        is.
-        """
+        """Tell whether modules_to_not_convert leaves a module out; without a list, the head is."""
         listed = self.quantization.get("modules_to_not_convert")
         names = ["lm_head"] if listed is None else listed
         return any(f".{name}." in f".{module}." for name in names)

@@ -108,8 +108,7 @@ class KnownModel:
         )
 
     def plan(self, kv_budget: Budget | str | float) -> tuple[HeadwisePlan, str]:
-        """Return what `entropykv plan` says of a budget at the model's own context, and the KV
-        type.
+        """Return what `entropykv plan` says of a budget at the model's own context, and the type.
 
         The type is the one that `--kv-type auto` takes for this budget.
         """

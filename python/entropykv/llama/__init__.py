@@ -1,1 +1,1 @@
-"""The interface of llama-cpp-python: EntropyLlama, attach and detach."""
+"""Give llama-cpp-python's interface a budget: EntropyLlama, attach and detach."""

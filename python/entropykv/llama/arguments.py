@@ -36,11 +36,11 @@ class EvictionEvent:
     """Tell what one decode call dropped, counted over all KV heads."""
 
     evicted: int
-    """Entries evicted in this call."""
+    """How many entries were evicted in this call."""
     kept: int
-    """Entries kept now."""
+    """How many entries are kept now."""
     position: int
-    """Tokens read so far."""
+    """How many tokens were read so far."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BudgetArguments:
             )
 
     def keywords(self) -> dict[str, Any]:
-        """Return them as keyword arguments of EntropyLlama, without those that Llama has, too."""
+        """Return them as keyword arguments of EntropyLlama, without those that Llama has."""
         cache = {name: getattr(self.cache, name) for name in _OURS - _SHARED}
         ours = ("on_evict", "repeatable", "on_climb")
         return {**cache, **{name: getattr(self, name) for name in ours}}
@@ -73,8 +73,8 @@ def split_arguments(
 ) -> tuple[CacheOptions, dict[str, Any]]:
     """Return what keyword arguments say of the cache, and all that llama_cpp.Llama takes.
 
-    Those that both have are `given`, or those of `options`, or Llama's defaults. SettingsError for
-    those that cannot work: Llama itself ignores names that it does not know.
+    Arguments that both have come from `given`, else from `options`, else from Llama's defaults.
+    Raises SettingsError for what cannot work: Llama itself ignores names that it does not know.
     """
     unknown = sorted(given.keys() - _DEFAULTS.keys() - _OURS)
     if unknown:
@@ -84,7 +84,8 @@ def split_arguments(
         )
     said = {} if options is None else {name: getattr(options, name) for name in _SHARED}
     arguments = {**_DEFAULTS, **said, **{n: v for n, v in given.items() if n in _DEFAULTS}}
-    for name in ("n_threads", "n_threads_batch"):  # Llama's own default counts all of the machine
+    # Llama's own default counts all cores of the machine.
+    for name in ("n_threads", "n_threads_batch"):
         arguments[name] = arguments[name] or usable_cores()
     at_least("n_batch", arguments["n_batch"], 1)
     asked = {name: value for name, value in given.items() if name in _OURS}
@@ -119,7 +120,7 @@ def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptio
 
 
 def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) -> CacheOptions:
-    """Return what attach() is asked for. SettingsError for what the loaded model has of its own."""
+    """Return what attach() is asked for; raises SettingsError for what the model has itself."""
     foreign = sorted(given.keys() - CacheArguments.__annotations__.keys())
     if foreign:
         raise SettingsError(

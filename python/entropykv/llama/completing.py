@@ -20,7 +20,7 @@ class CompletingLlama(ReadingLlama):
         *arguments: Any,
         **options: Any,
     ) -> Iterator[Any]:
-        """Complete as Llama does, with tokens in the prompt's place where those read can stay.
+        """Complete as Llama does, and pass tokens instead of the text where those read can stay.
 
         That way usage, positions of logprobs and the limit of n_ctx are those of what is read.
         """
@@ -46,7 +46,7 @@ class CompletingLlama(ReadingLlama):
             self._max_tokens = None
 
     def _tokens_of(self, prompt: str | list[int]) -> list[int]:
-        """The tokens that Llama._create_completion makes of a prompt; [] if it appends to them."""
+        """Return the tokens that Llama makes of a prompt; [] if it appends to them."""
         model = self._model
         if not isinstance(prompt, str):
             return prompt

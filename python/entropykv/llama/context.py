@@ -15,13 +15,13 @@ from entropykv.session.session import Session
 
 
 class BorrowedModel(Model):
-    """The loaded model of a Llama, which goes on owning it.
+    """Use the loaded model of a Llama, which goes on owning it.
 
     Contexts made from it have the Llama's parameters (RoPE, YaRN, ...) and its LoRA adapter.
     """
 
     def __init__(self, llama: llama_cpp.Llama, geometry: ModelGeometry) -> None:
-        """Nothing is loaded; `geometry` is that of the Llama's file."""
+        """Load nothing; `geometry` is that of the Llama's file."""
         self.geometry = geometry
         self.handle = llama.model
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
@@ -31,11 +31,11 @@ class BorrowedModel(Model):
         self._adapter_scale = llama.lora_scale
 
     def context_defaults(self) -> Any:
-        """A copy of the Llama's own parameters."""
+        """Return a copy of the Llama's own parameters."""
         return type(self._parameters).from_buffer_copy(self._parameters)
 
     def new_context(self, parameters: Any) -> Any:
-        """A llama_context with the Llama's LoRA adapter; errors as Model.new_context."""
+        """Make a llama_context with the Llama's LoRA adapter; raises as Model.new_context does."""
         context = super().new_context(parameters)
         try:
             if self._adapter:
@@ -51,10 +51,10 @@ class BorrowedModel(Model):
 
 
 class BudgetContext(internals.LlamaContext):
-    """A LlamaContext over a Session: what is decoded and removed goes through the session."""
+    """Be a LlamaContext over a Session: what is decoded and removed goes through the session."""
 
     def __init__(self, llama: llama_cpp.Llama, session: Session) -> None:
-        """Stand in for the Llama's own context. The session is not owned."""
+        """Stand in for the Llama's own context; the session is not owned."""
         self.model = llama._model
         self.params = llama.context_params
         self.verbose = llama.verbose
@@ -62,17 +62,17 @@ class BudgetContext(internals.LlamaContext):
 
     @property
     def ctx(self) -> Any:
-        """The llama_context that samplers read logits of; None once closed."""
+        """Return the llama_context that samplers read logits of; None once closed."""
         return self._session.context if self._session else None
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session."""
+        """Tell whether there is a session."""
         return self._session is not None
 
     @property
     def session(self) -> Session:
-        """The session. EntropyKVError once closed."""
+        """Return the session; raises EntropyKVError once closed."""
         if self._session is None:
             raise EntropyKVError("the model is closed; make a new EntropyLlama")
         return self._session
@@ -82,7 +82,7 @@ class BudgetContext(internals.LlamaContext):
         self._session = None
 
     def n_ctx(self) -> int:
-        """Tokens that a sequence may have; what is kept of them is the budget's."""
+        """Return the tokens that a sequence may have; the budget says how many entries stay."""
         return self.session.n_ctx
 
     def kv_cache_clear(self) -> None:
@@ -90,9 +90,9 @@ class BudgetContext(internals.LlamaContext):
         self.session.truncate(0)
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:  # noqa: ARG002
-        """Go back to position p0, if nothing was evicted since; else False, and nothing changes.
+        """Go back to position p0, if nothing was evicted since; returns whether it did.
 
-        False, too, for a range in the middle.
+        For a range in the middle it returns False, too, and nothing changes.
         """
         first = max(p0, 0)
         ends = p1 < 0 or p1 >= self.session.position
@@ -111,7 +111,7 @@ class BudgetContext(internals.LlamaContext):
         raise _one_sequence("kv_cache_seq_keep")
 
     def kv_cache_seq_shift(self, *_: Any) -> NoReturn:
-        """Refuse: positions are the session's."""
+        """Refuse, since the session says what positions are."""
         raise _one_sequence("kv_cache_seq_shift")
 
     def decode(self, batch: Any) -> NoReturn:  # noqa: ARG002

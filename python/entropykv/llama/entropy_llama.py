@@ -1,4 +1,4 @@
-"""llama_cpp.Llama inside a KV budget: EntropyLlama, attach() and detach()."""
+"""Run a llama_cpp.Llama inside a KV budget: EntropyLlama, attach() and detach()."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EntropyLlama(CompletingLlama):
 
     _pool: Pool | None = None
     _first: EntropyLlama | None = None
-    """Whose weights and pool it uses."""
+    """The first of several in a pool, whose weights and pool this one uses."""
 
     @shows(PoolArguments)
     def __init__(
@@ -77,7 +77,8 @@ class EntropyLlama(CompletingLlama):
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the budget's replaces."""
-        self._stack = contextlib.ExitStack()  # close() works even where what follows raises
+        # Made first, so that close() works even where what follows raises.
+        self._stack = contextlib.ExitStack()
         cache, arguments = split_arguments(options, llama)
         budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
         geometry = read_loadable(model_path)
@@ -140,14 +141,14 @@ class EntropyLlama(CompletingLlama):
         return self._pool.session(on_climb=budget.on_climb)
 
     def _take(self, session: Session) -> None:
-        """Hold a sequence that has read nothing."""
+        """Hold a session's sequence, which has read nothing."""
         self._lock = threading.RLock()
         self._sampled = self._generation = self._watch = None
         self._ctx = BudgetContext(self, session)
         start_over(self, session.n_ctx, session.n_ctx if self._logits_all else 1)
 
     def _hold(self, session: Session) -> None:
-        """Go on with another sequence, and what was read of it."""
+        """Hold another sequence, and go on from what was read of it."""
         self._sampled = self._generation = self._watch = None
         self._ctx = BudgetContext(self, session)
         self.n_tokens = session.position
@@ -156,13 +157,13 @@ class EntropyLlama(CompletingLlama):
 
     @property
     def pool(self) -> Pool | None:
-        """The pool that it shares with those that another() makes; None without `n_sequences`."""
+        """Return the pool that it shares with those of another(); None without `n_sequences`."""
         return self._pool
 
     def another(self) -> Self:
         """Return another one with the same weights and in the same pool, which has read nothing.
 
-        A thread of its own can use it at the same time. SettingsError without `n_sequences`.
+        A thread of its own can use it at the same time. Raises SettingsError without `n_sequences`.
         """
         if self._pool is None:
             raise SettingsError(
@@ -171,7 +172,7 @@ class EntropyLlama(CompletingLlama):
             )
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._stack = contextlib.ExitStack()  # what it frees is not the other's
+        other._stack = contextlib.ExitStack()  # what both use, the first one frees
         other._first = self
         other._sampler = other.cache = None
         other._take(self._pool.session(on_climb=self._budget.on_climb))
@@ -191,7 +192,7 @@ class EntropyLlama(CompletingLlama):
         super().close()
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
-        """Answer a chat as llama_cpp.Llama does. SettingsError for a handler of images."""
+        """Answer a chat as llama_cpp.Llama does; raises SettingsError for a handler of images."""
         check_chat_handler(self.chat_handler)
         return super().create_chat_completion(*arguments, **options)
 
@@ -205,7 +206,7 @@ class EntropyLlama(CompletingLlama):
     # --- state ------------------------------------------------------------------------------------
 
     def kv_stats(self) -> SessionStats:
-        """Counts, bytes and times since the model was made, attached, or got a state loaded."""
+        """Return counts, bytes and times since the model was made, attached, or loaded a state."""
         return self._session.stats()
 
     def save_state(self) -> LlamaState:

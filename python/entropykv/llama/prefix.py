@@ -1,4 +1,4 @@
-"""Which of a prompt's tokens a cache already holds, though its text is cut into other tokens.
+"""Find which of a prompt's tokens a cache already holds, though its text is cut into other tokens.
 
 A chat that is rendered again spells what was generated with the tokenizer's own choice of tokens;
 the model may have chosen others ("hel" + "lo"). What was read is reused where the text agrees.
@@ -14,12 +14,12 @@ _BYTES = 256
 
 
 def spelling(piece: bytes) -> str:
-    """A token's bytes as characters below 256, so that a control token can be one beyond them."""
+    """Return a token's bytes as characters below 256, so that a control token can be one beyond."""
     return piece.decode("latin-1")
 
 
 def control_symbol(token: int) -> str:
-    """A control token's spelling: equal to no text, not even to its own name written out."""
+    """Return a control token's spelling, equal to no text, not even to its own name written out."""
     return chr(_BYTES + token)
 
 
@@ -29,14 +29,14 @@ def continuing(
     spell: Callable[[int], str],
     tokenize: Callable[[bytes], Sequence[int]],
 ) -> list[int] | None:
-    """Tokens of the same text as `prompt` that begin with `cached`; None where there are none.
+    """Return tokens of the same text as `prompt` that begin with `cached`; None if there are none.
 
     Control tokens must be the same ones; `spell` is control_symbol() for them, else spelling().
     Where the cached text ends within a token of the prompt, the text from there to the next control
     token is tokenized again: `tokenize` reads text without control tokens.
     """
     start = common_prefix(cached, prompt)
-    ahead = ""  # of the prompt's text, what its tokens so far spell beyond the cached ones
+    ahead = ""  # how far the prompt's text so far goes beyond that of the cached tokens
     read = start
     for token in cached[start:]:
         text = spell(token)
@@ -64,7 +64,7 @@ def _is_control(text: str) -> bool:
 def _fragment(
     text: str, spell: Callable[[int], str], tokenize: Callable[[bytes], Sequence[int]]
 ) -> list[int] | None:
-    """Tokens that spell `text` exactly, which may begin within a word; None where none do.
+    """Return tokens that spell exactly `text`, which may begin within a word; None where none do.
 
     Some tokenizers put a space before every text. It then stands before a line break instead, and
     both are taken away again.

@@ -25,7 +25,7 @@ from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
 LEAST_SPARED = 32
-"""Tokens that a checkpoint must spare reading: fewer are read as quickly."""
+"""Tokens that a checkpoint must spare reading to be worth its while: fewer are read as quickly."""
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
 
@@ -36,11 +36,11 @@ class ReadingLlama(llama_cpp.Llama):
     _budget: BudgetArguments
     _sampled: int | None = None
     _max_tokens: int | None = None
-    """Of the completion that is being made; None: not known."""
+    """How many tokens the completion that is being made may have; None where that is not known."""
     _generation: object = None
-    """Identifies the call of generate() that reads now: an earlier one must not go on."""
+    """What identifies the call of generate() that reads now: an earlier one must not go on."""
     _watch: Watch | None = None
-    """The recovery ladder of that call."""
+    """The recovery ladder of the call of generate() that reads now."""
     _lock: threading.RLock
 
     @contextmanager
@@ -61,8 +61,8 @@ class ReadingLlama(llama_cpp.Llama):
         return self._ctx.session
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """Return the tokens of a text, as llama_cpp.Llama does. EntropyKVError once closed."""
-        _ = self._session  # llama-cpp-python would crash
+        """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed."""
+        _ = self._session  # raises once closed, where llama-cpp-python would crash
         return super().tokenize(text, add_bos, special)
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class ReadingLlama(llama_cpp.Llama):
             on_evict(EvictionEvent(session.evicted - evicted, kept, session.position))
 
     def _read(self, ids: list[int]) -> None:
-        """Decode; n_tokens and input_ids follow every micro-batch, whatever happens in the next."""
+        """Decode tokens; n_tokens and input_ids follow every micro-batch, whatever fails later."""
         session = self._session
         self._requires_eval = True
         first = self.n_tokens
@@ -137,11 +137,11 @@ class ReadingLlama(llama_cpp.Llama):
 
     @property
     def _in_context(self) -> bool:
-        """Whether the logits of the context are those of the session."""
+        """Tell whether the logits of the context are those of the session."""
         return not isinstance(self._session, PoolSession)
 
     def _logits_at(self, row: int) -> npt.NDArray[np.float32]:
-        """Logits of a token: -1 is the last one."""
+        """Return the logits of a token, (n_vocab,): row -1 is the last one."""
         if self._logits_all:
             scores: npt.NDArray[np.float32] = self.scores[self.n_tokens + row]
             return scores
@@ -190,7 +190,8 @@ class ReadingLlama(llama_cpp.Llama):
 
     def _prepared(self, prompt: list[int], *, resets: bool) -> list[int]:
         """Return the tokens to read for a prompt, once what they depart from is forgotten."""
-        self._sampled = None  # of an earlier completion: if it comes now, it is of the prompt
+        # What was sampled for an earlier completion does not continue this prompt.
+        self._sampled = None
         recovery = self._session.recovery
         self._watch = Watch(self._session, recovery, self._n_vocab) if recovery else None
         if resets and not self._logits_all:
@@ -219,7 +220,7 @@ class ReadingLlama(llama_cpp.Llama):
             self._take_checkpoint(prompt)
 
     def _take_checkpoint(self, prompt: list[int]) -> None:
-        """Hold what the session went back to; all of a prompt, it need not be read at all."""
+        """Hold what the session went back to; where it is all of a prompt, nothing is read."""
         session = self._session
         self.n_tokens = session.position
         self.input_ids[: self.n_tokens] = prompt[: self.n_tokens]
@@ -230,8 +231,8 @@ class ReadingLlama(llama_cpp.Llama):
     def _return_to_prompt(self, position: int, end: int) -> bool:
         """Go back to the last prompt, if it ended at `position`, without reading any of it again.
 
-        Samplers of llama.cpp read the logits of the context: they are written there. False where
-        that is not possible.
+        Samplers of llama.cpp read the logits of the context: they are written there. Returns False
+        where that is not possible.
         """
         session = self._session
         if self._logits_all or session.logits is None:
@@ -249,7 +250,7 @@ class ReadingLlama(llama_cpp.Llama):
         return True
 
     def _continuing(self, prompt: list[int]) -> list[int] | None:
-        """The prompt's text as tokens that begin with those read; None if they begin it anyway."""
+        """Return the prompt as tokens that begin with those read; None if they begin it anyway."""
         cached = self._input_ids
         if len(cached) == 0 or np.array_equal(cached, prompt[: len(cached)]):
             return None

@@ -1,4 +1,4 @@
-"""Sampling from the logits of one sequence, where several share a context."""
+"""Sample from the logits of one sequence, where several share a context."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class SamplerOfSequence:
-    """A chain of samplers as llama_cpp.Llama uses it; the context's logits are not looked at."""
+    """Be the chain of samplers that llama_cpp.Llama uses, but do not read the context's logits."""
 
     def __init__(
         self,
         chain: internals.LlamaSampler,
         logits_at: Callable[[int], npt.NDArray[np.float32]],
     ) -> None:
-        """`logits_at` returns those of a token, counted from the end: -1 is the last one."""
+        """Take a chain; `logits_at` returns the logits of a row: -1 is the last one."""
         self._chain = chain
         self._logits_at = logits_at
 

@@ -44,8 +44,7 @@ class MicroBatch:
     def decode(
         self, context: Any, tokens: Sequence[int], position: int, *, n_rows: int
     ) -> Rows | None:
-        """Decode tokens at `position`; returns logits of the last `n_rows` of them, (n_rows,
-        n_vocab).
+        """Decode tokens at `position`; returns (n_rows, n_vocab) logits of the last ones.
 
         Returns None for n_rows 0. Raises EntropyKVError where llama.cpp fails.
         """
@@ -69,9 +68,7 @@ class MicroBatch:
         return self._rows(context, [part.n_rows for part in parts])
 
     def _rows(self, context: Any, numbers: Sequence[int]) -> list[Rows | None]:
-        """Cut the context's logits into those of the parts, and copy them: the next decode
-        overwrites.
-        """
+        """Copy the context's logits for each part: the next decode overwrites them."""
         n_rows = sum(numbers)
         if n_rows == 0:
             return [None] * len(numbers)

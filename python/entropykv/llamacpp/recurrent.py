@@ -44,9 +44,7 @@ class RecurrentState:
         self.sequence = SEQUENCE
 
     def forget_cells(self) -> None:
-        """Free the cells of the attention layers, but the last; raises RuntimeError where that
-        fails.
-        """
+        """Free the attention layers' cells, but the last; raises RuntimeError where that fails."""
         last = llama_cpp.llama_memory_seq_pos_max(self._memory, self.sequence)
         if last > 0 and not llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, 0, last):
             raise RuntimeError("llama.cpp does not free the cells of its attention layers")

@@ -86,9 +86,7 @@ _SUITE: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
 
 
 def suite_table(sources: Sequence[Source]) -> Table:
-    """Make a table of a suite's scores in percent: every combination by length and task, of all
-    runs.
-    """
+    """Make a table of a suite's scores in percent: combinations by length and task."""
     tasks = list(
         dict.fromkeys(task for each in sources for row in each.rows for task in row.scores)
     )

@@ -1,1 +1,1 @@
-"""The stores of K and V: their protocol, headwise, flat, and cold storage."""
+"""Hold K and V: the protocol of stores, the headwise and the flat one, and cold storage."""

@@ -1,4 +1,4 @@
-"""What a sequence held at a moment, to go on from there without reading or copying it."""
+"""Keep what a sequence held at a moment, to go on from there without reading or copying it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from entropykv import _core
 
 @dataclass(frozen=True)
 class StoreCheckpoint:
-    """Pages that a headwise store shares, and what decoding needs besides."""
+    """Hold pages that a headwise store shares, and what decoding needs besides."""
 
     core: _core.Checkpoint
     shift: int
-    """See Store.shift."""
+    """How far positions of the text are before what RoPE sees, see Store.shift."""
     whole_from: int
-    """Windows of layers hold all that is seen from this position on."""
+    """From this position on, layers with a window hold all that they see."""
     seen: npt.NDArray[np.float64] | None
-    """What online budgets follow."""
+    """What budgets that follow the text have seen of it; None where none do."""
     recurrent: bytes
     """The state of recurrent layers, as llama.cpp writes it; empty where there are none."""
     n_bytes: int
-    """Bytes besides the pages."""
+    """Bytes that are held besides the pages."""
 
     def copy(self) -> StoreCheckpoint:
-        """Return another one of the same pages."""
+        """Return another checkpoint, which holds the same pages on its own."""
         return replace(self, core=self.core.copy())
 
     def drop(self) -> None:

@@ -1,4 +1,4 @@
-"""Cold storage of the headwise store: its settings for the extension, its file, its failures."""
+"""Give a headwise store its cold storage: settings for the extension, the file, and failures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from entropykv.store.cold_file import ColdFile
 from entropykv.store.protocol import StateDoesNotFit
 
 EVEN_SHARE = 1.0
-"""Of the attention: what an entry is detected below."""
+"""An entry is detected below this multiple of an even share of the attention."""
 THRESHOLD_OF_PRODUCTS = 0.5
-"""As the freeze document has it."""
+"""An entry is detected below this |q.k|, as in the freeze document."""
 
 
 class ColdSide:
@@ -37,7 +37,7 @@ class ColdSide:
         kv_type: str,
         policy: Policy,
     ) -> None:
-        """Make the file, where there is one."""
+        """Make the file, where frozen entries go to disk."""
         self.settings: _core.FreezeSettings | None = None
         self._freezing = freezing
         self._file: ColdFile | None = None
@@ -59,7 +59,8 @@ class ColdSide:
             )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
-        # Of every KV head: a page that is filled, as wide as the store's, and one that is stored.
+        # Count for every KV head a page that is filled, as wide as the store's, and one that is
+        # stored.
         of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
         least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
@@ -81,11 +82,11 @@ class ColdSide:
         )
 
     def serve(self, store: _core.HeadwiseStore) -> None:
-        """The store that was made with the settings."""
+        """Serve the store that was made with these settings."""
         self._store = store if self.settings else None
 
     def check_file(self) -> None:
-        """Before every micro-batch. FreezeError where the file is not what it was."""
+        """Check the file before a micro-batch; raises FreezeError where it is not what it was."""
         if self._file and self._store:
             try:
                 self._file.check()
@@ -95,7 +96,7 @@ class ColdSide:
 
     @contextmanager
     def growing(self) -> Iterator[None]:
-        """Raise FreezeError where there is no room; nothing has changed then."""
+        """Let cold storage grow; where there is no room, change nothing and raise FreezeError."""
         try:
             yield
         except _core.ColdStorageError as error:
@@ -108,7 +109,7 @@ class ColdSide:
 
     @contextmanager
     def growing_later(self) -> Iterator[None]:
-        """Let cold storage grow after a micro-batch: what goes wrong, check() raises later."""
+        """Let cold storage grow after a micro-batch; check() raises later what goes wrong."""
         try:
             with self.growing():
                 yield
@@ -117,7 +118,7 @@ class ColdSide:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Raise FreezeError where what is frozen cannot be read; it is given up then."""
+        """Read what is frozen; where that fails, give it up and raise FreezeError."""
         try:
             yield
         except _core.ColdStorageError:
@@ -125,16 +126,16 @@ class ColdSide:
             raise
 
     def check_loading(self) -> None:
-        """Raise StateDoesNotFit where what is frozen was given up: none can be taken in."""
+        """Raise StateDoesNotFit where what is frozen was given up: it cannot take in more."""
         if self.settings and self._store is None:
             raise StateDoesNotFit(
                 "cannot be loaded by a session whose cold storage failed; make a new session"
             )
 
     def check(self) -> None:
-        """After every micro-batch. FreezeError where what is frozen could not be read or written:
+        """Raise FreezeError where a micro-batch could not read or write frozen entries.
 
-        It is given up, and the session can go on with what it holds.
+        What is frozen is given up then, and the session can go on with what it holds.
         """
         error, self._error = self._error, None
         why = self._store.cold_failure if self._store else None
@@ -148,7 +149,7 @@ class ColdSide:
             raise error
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore frozen entries: see Session.thaw()."""
+        """Restore frozen entries of a rung of the ladder: see Session.thaw()."""
         if self._store is None:
             return 0
         now = position - 1
@@ -162,7 +163,7 @@ class ColdSide:
         return restored
 
     def counters(self) -> dict[str, Any]:
-        """Its part of SessionStats."""
+        """Return the figures of cold storage for SessionStats."""
         store = self._store
         if store is None:
             return {}
@@ -179,7 +180,7 @@ class ColdSide:
         }
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file, if there is one."""
         self._store = None
         if self._file:
             self._file.close()

@@ -1,4 +1,4 @@
-"""The file of cold storage on disk: made, locked, recognised again, and removed.
+"""Make, lock, recognise and remove the file of cold storage on disk.
 
 It belongs to one session of one process, and is never read by another: its content is worth nothing
 without what that session knows in memory. It holds nothing to be trusted, either: check() sees a
@@ -35,7 +35,7 @@ from entropykv.errors import FreezeError
 
 MAGIC = b"EKVCOLD\0"
 VERSION = 1
-"""Another one wherever the header or what follows it changes."""
+"""The version of the format: it changes wherever the header, or what follows it, changes."""
 HEADER_BYTES = 4096
 
 _PREFIX = "entropykv-"
@@ -43,24 +43,25 @@ _SUFFIX = ".cold"
 _FIELDS = struct.Struct("<8sII16s16sI")
 _DIGEST_BYTES = 8
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_EXISTING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for ever
+# Without O_NONBLOCK, opening a pipe would wait for ever.
+_EXISTING = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _ATTEMPTS = 100
 
 
 class ColdFile:
-    """A file that this process holds locked; see create()."""
+    """Hold a file locked for this process; create() makes one."""
 
     def __init__(
         self, path: str, descriptor: int, *, page_bytes: int, identity: Mapping[str, Any]
     ) -> None:
-        """Write the header of a new file that is locked; the object owns the descriptor then."""
+        """Write the header of a new, locked file; from then on the object owns the descriptor."""
         self.path = path
         self.descriptor = descriptor
         self.nonce = secrets.token_bytes(16)
         self.expected_bytes = HEADER_BYTES
-        """What the file has at least; whoever makes it longer sets it."""
+        """The least bytes that the file has; whoever makes it longer sets this."""
         self.n_leftovers = 0
-        """Files of dead processes that create() removed."""
+        """How many files of dead processes create() removed."""
         self._process = os.getpid()
         self._header = _header(page_bytes, self.nonce, digest_of(identity))
         _write(descriptor, self._header)
@@ -69,15 +70,15 @@ class ColdFile:
     def create(
         cls, directory: str | os.PathLike[str], page_bytes: int, identity: Mapping[str, Any]
     ) -> ColdFile:
-        """Make a new file in a directory, after those that dead processes have left there.
+        """Remove what dead processes have left in a directory, and make a new file there.
 
-        `identity`: of the model, see model.identity.identity_of(). Raises FreezeError.
+        `identity` is the model's, see model.identity.identity_of(). Raises FreezeError.
         """
         directory = os.path.abspath(directory)
         try:
             n_leftovers = _remove_leftovers(directory)
             path, descriptor = _new_locked(directory)
-        except (OSError, ValueError) as error:  # ValueError: a null byte
+        except (OSError, ValueError) as error:  # ValueError: the name has a null byte
             raise _unusable(directory, error) from None
         try:
             file = cls(path, descriptor, page_bytes=page_bytes, identity=identity)
@@ -93,7 +94,7 @@ class ColdFile:
     def check(self) -> None:
         """Raise FreezeError where the file is not any more what this session has made.
 
-        One read of the header and one look at the file's size: for before every micro-batch.
+        It costs one read of the header and one look at the size: little before every micro-batch.
         """
         try:
             header = os.pread(self.descriptor, HEADER_BYTES, 0)
@@ -128,7 +129,7 @@ class ColdFile:
         )
 
     def close(self) -> None:
-        """Remove the file and end the lock; nothing is raised. A forked child removes nothing."""
+        """Remove the file and end the lock; raises nothing. A forked child removes nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
             return
@@ -139,7 +140,7 @@ class ColdFile:
 
 
 def digest_of(identity: Mapping[str, Any]) -> bytes:
-    """16 bytes that stand for a model's identity, whatever the order of its fields."""
+    """Return 16 bytes that stand for a model's identity, whatever the order of its fields."""
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return _digest(canonical.encode(), 16)
 
@@ -160,7 +161,7 @@ def _write(descriptor: int, header: bytes) -> None:
 
 
 def _new_locked(directory: str) -> tuple[str, int]:
-    """Path and descriptor of a new, empty file whose lock is held.
+    """Return path and descriptor of a new, empty file whose lock is held.
 
     Between open() and flock() another process may take it for a leftover: then it is another's for
     a moment, or gone, and the next name is tried.
@@ -181,7 +182,7 @@ def _new_locked(directory: str) -> tuple[str, int]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether the lock could be had; OSError where the file system has none."""
+    """Tell whether the lock could be had; raises OSError where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -199,7 +200,7 @@ def _remove(path: str, descriptor: int) -> bool:
 
 
 def _remove_leftovers(directory: str) -> int:
-    """Remove the files that nobody holds; returns how many. OSError where it cannot be listed."""
+    """Remove the files that nobody holds; returns how many. Raises OSError for no directory."""
     with os.scandir(directory) as entries:
         paths = [
             entry.path
@@ -212,7 +213,7 @@ def _remove_leftovers(directory: str) -> int:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Whether it was one, and is gone; what cannot be opened or locked is left alone."""
+    """Remove a file that is a leftover; returns whether it was. Others are left alone."""
     try:
         descriptor = os.open(path, _EXISTING)
     except OSError:
@@ -221,7 +222,8 @@ def _remove_leftover(path: str) -> bool:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _lock(descriptor):
             return False
         start = os.pread(descriptor, len(MAGIC), 0)
-        is_ours = MAGIC.startswith(start)  # a process may have died before it wrote the header
+        # A header may lack its end: a process may have died before it wrote it.
+        is_ours = MAGIC.startswith(start)
         return is_ours and _remove(path, descriptor)
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""The flat store in a session: llama.cpp's own cache with the budget's cells."""
+"""Run the flat store in a session: llama.cpp's own cache, with cells for the budget."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ of its indices ends the process once positions are missing; no API tells."""
 
 
 class FlatStore(Store):
-    """Position-level eviction in llama.cpp's own cache; one choice for all heads."""
+    """Evict whole positions from llama.cpp's own cache: all heads keep the same."""
 
     name = "flat"
     rebases = 0
@@ -60,10 +60,10 @@ class FlatStore(Store):
     ) -> None:
         """Make a context whose cells are the budget plus one micro-batch.
 
-        `budget` None: that of the recipe.
+        `budget` None takes that of the recipe.
 
-        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for
-        a diffusion model, and for one of WITHOUT_HOLES in less than the context.
+        Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for a
+        diffusion model, and for one of WITHOUT_HOLES in less than the context.
         """
         options, geometry = recipe.options, model.geometry
         refuse_diffusion(model)
@@ -98,12 +98,12 @@ class FlatStore(Store):
 
     @property
     def recent_window(self) -> int:
-        """The newest entries, which every KV head keeps."""
+        """Return how many of the newest entries every KV head keeps."""
         return self._recent_window
 
     @property
     def shift(self) -> int:
-        """How far positions of the text are before what RoPE sees."""
+        """Return how far positions of the text are before what RoPE sees."""
         return self._store.shift
 
     @shift.setter
@@ -134,7 +134,8 @@ class FlatStore(Store):
         """Compact where holes would cost attention time; rotate keys where positions run out."""
         self._store.make_room(n_tokens)
         shift = self.rope.shift_for(self.shift, position, n_tokens)
-        if shift != self.shift:  # right before a decode: until then, the saved state is not rotated
+        # Only right before a decode: a state that is saved until then is not rotated.
+        if shift != self.shift:
             self._store.rebase(shift)
             self.rebases += 1
         self._hook.begin_step()
@@ -153,7 +154,7 @@ class FlatStore(Store):
         self._store.set_budget(plan.entries, plan.protection.n_sinks, self._recent_window)
 
     def _move_to(self, cells: int) -> None:
-        """Go on in a larger context. BudgetError, and nothing has changed, where that fails."""
+        """Go on in a larger context; where that fails, change nothing and raise BudgetError."""
         larger = self._new_context(cells)
         try:
             with captured_log():
@@ -169,19 +170,19 @@ class FlatStore(Store):
 
     @property
     def sure_entries(self) -> int:
-        """The budget, which is the same for all KV heads."""
+        """Return the budget, which is the same for all KV heads."""
         return self._store.budget
 
     @property
     def whole_entries(self) -> int:
-        """How long a text may get before it evicts anything: as long as the budget is."""
+        """Return how long a text may get before it evicts anything: as long as the budget is."""
         return self._store.budget
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
 
-        ContextError where the one before it was evicted: llama.cpp reads on after that one only;
-        and where a recurrent state is beyond it.
+        Raises ContextError where the entry before it was evicted, since llama.cpp reads on after
+        that one only, and where a recurrent state is beyond it.
         """
         if self._is_recurrent and position > 0:
             raise cannot_go_back(self._model, position)
@@ -195,15 +196,15 @@ class FlatStore(Store):
             self.shift = 0
 
     def can_return_to(self, position: int) -> bool:  # noqa: ARG002
-        """Not where there are recurrent layers."""
+        """Tell whether the model has no recurrent layers: their states cannot go back."""
         return not self._is_recurrent
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
-        """Positions kept, ascending: the same for every layer and head."""
+        """Return the positions kept, ascending: the same for every layer and head."""
         return self._store.positions
 
     def cache_map(self) -> CacheLook:
-        """One row, since every KV head keeps the same; nothing of it is frozen."""
+        """Return a function that shows one row: every KV head keeps the same, none is frozen."""
         return self._look
 
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
@@ -214,11 +215,11 @@ class FlatStore(Store):
         return held, np.zeros_like(held), np.zeros_like(held)
 
     def budgets(self) -> list[tuple[int, ...]]:
-        """[layer][KV head] in entries."""
+        """Return the budgets in entries, as [layer][KV head]."""
         return [(self._store.budget,) * heads for heads in self._heads_per_layer]
 
     def state(self) -> StoreState:
-        """Positions, and llama.cpp's state; the cells are compacted for it."""
+        """Return positions and llama.cpp's state, for which the cells are compacted."""
         state = self._store.save_state()
         positions = self._store.positions.astype("<i4").tobytes()
         return StoreState(
@@ -229,7 +230,7 @@ class FlatStore(Store):
         )
 
     def check_state(self, state: SavedState) -> None:
-        """Check positions and their number; llama.cpp checks its own state."""
+        """Check positions and their number; llama.cpp checks its own state when it is loaded."""
         sections = state.sections
         positions = np.frombuffer(sections[0], "<i4") if len(sections) == 2 else None
         if positions is None:
@@ -247,20 +248,20 @@ class FlatStore(Store):
             )
 
     def load_state(self, state: SavedState) -> None:
-        """Give llama.cpp its state, and evict; RuntimeError where it does not take it."""
+        """Give llama.cpp its state, and evict; raises RuntimeError where it is not taken."""
         positions, cells = state.sections
-        with captured_log():  # it says more than a user can use
+        with captured_log():  # llama.cpp logs more than a user can use
             self._store.load_state(
                 np.frombuffer(positions, "<i4").tolist(), cells, state.evicted, state.shift
             )
 
     @property
     def evicted(self) -> int:
-        """Entries evicted so far, of all KV heads."""
+        """Return how many entries of all KV heads were evicted so far."""
         return self._store.evicted * self.n_kv_heads
 
     def counters(self) -> dict[str, Any]:
-        """The store's part of SessionStats."""
+        """Return this store's figures for SessionStats."""
         cell_bytes = self._recipe.cell_bytes
         return {
             "kv_type": self._recipe.kv_type,

@@ -1,4 +1,4 @@
-"""The headwise store in a session: planning budgets, serving the attention."""
+"""Run the headwise store in a session: plan budgets, and serve the attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
 
 
 class HeadwiseStore(Store):
-    """Paged entries per (layer, KV head) of one sequence, in a context that others may share."""
+    """Keep paged entries per (layer, KV head) of one sequence; others may share its context."""
 
     name = "headwise"
     shift = 0
@@ -41,9 +41,9 @@ class HeadwiseStore(Store):
         *,
         host: HeadwiseContext | None = None,
     ) -> None:
-        """Make a store in a context; None: in one of its own, which it frees.
+        """Make a store in a context; None makes one of its own, which it frees.
 
-        `budget` None: that of the recipe. In a context of several sequences, it is that of all
+        `budget` None takes that of the recipe. In a context of several sequences, it is that of all
         together, and the store holds nothing before resize() gives it a share. Raises
         UnsupportedModelError where the model's graph has something that this store does not serve,
         SettingsError where the policy needs what the model does not have.
@@ -103,22 +103,23 @@ class HeadwiseStore(Store):
         )
 
     def plan_of(self, budget: Budget) -> HeadwisePlan:
-        """Return what a budget means for every KV head. BudgetError where it holds too little."""
+        """Return what a budget means for every KV head; raises BudgetError if it is too small."""
         return self._recipe.headwise_plan(budget, self.layers)
 
     @property
     def recent_window(self) -> int:
-        """The newest entries, which every KV head keeps."""
+        """Return how many of the newest entries every KV head keeps."""
         return self.plan.protection.recent_window
 
     @property
     def plan(self) -> HeadwisePlan:
-        """The plan that is followed."""
+        """Return the plan that is followed now."""
         return self.sharing.plan
 
     def await_state(self, position: int) -> None:
         """Know what truncate() can go back to once a state that ends at `position` is loaded."""
-        self._loaded = position if self._windowed else 0  # what has left windows is not in it
+        # Entries that had left a window are not in the state.
+        self._loaded = position if self._windowed else 0
 
     def _forget_cells(self) -> None:
         """Free llama.cpp's cells of this sequence, and its recurrent state."""
@@ -132,12 +133,12 @@ class HeadwiseStore(Store):
         self._host.begin_step()
 
     def end_step(self) -> None:
-        """End it: the context frees llama.cpp's cells, and checks that each layer was served."""
+        """End the micro-batch: the context frees llama.cpp's cells and checks all layers."""
         self._host.end_step()
 
     @property
     def core(self) -> _core.HeadwiseStore:
-        """The extension's store, for those who look at attention rows."""
+        """Return the extension's store, for those who look at attention rows."""
         return self._store
 
     def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
@@ -181,19 +182,22 @@ class HeadwiseStore(Store):
 
     @property
     def sure_entries(self) -> int:
-        """Sinks and recent window, or all; none where a schedule may freeze any of them."""
+        """Return how many tokens every KV head keeps: sinks and recent window, or all of n_ctx.
+
+        It is 0 where a schedule may freeze any of them.
+        """
         return self.sharing.sure_entries
 
     @property
     def whole_entries(self) -> int:
-        """The smallest budget, but for heads that can hold all that they will ever see."""
+        """Return the smallest budget of those heads that cannot hold all that they will see."""
         return self.sharing.whole_entries
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
 
-        ContextError where a recurrent state is beyond, or where layers with windows have dropped
-        what the tokens after it would see.
+        Raises ContextError where a recurrent state is beyond, or where layers with windows have
+        dropped what the tokens after it would see.
         """
         if self._recurrent and position > 0:
             raise cannot_go_back(self._model, position)
@@ -211,7 +215,7 @@ class HeadwiseStore(Store):
             self.sharing.forget()
 
     def can_return_to(self, position: int) -> bool:
-        """Whether windows held all then that they would hold again; states do not."""
+        """Tell whether windows hold all that they held then; recurrent states never do."""
         return not self._recurrent and position >= self._whole_from
 
     @property
@@ -223,11 +227,11 @@ class HeadwiseStore(Store):
         return self._store.positions(layer, kv_head)
 
     def cache_map(self) -> CacheLook:
-        """Rows are the KV heads of all layers."""
+        """Return a function that looks at what is held: a row for every KV head of all layers."""
         return partial(_core.CacheMap().look, self._store)
 
     def budgets(self) -> list[tuple[int, ...]]:
-        """[layer][KV head] in entries."""
+        """Return the budgets in entries, as [layer][KV head]."""
         return [
             tuple(self._store.budget(layer, head) for head in range(shape.n_head_kv))
             for layer, shape in enumerate(self.layers)
@@ -242,18 +246,18 @@ class HeadwiseStore(Store):
         self._state.check(state)
 
     def load_state(self, state: SavedState) -> None:
-        """Get the pages, then copy; heads that hold more than their budget evict."""
+        """Get the pages, then copy the entries; heads that hold more than their budget evict."""
         self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
         self.await_state(state.position)
 
     @property
     def evicted(self) -> int:
-        """Entries evicted so far, of all KV heads."""
+        """Return how many entries of all KV heads were evicted so far."""
         return self._store.evicted
 
     def counters(self) -> dict[str, Any]:
-        """The store's part of SessionStats."""
+        """Return this store's figures for SessionStats."""
         return {
             "kv_type": self._recipe.kv_type,
             "kv_bytes_budget": self._store.budget_bytes,
@@ -271,11 +275,11 @@ class HeadwiseStore(Store):
         }
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore frozen entries: see Session.thaw()."""
+        """Restore frozen entries of a rung of the ladder: see Session.thaw()."""
         return self.cold.thaw(rung, window, position)
 
     def close(self) -> None:
-        """Free the context, if it is its own, and remove the file of what is frozen."""
+        """Free the context, if it is the store's own, and remove the file of what is frozen."""
         if self._own_host:
             self._host.close()
         self.context = None

@@ -13,10 +13,10 @@ from entropykv.settings.options import Budget
 
 
 class HeadwiseBudgets:
-    """Budgets of all KV heads of a store, which change with the plan and maybe with the text."""
+    """Hold the budgets of all KV heads of a store, which follow the plan and maybe the text."""
 
     plan: HeadwisePlan
-    """The plan that is followed."""
+    """The plan that is followed now."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class HeadwiseBudgets:
         layers: Sequence[_core.LayerShape],
         online: OnlineBudgets | None,
     ) -> None:
-        """`online`: budgets that follow the text; None: the plan's own stay."""
+        """Take a store; `online` are budgets that follow the text, None keeps those of the plan."""
         self._store = store
         self._recipe = recipe
         self._layers = layers
@@ -33,7 +33,7 @@ class HeadwiseBudgets:
         self._budgets_change = False
         self._least_sure: int | None = None
         self.whole_entries = 0
-        """How long a text may get before it evicts anything; n_ctx: it does not."""
+        """How long a text may get before it evicts anything; n_ctx where it never does."""
 
     def follow(self, plan: HeadwisePlan) -> None:
         """Share a budget by another plan; heads that hold more evict."""
@@ -57,7 +57,7 @@ class HeadwiseBudgets:
         self._set(self.shares(), self.plan.pool_pages)
 
     def keep_everything(self) -> None:
-        """Drop nothing, not even what has left a window: for those who look at whole texts."""
+        """Drop nothing, not even what has left a window, for those who look at whole texts."""
         n_ctx = self._recipe.n_ctx
         pages = sum(_core.pages_for(n_ctx, n) for n in self.plan.entries_per_page)
         self._set([n_ctx] * len(self.plan.limits), pages)
@@ -65,13 +65,14 @@ class HeadwiseBudgets:
     def _set(self, budgets: list[int], pages: int) -> None:
         protection = self.plan.protection
         self._store.set_budgets(budgets, pages, protection.n_sinks, protection.recent_window)
-        # Every token asks for it; looking at all KV heads each time would take longer.
+        # Keep the figure: every token asks for it, and looking at all KV heads each time takes
+        # longer.
         limits = self.plan.limits
         short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
         self.whole_entries = min(short, default=self._recipe.n_ctx)
 
     def prepare(self, n_tokens: int, position: int) -> None:
-        """Begin a micro-batch of `n_tokens` of text; 0: an echo of text that was read before."""
+        """Begin a micro-batch of `n_tokens` of text; 0 for an echo of text that was read before."""
         n_ubatch, repeats = self._recipe.n_ubatch, self._recipe.policy.importance.repeats
         awaits_echo = repeats and position + n_tokens <= self.whole_entries
         changes = changes_budgets(n_tokens, position, n_ubatch) and not awaits_echo
@@ -92,14 +93,14 @@ class HeadwiseBudgets:
         return self._budgets_change
 
     def forget(self) -> None:
-        """Begin another text."""
+        """Forget what was seen, since another text begins."""
         if self._online:
             self._online.forget()
             self.share()
 
     @property
     def sure_entries(self) -> int:
-        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
         return self._sure_of(self.plan) if self._least_sure is None else self._least_sure
 
     def _sure_of(self, plan: HeadwisePlan) -> int:
@@ -112,5 +113,5 @@ class HeadwiseBudgets:
         budget = Budget("bytes", max(1, plan.pool_pages // n_sequences * plan.page_bytes))
         try:
             return self._sure_of(self._recipe.headwise_plan(budget, self._layers))
-        except BudgetError:  # so many sequences are never held together
+        except BudgetError:  # so many sequences never hold entries together
             return 0

@@ -1,4 +1,4 @@
-"""The llama_context of the headwise store, which one sequence has for itself or several share."""
+"""Make the llama_context of the headwise store, which one sequence has alone or several share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse
 
 
 class HeadwiseContext:
-    """A context whose attention is ours; llama.cpp's own cells only count one micro-batch."""
+    """Hold a context whose attention is ours; llama.cpp's own cells only count one micro-batch."""
 
     def __init__(
         self,
@@ -25,9 +25,10 @@ class HeadwiseContext:
     ) -> None:
         """Probe the model's graph, and change it from then on.
 
-        `n_ubatch`: tokens of a sequence in a micro-batch, at most: of text, and its echo. Stores of
-        a pool share the context's pages; otherwise there is one, which has pages of its own.
-        Raises UnsupportedModelError where the graph has something that this store does not serve.
+        `n_ubatch` is the most tokens that a sequence has in a micro-batch: of text, and of its
+        echo. Stores of a pool share the context's pages; otherwise there is one store, with pages
+        of its own. Raises UnsupportedModelError where the graph has something that this store does
+        not serve.
         """
         options = recipe.options
         refuse_by_kind(model)
@@ -38,11 +39,11 @@ class HeadwiseContext:
         )
         self.handle: Any = hooked_context(model, options, self.hook, n_ubatch, self.n_sequences)
         self.recurrent = is_recurrent(model)
-        """Whether sequences have a state that llama.cpp keeps."""
+        """True where sequences have a state that llama.cpp keeps."""
         try:
             self.layers = probed_layers(model, options, self.hook, self.handle)
             self.pool: _core.SequencePool | None = None
-            """What the stores share; one that is alone has pages of its own."""
+            """The pages that stores share; None where there is one store, with pages of its own."""
             if options.in_pool:
                 self.pool = _core.SequencePool(
                     self.layers, recipe.kv_type, n_ubatch, self.n_sequences
@@ -55,17 +56,17 @@ class HeadwiseContext:
         self._unfinished = False
 
     def begin_step(self) -> None:
-        """Before the stores of a micro-batch's sequences are told of it."""
+        """Begin a micro-batch, before the stores of its sequences are told of it."""
         if self._unfinished and self.pool is not None and not self.recurrent:
-            self.forget_cells()  # those of a decode that failed
+            self.forget_cells()  # a decode that failed leaves some
         self._unfinished = True
         self.batch.clear()
         self.hook.begin_step()
 
     def end_step(self) -> None:
-        """After llama_decode: free llama.cpp's cells, and check that every layer was served."""
+        """End the micro-batch: free llama.cpp's cells, and check that every layer was served."""
         self.batch.clear()
-        if not self.recurrent:  # or their store does it, sequence by sequence
+        if not self.recurrent:  # otherwise each store frees those of its sequence
             self.forget_cells()
         self._unfinished = False
         self.hook.check_step()

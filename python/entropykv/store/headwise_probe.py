@@ -24,7 +24,7 @@ from entropykv.settings.cache_options import CacheOptions
 
 
 def refuse_by_kind(model: Model) -> None:
-    """Raise UnsupportedModelError for what the graph does not show."""
+    """Raise UnsupportedModelError for a kind of model that the graph does not show."""
     refuse_diffusion(model)
     kinds = {
         "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
@@ -38,12 +38,12 @@ def refuse_by_kind(model: Model) -> None:
 def hooked_context(
     model: Model, options: CacheOptions, hook: _core.GraphHook, n_ubatch: int, n_sequences: int
 ) -> Any:
-    """A context that counts one micro-batch, and whose graphs the hook changes.
+    """Make a context that has cells for one micro-batch, and whose graphs the hook changes.
 
     A micro-batch has up to `n_ubatch` tokens of one sequence, and one of each other.
     """
     n_tokens = n_ubatch + n_sequences - 1
-    # Of a hybrid model, the last cell of a sequence stays until more of it is read.
+    # In a hybrid model, the last cell of a sequence stays until more of it is read.
     cells = n_tokens + n_sequences * is_recurrent(model)
     parameters = context_parameters(model, options, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED

@@ -1,4 +1,4 @@
-"""The headwise store as sections of a session file, and back."""
+"""Write the headwise store as sections of a session file, and read them back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from entropykv.store.protocol import DamagedState, SavedState, StoreState
 
 
 class HeadwiseState:
-    """A section for every KV head, layer by layer; what online budgets have seen, where there are
-    any; the state of the recurrent layers, where there are any.
+    """Save and load a store: a section for every KV head, layer by layer.
+
+    Behind them come what budgets that follow the text have seen, and the state of the recurrent
+    layers, where there are any.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class HeadwiseState:
         online: OnlineBudgets | None,
         recurrent: RecurrentState | None,
     ) -> None:
-        """All of it is the store's own."""
+        """Take the parts of the store whose state this is."""
         self._store = store
         self._layers = layers
         self._n_kv_heads = sum(shape.n_head_kv for shape in layers)
@@ -42,7 +44,7 @@ class HeadwiseState:
         self._recurrent = recurrent
 
     def save(self) -> StoreState:
-        """The sections; those of the KV heads are made as they are read."""
+        """Return the sections; those of the KV heads are made as they are read."""
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self._layers)
@@ -62,7 +64,7 @@ class HeadwiseState:
         )
 
     def checkpoint(self, shift: int, whole_from: int) -> StoreCheckpoint:
-        """What is held now, its pages shared; of a store that does not freeze."""
+        """Share the pages of what is held now; only of a store that does not freeze."""
         core = self._store.checkpoint()
         seen = None if self._online is None else self._online.state()
         recurrent = b"" if self._recurrent is None else self._recurrent.save()
@@ -72,9 +74,10 @@ class HeadwiseState:
     def go_on_from(
         self, checkpoint: StoreCheckpoint, share: Callable[[], None], *, ends: bool
     ) -> bool:
-        """Replace what is held by a checkpoint, which `ends`, or not; `share` sets the budgets.
+        """Replace what is held by a checkpoint, and drop it if it `ends`; `share` sets the budgets.
 
-        False where the pool has no room for the copies that this needs: then nothing is held.
+        Returns False where the pool has no room for the copies that this needs: then nothing is
+        held.
         """
         if self._recurrent is not None:
             self._recurrent.replace(checkpoint.recurrent)
@@ -85,7 +88,7 @@ class HeadwiseState:
         return self._store.go_on_from(checkpoint.core, ends)
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
-        """The sections that save() would have made of what a checkpoint has."""
+        """Return the sections that save() would have made of what a checkpoint has."""
         core, store = checkpoint.core, self._store
         entries = [
             [store.checkpoint_count(core, layer, head) for head in range(shape.n_head_kv)]
@@ -140,8 +143,8 @@ class HeadwiseState:
     ) -> None:
         """Get room for everything, then forget what is held, and copy.
 
-        `shares`: budgets by what online ones have seen; `share` sets them. What raises has changed
-        nothing.
+        `shares` returns budgets by what online ones have seen; `share` sets them. Where it raises,
+        nothing has changed.
         """
         heads = list(_per_head(state.entries))
         of_heads = state.sections[: self._n_kv_heads]
@@ -155,7 +158,7 @@ class HeadwiseState:
 
     @contextmanager
     def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:
-        """Take over what recurrent layers and online budgets have seen; back where that fails."""
+        """Take over what recurrent layers and online budgets have seen; undo it on an error."""
         state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
         seen = self._online.state() if self._online else None
         if self._online:
@@ -175,7 +178,7 @@ def _floats(section: bytearray) -> npt.NDArray[np.float64]:
 
 
 def _per_head(entries: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Layer, KV head and number of entries of every KV head."""
+    """Yield layer, KV head and number of entries of every KV head."""
     for layer, counts in enumerate(entries):
         for head, count in enumerate(counts):
             yield layer, head, count

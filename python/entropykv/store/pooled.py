@@ -1,4 +1,4 @@
-"""The headwise store of a sequence that shares a pool of pages with others."""
+"""Run the headwise store of a sequence that shares a pool of pages with others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from entropykv.store.protocol import StoreState
 
 
 class PooledStore(HeadwiseStore):
-    """Entries in a share of a pool, which others get while the sequence rests."""
+    """Keep entries in a share of a pool, which others get while the sequence rests."""
 
     share_pages = 0
-    """Pages of the pool that it may hold."""
+    """How many pages of the pool it may hold."""
 
     def set_aside(self) -> None:
         """Forget everything, and leave the pool's pages to others until resize()."""
@@ -28,13 +28,17 @@ class PooledStore(HeadwiseStore):
             self._recurrent.sequence = sequence
 
     def checkpoint(self) -> StoreCheckpoint | None:
-        """Return what is held now, its pages shared; None where it freezes: those are copied."""
+        """Share the pages of what is held now; None where it freezes: frozen entries are copied."""
         if self.cold.settings is not None:
             return None
         return self._state.checkpoint(self.shift, self._whole_from)
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
-        """Hold what a checkpoint holds; what is more than the share is evicted."""
+        """Hold what a checkpoint holds; what is more than the share is evicted.
+
+        Returns False where the pool has no room for it: then nothing is held. The checkpoint is
+        dropped if it `ends`.
+        """
         done = self._state.go_on_from(checkpoint, self.sharing.share, ends=ends)
         self.shift = checkpoint.shift if done else 0
         self._loaded = checkpoint.whole_from if done else 0

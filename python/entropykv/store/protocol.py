@@ -19,15 +19,15 @@ from entropykv.settings.recovery import Rung
 
 Shares = npt.NDArray[np.uint8]
 CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
-"""See Session.cache_map()."""
+"""Looks at what a store holds when it is called: see Session.cache_map() for its arguments."""
 
 
 @dataclass(frozen=True)
 class StoreState:
-    """State of a store, for it to be saved."""
+    """Hold what a store needs to be saved."""
 
     entries: list[list[int]]
-    """[layer][KV head]"""
+    """Number of entries, as [layer][KV head]."""
     evicted: int
     section_bytes: list[int]
     sections: Iterator[bytes]
@@ -35,64 +35,64 @@ class StoreState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """State of a store when it was saved, for check_state() and load_state()."""
+    """Hold the state of a store when it was saved, for check_state() and load_state()."""
 
     position: int
-    """Of the next token."""
+    """Position of the next token."""
     entries: list[list[int]]
-    """[layer][KV head]"""
+    """Number of entries, as [layer][KV head]."""
     evicted: int
     shift: int
-    """See Store.shift."""
+    """How far positions of the text are before what RoPE sees, see Store.shift."""
     sections: Sequence[bytearray]
-    """As StoreState has them; load_state() may change them."""
+    """The sections, as StoreState has them; load_state() may change them."""
 
 
 class DamagedState(Exception):  # noqa: N818  (it is caught where the file's name is known)
-    """A saved state that no store wrote; the text names what cannot be."""
+    """Raised for a saved state that no store wrote; the text names what cannot be."""
 
 
 class StateDoesNotFit(Exception):  # noqa: N818
-    """A sound state that this store cannot take in; the text says why, and the way out."""
+    """Raised for a sound state that this store cannot take in; the text says the way out."""
 
 
 class Store(Protocol):
-    """A KV cache under a budget, in one llama_context."""
+    """Keep K and V under a budget, in one llama_context."""
 
     name: str
     context: Any
-    """The llama_context to decode with; may change in resize()."""
+    """The llama_context to decode with; resize() may put another in its place."""
     n_kv_heads: int
-    """Of all layers."""
+    """How many KV heads all layers have together."""
     bytes_full_per_token: int
-    """K and V of one token for all KV heads, in f16."""
+    """Bytes of K and V of one token for all KV heads, in f16."""
 
     rope: RopeRange
     """Positions that RoPE may see."""
     rope_obstacle: str
-    """Why the session cannot go on beyond them; empty if it can."""
+    """Why the session cannot go on beyond those positions; empty if it can."""
     rebases: int
     """How often stored keys were moved to other positions."""
     sequence: int = SEQUENCE
-    """llama.cpp's number of its sequence."""
+    """llama.cpp's number of the store's sequence."""
 
     @property
     def shift(self) -> int:
-        """How far positions of the text are before what RoPE sees; set where a state is loaded."""
+        """Return how far positions of the text are before what RoPE sees; loading sets it."""
 
     @shift.setter
     def shift(self, shift: int) -> None: ...
 
     def rope_position(self, position: int) -> int:
-        """Where RoPE sees a position of the text."""
+        """Return where RoPE sees a position of the text."""
         return _core.rope_position(position, self.rope.n_sinks, self.shift)
 
     def begin_step(self) -> None:
         """Begin a micro-batch, before the stores of all its sequences make room for it."""
-        return  # a store that is alone in its context has nothing to tell it
+        return  # a store that is alone in its context need not tell it
 
     def end_step(self) -> None:
-        """End it after llama_decode, before the stores bring themselves in order."""
+        """End the micro-batch after llama_decode, before the stores bring themselves in order."""
         return
 
     def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
@@ -106,40 +106,42 @@ class Store(Protocol):
 
     def share_again(self) -> None:
         """Share the budget by what echoes have shown of text that was read before."""
-        return  # equal budgets of all heads stay as they are
+        return  # heads of equal budgets keep them
 
     def check(self) -> None:
         """Raise what went wrong beside a micro-batch that was read well: FreezeError."""
-        return  # without cold storage, nothing can
+        return  # only cold storage can fail so
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:  # noqa: ARG002
-        """Restore frozen entries: see Session.thaw(). None without cold storage."""
+        """Restore frozen entries, see Session.thaw(); returns how many, 0 without cold storage."""
         return 0
 
     def resize(self, budget: Budget) -> None:
-        """Apply a new budget: grows at once, shrinks by evicting."""
+        """Apply a new budget: a larger one holds at once, a smaller one evicts."""
 
     @property
     def sure_entries(self) -> int:
-        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
 
     @property
     def whole_entries(self) -> int:
-        """How long a text may get before the budgets of now evict anything; n_ctx: they do not."""
+        """Return how long a text may get before its budgets evict anything; n_ctx: they do not."""
 
     @property
     def recent_window(self) -> int:
-        """The newest entries, which every KV head keeps."""
+        """Return how many of the newest entries every KV head keeps."""
 
     def truncate(self, position: int) -> None:
-        """Drop entries at and beyond a position; ContextError, and nothing has changed, where that
-        would leave other entries than are needed to go on.
+        """Drop entries at and beyond a position.
+
+        Raises ContextError, and nothing has changed, where that would leave other entries than are
+        needed to go on.
         """
 
     def can_return_to(self, position: int) -> bool:  # noqa: ARG002
-        """Whether truncate() to an earlier position, not 0, leaves what was there, had nothing been
+        """Tell whether truncate() to an earlier position leaves what was there then.
 
-        evicted meanwhile.
+        Eviction since is not counted, nor is position 0, where nothing was held.
         """
         return True
 
@@ -150,17 +152,17 @@ class Store(Protocol):
         """Return a function that looks at what is held: see Session.cache_map()."""
 
     def budgets(self) -> list[tuple[int, ...]]:
-        """[layer][KV head] in entries."""
+        """Return the budgets in entries, as [layer][KV head]."""
 
     @property
     def evicted(self) -> int:
-        """Entries evicted so far, of all KV heads."""
+        """Return how many entries of all KV heads were evicted so far."""
 
     def counters(self) -> dict[str, Any]:
-        """The store's part of SessionStats; of frozen entries only where it has any."""
+        """Return the store's figures for SessionStats; of frozen entries only where it has any."""
 
     def state(self) -> StoreState:
-        """Everything that decoding depends on; valid until the next change."""
+        """Return everything that decoding depends on; valid until the next change."""
 
     def check_state(self, state: SavedState) -> None:
         """Raise DamagedState or StateDoesNotFit where load_state() would not go well."""
@@ -180,24 +182,24 @@ class Store(Protocol):
 
 @dataclass
 class Part:
-    """Tokens of one sequence in a micro-batch, and what came of them."""
+    """Hold tokens of one sequence in a micro-batch, and what came of them."""
 
     store: Store
     tokens: Sequence[int]
     position: int
     n_rows: int
-    """So many of the last tokens get logits."""
+    """How many of the last tokens get logits."""
     echo: Sequence[int] = ()
-    """Tokens that follow, of which nothing is kept."""
+    """Tokens that follow, of which nothing is kept: their queries rank the entries."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
-    """(n_rows, n_vocab); None for n_rows 0."""
+    """Logits, (n_rows, n_vocab); None for n_rows 0."""
     error: BaseException | None = field(default=None, init=False)
     untouched: bool = field(default=True, init=False)
-    """Whether the store is still what it was, although there is an error."""
+    """True while the store is still what it was, although there is an error."""
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one token, as those that are written."""
+        """Tell whether it is one token, as those that are written."""
         return len(self.tokens) + len(self.echo) == 1
 
     def result(self) -> npt.NDArray[np.float32] | None:
@@ -210,7 +212,7 @@ class Part:
 def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> None:
     """Decode one micro-batch, whose parts are of sequences in one context; single tokens first.
 
-    What goes wrong is the error of those parts that it concerns.
+    What goes wrong becomes the error of those parts that it concerns.
     """
     host = parts[0].store
     host.begin_step()
@@ -273,7 +275,7 @@ def decode_inside(
     model_name: str,
     echo: Sequence[int] = (),
 ) -> npt.NDArray[np.float32] | None:
-    """Decode one micro-batch of one sequence; logits as MicroBatch.decode returns them.
+    """Decode one micro-batch of one sequence; returns logits as MicroBatch.decode does.
 
     Raises UnsupportedModelError where the graph is not what the store must change.
     """
