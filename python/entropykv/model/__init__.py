@@ -1,1 +1,1 @@
-"""A model file that is not loaded: header, geometry, identity, and the shipped ones."""
+"""Read a model file that is not loaded: header, geometry, identity, and the shipped models."""

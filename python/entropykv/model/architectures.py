@@ -1,4 +1,4 @@
-"""Which store serves which of llama.cpp's architectures, as it was checked."""
+"""Say which store serves which of llama.cpp's architectures, as it was checked."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from typing import Any
 from entropykv.errors import SettingsError
 
 PATH = Path(__file__).parent / "architectures.json"
-"""Written by `make architectures`, which runs a tiny model of each."""
+"""The file that `make architectures` writes: it runs a tiny model of each architecture."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What one store made of models that it serves: the worst of them.
+    """Hold what one store made of the models that it serves: the worst figures of them.
 
     Errors of logits are root mean squares of the difference to stock llama.cpp, relative to the
     standard deviation of stock's logits.
     """
 
     one_by_one: float
-    """Error where the tokens of a text are read one by one."""
+    """The error where the tokens of a text are read one by one."""
     micro_batches: float
-    """Error where they are read in micro-batches."""
+    """The error where they are read in micro-batches."""
     greedy_equal: int
-    """Tokens of a greedy text that are those of stock."""
+    """How many tokens of a greedy text are those of stock."""
     half_budget: bool
-    """Whether a text that is longer than half the budget was read inside half the budget."""
+    """True where a text longer than half the budget was read inside half the budget."""
 
 
 @dataclass(frozen=True)
 class ArchitectureCheck:
-    """What was found about an architecture; see `entropykv models --architectures`."""
+    """Hold what was found about an architecture; see `entropykv models --architectures`."""
 
     architecture: str
-    """general.architecture of the GGUF file."""
+    """The name: general.architecture of the GGUF file."""
     store: str
-    """What `--store auto` takes: headwise, flat, or none."""
+    """The store that `--store auto` takes: headwise, flat, or none."""
     models: tuple[str, ...]
-    """Names of the tiny models that were run."""
+    """The names of the tiny models that were run."""
     limit: float
-    """Largest error of logits that passes for rounding."""
+    """The largest error of logits that passes for rounding."""
     headwise: Served | None
     flat: Served | None
     notes: tuple[str, ...]
-    """What a store says that refuses the models, or to evict."""
+    """What a store says that refuses the models, or refuses to evict."""
     failures: tuple[str, ...] = ()
-    """Checks that failed."""
+    """The checks that failed."""
 
     @property
     def served(self) -> Served | None:
-        """Figures of the store that `--store auto` takes."""
+        """Return the figures of the store that `--store auto` takes."""
         return self.headwise or self.flat
 
 
 @dataclass(frozen=True)
 class ArchitectureTable:
-    """What was found about every architecture."""
+    """Hold what was found about every architecture."""
 
     llama_cpp_python: str
-    """Version that the checks ran with."""
+    """The version of llama-cpp-python that the checks ran with."""
     greedy_tokens: int
-    """Length of the greedy texts."""
+    """The length of the greedy texts, in tokens."""
     rows: tuple[ArchitectureCheck, ...]
 
     def of(self, names: Iterable[str]) -> ArchitectureTable:
-        """The table of some architectures; SettingsError for a name that it does not have."""
+        """Return the table of some architectures; raises SettingsError for a name it lacks."""
         known = {row.architecture for row in self.rows}
         wanted = set(names)
         for name in sorted(wanted - known):
@@ -81,7 +81,7 @@ class ArchitectureTable:
         return dataclasses.replace(self, rows=rows)
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -92,7 +92,7 @@ class ArchitectureTable:
 
 
 def checked_architectures() -> ArchitectureTable:
-    """The table of this package."""
+    """Return the table that comes with this package."""
     return ArchitectureTable.from_json(PATH.read_text(encoding="utf-8"))
 
 

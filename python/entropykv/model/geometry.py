@@ -1,4 +1,4 @@
-"""ModelGeometry: what the header of a GGUF file says about a model, without loading it."""
+"""Read what the header of a GGUF file says about a model, without loading it: ModelGeometry."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from entropykv.model.header import (
 from entropykv.model.loadable import check_loadable
 
 ACTIVATION_KEY = "entropykv.activation"
-"""Metadata of our own: what the feed-forward gates compute, where the architecture leaves it open.
+"""The key of our own metadata that says what the feed-forward gates compute.
 
-BitNet files have both kinds: SiLU (1bitLLM) and squared ReLU (Microsoft's 2B-4T).
+An architecture leaves that open: BitNet files have both SiLU (1bitLLM) and squared ReLU
+(Microsoft's 2B-4T).
 """
 ACTIVATIONS = ("silu", "relu2")
 _OF_STATES = (
     *("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache"),
     *("full_attention_interval", "attention.compress_ratios"),
 )
-"""Metadata that models have whose layers carry a state from token to token, and no others."""
+"""Metadata that only models have whose layers carry a state from token to token."""
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Shape and weights of a model, as its GGUF header declares them.
+    """Hold shape and weights of a model, as its GGUF header declares them.
 
     `n_head` is the maximum of `heads_per_layer`; recurrent layers count 0 heads, and layers that
-    attend to the K and V of an earlier one 0 KV heads. Head sizes are
-    elements of one head, `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of
-    this file (of a split model: of this part); `weight_types` is (type, bytes), largest first.
-    `activation` is the file's `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for
-    what llama.cpp's graph of the architecture computes. `learned_positions`: the file has an
-    embedding for each position. `latent`: multi-head latent attention, where V is the first
-    `head_dim_v` values of K and not cached on its own.
+    attend to the K and V of an earlier one 0 KV heads. Head sizes are elements of one head,
+    `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of this file (of a split
+    model: of this part); `weight_types` is (type, bytes), largest first. `activation` is the file's
+    `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for what llama.cpp's graph of
+    the architecture computes. `learned_positions`: the file has an embedding for each position.
+    `latent`: multi-head latent attention, where V is the first `head_dim_v` values of K and not
+    cached on its own.
     """
 
     path: Path
@@ -67,13 +68,13 @@ class ModelGeometry:
     learned_positions: bool
     latent: bool
     recurrent: bool = False
-    """Some layers carry a state from token to token, or all."""
+    """True where some layers, or all, carry a state from token to token."""
     window_head_dims: tuple[int, ...] = ()
-    """Sizes of K and V in layers with a sliding window, where they are others."""
+    """Sizes of K and V in layers with a sliding window, where they differ from the others."""
 
     @property
     def cached_values(self) -> int:
-        """Values that llama.cpp's own cache holds for one token, all layers together."""
+        """Return how many values llama.cpp's own cache holds for one token, all layers together."""
         of_head = self.head_dim_k + (0 if self.latent else self.head_dim_v)
         return sum(self.kv_heads_per_layer) * of_head
 
@@ -91,7 +92,10 @@ def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
 
 
 def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
-    """As read_geometry(), of a file that llama.cpp can load; it would end the process otherwise."""
+    """Read the geometry of a file that llama.cpp can load; refuse one that would end the process.
+
+    Raises as read_geometry().
+    """
     path = Path(path)
     file_bytes = check_prefix(path)
     with damage_named(path):
@@ -102,7 +106,7 @@ def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
 
 
 def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:
-    """Return what a header declares; ModelFileError or ValueError where it is damaged."""
+    """Return what a header declares; raises ModelFileError or ValueError where it is damaged."""
     architecture = text_value(reader, "general.architecture")
     if architecture is None:
         raise ModelFileError(f"{path}: lacks general.architecture; {AGAIN}")
@@ -165,7 +169,7 @@ def _activation(reader: HeaderReader) -> str | None:
 
 
 def _vocabulary_size(reader: HeaderReader, architecture: str) -> int:
-    """Count the tokens of the tokenizer, else what the metadata says, else 0."""
+    """Count the tokens of the tokenizer; without one, return what the metadata says, or 0."""
     tokens = reader.get_field("tokenizer.ggml.tokens")
     if tokens is not None and tokens.types[0] == GGUFValueType.ARRAY:
         return int(tokens.parts[4][0])  # parts: key length, key, type, item type, length, ...

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and tensor infos, read without trusting any number in it."""
+"""Read the header of a GGUF file, metadata and tensor infos, without trusting a number in it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
 
 I2_S_TYPE = 36
-"""Tensor type of Microsoft's BitNet fork; removed from, and unknown to, stock llama.cpp."""
+"""The tensor type of Microsoft's BitNet fork, which stock llama.cpp does not know any more."""
 _TABLE_TYPES = {38: "TL1", 39: "TL2"}
-"""Two more of that fork. llama.cpp gave the second number to MXFP4, which has no scales beside."""
+"""Two more types of that fork. llama.cpp gave the second number to MXFP4, which has no scales
+beside.
+"""
 
 _SUPPORTED_VERSIONS = (2, 3)
 _PREFIX = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
 _LENGTH = struct.Struct("<Q")
 # Limits far above any real model: a damaged count must not cost seconds or gigabytes.
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS of llama.cpp
-_MAX_ENTRIES = 1 << 16  # keys, tensors
-_MAX_STRINGS = 1 << 22  # vocabulary, merges
+_MAX_ENTRIES = 1 << 16  # keys, or tensors
+_MAX_STRINGS = 1 << 22  # tokens of a vocabulary, or its merges
 _MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_NUMBER = (1 << 31) - 1
@@ -36,7 +38,7 @@ AGAIN = "download or convert it again"
 
 
 def read_header(path: str | os.PathLike[str]) -> bytes:
-    """All bytes before the tensor data: metadata and tensor infos. Raises as read_geometry."""
+    """Read all bytes before the tensor data: metadata and tensor infos; raises as read_geometry."""
     path = Path(path)
     check_prefix(path)
     with damage_named(path):
@@ -99,13 +101,13 @@ def check_prefix(path: Path) -> int:
 
 
 class HeaderReader(GGUFReader):
-    """GGUFReader that never reads past the file, skips over arrays, and leaves tensors alone.
+    """Read a header as GGUFReader, but never past the file, and leave arrays and tensors alone.
 
     The base class makes numpy objects for every element of an array: seconds for a vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the header; KeyError, ValueError and others where it is damaged."""
+        """Read the header; raises KeyError, ValueError and others where it is damaged."""
         self.path = path
         self.type_bytes: Counter[str] = Counter()
         self.tensor_names: set[str] = set()
@@ -137,17 +139,18 @@ class HeaderReader(GGUFReader):
         types = [GGUFValueType.ARRAY, item]
         if item == GGUFValueType.STRING:
             return 12 + self._strings_bytes(start, count), [raw_item, length], [], types
-        items = self._get(start, self.gguf_scalar_to_np[item], count)  # KeyError: nested array
+        # KeyError for an array of arrays.
+        items = self._get(start, self.gguf_scalar_to_np[item], count)
         return 12 + items.nbytes, [raw_item, length, items], [2], types
 
     def _strings_bytes(self, start: int, count: int) -> int:
-        """Size in bytes of `count` strings at offset `start`."""
+        """Return the size in bytes of `count` strings at offset `start`."""
         if count > _MAX_STRINGS:
             raise ValueError(f"an array of {count} texts in the header")
         offset, end = start, len(self.data)
         size, length_at = _LENGTH.size, _LENGTH.unpack_from
         with self.data.data as view:
-            for _ in range(count):  # up to millions of them, hence no call for a check
+            for _ in range(count):  # no call for a check here: there are up to millions of strings
                 if offset + size > end:
                     break
                 offset += size + length_at(view, offset)[0]
@@ -171,7 +174,8 @@ class HeaderReader(GGUFReader):
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         field = super()._get_tensor_info_field(orig_offs)
         n_dims = int(field.parts[2][0])
-        if not 1 <= n_dims <= _MAX_DIMENSIONS or not field.name:  # stops early among zeros
+        # A damaged header is often zeros: stop early.
+        if not 1 <= n_dims <= _MAX_DIMENSIONS or not field.name:
             raise ValueError(f"tensor {field.name!r} has {n_dims} dimensions")
         return field
 
@@ -204,7 +208,7 @@ class HeaderReader(GGUFReader):
                 )
 
     def _tensor_bytes(self, name: str, raw_type: int, dims: list[int]) -> tuple[str, int]:
-        """Type name and size in bytes of one tensor of `dims` elements."""
+        """Return type name and size in bytes of one tensor of `dims` elements."""
         if raw_type == I2_S_TYPE:
             raise UnsupportedModelError(
                 f"{self.path}: is an I2_S file of Microsoft's BitNet fork, which stock llama.cpp "
@@ -264,7 +268,7 @@ def required(reader: HeaderReader, key: str) -> int:
 
 
 def per_layer(reader: HeaderReader, key: str, n_layer: int) -> tuple[int, ...] | None:
-    """One value per layer, from a number for all layers or an array."""
+    """Return one value per layer, from a number for all layers or from an array."""
     values = integers(reader, key)
     if values is None:
         return None

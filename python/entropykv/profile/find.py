@@ -1,4 +1,4 @@
-"""The entropy profile that belongs to a model, where nobody names one."""
+"""Find the entropy profile that belongs to a model, where nobody names one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
 def profile_beside(model: str | os.PathLike[str]) -> Path:
-    """Where `entropykv calibrate` leaves the profile of a model file, and sessions look for it."""
+    """Return where `entropykv calibrate` leaves the profile of a model file, and sessions look."""
     return Path(model).with_suffix(SUFFIX)
 
 

@@ -1,4 +1,4 @@
-"""The JSON of an entropy profile: its keys, and readers that name the file and the field.
+"""Read the JSON of an entropy profile; what is wrong is named by file and field.
 
 schemas/entropy_profile.schema.json describes version 2 for other programs.
 """
@@ -17,14 +17,14 @@ from entropykv.errors import ProfileError
 
 FORMAT_VERSION = 2
 HEAD_TYPE_LIMITS = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0}
-"""Upper limit in bits (exclusive) of every type but the last, which is "diffuse"."""
+"""The upper limit in bits (exclusive) of every type of head but the last, "diffuse"."""
 
 HEAD_TYPES = (*HEAD_TYPE_LIMITS, "diffuse")
 STATISTICS = ("mean", "std", "min", "max", "cv")
 GEOMETRY = ("n_layer", "n_head", "n_head_kv", "n_ctx")
 REQUIRED = (*GEOMETRY, "head_entropies")
 DERIVED = ("entropy_stats", "head_types", "layer_entropies")
-"""Written for readers, computed anew from the entropies when a profile is read."""
+"""Keys that are written for readers, and computed anew when a profile is read."""
 PARTS = ("fingerprint", "measurement", "curves")
 KNOWN = {"format_version", "model", "source", *REQUIRED, *DERIVED, *PARTS}
 MAX_ENTROPY_BITS = 64.0  # log2 of more positions than any context has
@@ -34,17 +34,20 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def head_key(layer: int, head: int) -> str:
-    """The name of a query head."""
+    """Return the name of a query head in the file."""
     return f"L{layer}_H{head}"
 
 
 def is_number(value: object) -> bool:
-    """Whether JSON would call it a number."""
+    """Tell whether JSON would call it a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_keys(data: Mapping[str, Any], where: str) -> int:
-    """Check version, required keys and, in version 2, unknown keys and types of derived ones."""
+    """Check version, required keys and, in version 2, unknown keys and types of derived ones.
+
+    Returns the version; raises ProfileError.
+    """
     version = data.get("format_version", 1)
     if type(version) is not int or version not in (1, FORMAT_VERSION):
         raise ProfileError(
@@ -104,7 +107,7 @@ def read_entropies(table: object, geometry: Mapping[str, int], where: str) -> Fl
     n_layer, n_head = geometry["n_layer"], geometry["n_head"]
     values: list[float] = []
     keys: set[str] = set()
-    for layer in range(n_layer):  # stops at the first missing head, however large n_layer is
+    for layer in range(n_layer):  # the first missing head ends this, however large n_layer is
         for head in range(n_head):
             key = head_key(layer, head)
             if key not in table:
@@ -123,7 +126,7 @@ def read_entropies(table: object, geometry: Mapping[str, int], where: str) -> Fl
 def _read_entropy(value: object, key: str, where: str) -> float:
     if is_number(value):
         number = cast("float", value)
-        if 0.0 <= number <= MAX_ENTROPY_BITS:  # false for NaN too
+        if 0.0 <= number <= MAX_ENTROPY_BITS:  # also false for NaN
             return float(number)
     raise ProfileError(
         f"{where}: head_entropies {key} must be a number of bits between 0 and "
@@ -135,7 +138,7 @@ def shown(value: object) -> str:
     """Return the value as short JSON-like text for a message."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:  # an integer has more digits than Python converts
         text = f"a {type(value).__name__}"
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -144,7 +147,7 @@ def shown(value: object) -> str:
 
 
 def object_in(value: object, where: str, field: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """An object with exactly these keys; ProfileError names what is missing or unknown."""
+    """Return an object with exactly these keys; ProfileError names what is missing or unknown."""
     if not isinstance(value, dict):
         raise ProfileError(f"{where}: {field} must be an object; {ADVICE}")
     for name in names:
@@ -159,14 +162,14 @@ def object_in(value: object, where: str, field: str, names: tuple[str, ...]) -> 
 
 
 def text_in(value: object, where: str, field: str) -> str:
-    """A text."""
+    """Return a text; raises ProfileError for anything else."""
     if not isinstance(value, str):
         raise ProfileError(f"{where}: {field} must be a text, not {shown(value)}; {ADVICE}")
     return value
 
 
 def number_in(value: object, where: str, field: str, low: float, high: float) -> float:
-    """A number from low to high; NaN is none."""
+    """Return a number from low to high; raises ProfileError for anything else, and for NaN."""
     if is_number(value) and low <= cast("float", value) <= high:
         return float(cast("float", value))
     raise ProfileError(
@@ -175,7 +178,7 @@ def number_in(value: object, where: str, field: str, low: float, high: float) ->
 
 
 def integer_in(value: object, where: str, field: str, low: int, high: int) -> int:
-    """An integer from low to high."""
+    """Return an integer from low to high; raises ProfileError for anything else."""
     if type(value) is int and low <= value <= high:
         return value
     raise ProfileError(
@@ -186,7 +189,10 @@ def integer_in(value: object, where: str, field: str, low: int, high: int) -> in
 def table_in(
     value: object, where: str, field: str, shape: tuple[int, ...], high: float
 ) -> FloatArray:
-    """Nested lists of numbers from 0 to high as an array of that shape."""
+    """Read nested lists of numbers from 0 to high as an array of that shape.
+
+    Raises ProfileError for anything else.
+    """
     if not shape:
         return np.array(number_in(value, where, field, 0.0, high))
     if not isinstance(value, list) or len(value) != shape[0]:
@@ -198,7 +204,7 @@ def table_in(
 
 
 def to_text(data: Mapping[str, Any]) -> str:
-    """The file: two spaces a level, and a list of numbers on one line."""
+    """Return the text of the file: two spaces a level, and a list of numbers on one line."""
     text = json.dumps(data, indent=2, allow_nan=False)
 
     def on_one_line(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Parts of a version 2 profile beyond the entropies: which model, how it was measured."""
+"""Hold parts of a version 2 profile beyond the entropies: which model, how it was measured."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from entropykv.profile.json_fields import (
 )
 
 ROWS = ("quarters", "all")
-"""Attention rows that a head's entropy is the mean of: those at 25, 50, 75 and 100 % of every text
-(the BitNet document), or all rows of every text."""
+"""The attention rows that a head's entropy is the mean of: those at 25, 50, 75 and 100 % of every
+text (the BitNet document), or all rows of every text.
+"""
 
 _DECIMALS = 6
 _MOST = 2**31 - 1
@@ -31,7 +32,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which model a profile was made with, as its GGUF header says.
+    """Say which model a profile was made with, by its GGUF header.
 
     `header_sha256` is of all bytes before the tensor data: metadata and tensor infos. Another
     quantisation of the same model has another one.
@@ -44,12 +45,12 @@ class Fingerprint:
     header_sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """The object of the file."""
+        """Return the object that the file has."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, value: object, where: str) -> Fingerprint:
-        """Read the object of the file; ProfileError names the field."""
+        """Read the object that the file has; ProfileError names the field."""
         data = object_in(value, where, "fingerprint", tuple(cls.__dataclass_fields__))
         sizes = {
             name: integer_in(data[name], where, f"fingerprint.{name}", 0, _MOST)
@@ -67,7 +68,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """How the entropies were measured, and what else was seen.
+    """Say how the entropies were measured, and what else was seen.
 
     Entropies are in bits, (n_layer, n_head): `quarters` and `all_rows` are means over the texts of
     the two kinds of ROWS, of which `rows` names the profile's own; `spread` is the standard
@@ -88,7 +89,7 @@ class Measurement:
     spread: FloatArray
 
     def to_json(self) -> dict[str, Any]:
-        """The object of the file."""
+        """Return the object that the file has."""
         data = dict(vars(self))
         data["texts"] = [{"name": name, "tokens": tokens} for name, tokens in self.texts]
         for name in ("quarters", "all_rows", "spread"):
@@ -97,7 +98,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, value: object, where: str, shape: tuple[int, int]) -> Measurement:
-        """Read the object of the file; `shape` is (n_layer, n_head). ProfileError names a field."""
+        """Read the object, `shape` being (n_layer, n_head); ProfileError names a field."""
         data = object_in(value, where, "measurement", tuple(cls.__dataclass_fields__))
         tables = {
             name: table_in(data[name], where, f"measurement.{name}", shape, MAX_ENTROPY_BITS)
@@ -141,7 +142,7 @@ def _texts(value: object, where: str) -> tuple[tuple[str, int], ...]:
 
 
 def curves_to_json(curves: LossCurves) -> dict[str, Any]:
-    """The object of the file."""
+    """Return the object that the file has for the curves."""
     data = dict(vars(curves))
     data["keep"] = list(curves.keep)
     for name in ("mass_lost", "output_error"):
@@ -150,7 +151,7 @@ def curves_to_json(curves: LossCurves) -> dict[str, Any]:
 
 
 def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossCurves:
-    """Read the object of the file; `shape` is (n_layer, n_head_kv). ProfileError names a field."""
+    """Read the curves, `shape` being (n_layer, n_head_kv); ProfileError names a field."""
     data = object_in(value, where, "curves", tuple(LossCurves.__dataclass_fields__))
     least = {"length": 1, "queries": 1, "n_sinks": 0, "recent_window": 1, "n_texts": 1}
     numbers = {
@@ -174,5 +175,5 @@ def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossC
 
 
 def rounded(values: FloatArray) -> Any:
-    """Nested lists with six decimals: more than any calibration repeats."""
+    """Return nested lists with six decimals: more than any calibration repeats."""
     return np.round(values, _DECIMALS).tolist()

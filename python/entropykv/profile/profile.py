@@ -1,4 +1,4 @@
-"""EntropyProfile: the calibrated attention entropy of every query head, and its JSON file.
+"""Hold the calibrated attention entropy of every query head, and its JSON file.
 
 Version 1 is the file of the BitNet document; version 2 is written here. Both are read.
 """
@@ -43,7 +43,7 @@ from entropykv.profile.parts import (
 
 @dataclass(frozen=True, eq=False)
 class EntropyProfile:
-    """Mean attention entropy of every query head of one model.
+    """Hold the mean attention entropy of every query head of one model.
 
     `head_entropies` has shape (n_layer, n_head), in bits, float64, read-only. `n_ctx` is the
     context the profile was made for, in tokens. `model` and `source` are free text. `fingerprint`,
@@ -172,12 +172,12 @@ class EntropyProfile:
 
     @property
     def mean(self) -> float:
-        """Mean entropy of all query heads, in bits."""
+        """Return the mean entropy of all query heads, in bits."""
         return float(self.head_entropies.mean())
 
     @property
     def coefficient_of_variation(self) -> float:
-        """Standard deviation over mean of all query heads; 0 where the mean is 0."""
+        """Return standard deviation over mean of all query heads; 0 where the mean is 0."""
         mean = self.mean
         return float(self.head_entropies.std()) / mean if mean > 0.0 else 0.0
 
@@ -187,16 +187,16 @@ class EntropyProfile:
         return {name: int(count) for name, count in zip(HEAD_TYPES, counts, strict=True)}
 
     def kinds(self) -> npt.NDArray[np.intp]:
-        """Type of every query head, (n_layer, n_head), as an index into HEAD_TYPES."""
+        """Return the type of every query head, (n_layer, n_head), as an index into HEAD_TYPES."""
         return np.digitize(self.head_entropies, list(HEAD_TYPE_LIMITS.values()))
 
     def kv_head_entropies(self) -> FloatArray:
-        """Entropy of every KV head, shape (n_layer, n_head_kv): the maximum of its GQA group."""
+        """Return the entropy of each KV head, (n_layer, n_head_kv): the maximum of its group."""
         groups = self.head_entropies.reshape(self.n_layer, self.n_head_kv, -1)
         return cast("FloatArray", groups.max(axis=2))
 
     def layer_means(self) -> FloatArray:
-        """Mean entropy of the query heads of every layer, shape (n_layer,), in bits."""
+        """Return the mean entropy of each layer's query heads, (n_layer,), in bits."""
         return cast("FloatArray", self.head_entropies.mean(axis=1))
 
     def check_geometry(self, n_layer: int, n_head: int, n_head_kv: int, model_name: str) -> None:
@@ -212,7 +212,7 @@ class EntropyProfile:
 
 
 def _read_parts(data: dict[str, Any], where: str, geometry: Mapping[str, int]) -> dict[str, Any]:
-    """The optional objects of version 2 that are there."""
+    """Read the optional objects of version 2 that are there."""
     n_layer, n_head, n_head_kv, _ = geometry.values()
     parts: dict[str, Any] = {}
     if "fingerprint" in data:

@@ -1,1 +1,1 @@
-"""Values that a user can give, checked once and frozen."""
+"""Check the values that a user can give once, and freeze them."""

@@ -1,7 +1,7 @@
-"""CacheOptions: everything that a user can say about the cache, checked once; defaults stand here.
+"""Hold all that a user can say about the cache, checked once; the defaults stand here alone.
 
-Session, Pool, EntropyLlama, attach(), the server and the command line make one, and hand it on
-whole. What follows from it for a model is a Recipe: see policy/recipe.py.
+Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions, and hand
+it on whole. What follows from it for a model is a Recipe: see policy/recipe.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from entropykv.settings.recovery import Recovery
 
 MICRO_BATCH = 512
 MICRO_BATCH_OF_POOL = 128
-"""Tokens of a prompt between two tokens of those who write."""
+"""Tokens of a prompt that a pool reads at a time: between two of them, others write a token."""
 SEQUENCES_OF_POOL = 4
 CHECKPOINTS = "64MiB"
 MOST_SEQUENCES = 256
-"""Of a llama_context."""
+"""The most sequences that a llama_context takes."""
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -54,7 +54,7 @@ class CacheArguments(TypedDict, total=False):
 
 
 class SessionArguments(CacheArguments, total=False):
-    """Name those that Session takes."""
+    """Name the fields of CacheOptions that Session takes."""
 
     kv_budget: Budget | str | float
     n_ctx: int
@@ -75,7 +75,7 @@ class PoolArguments(SessionArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """Ask something of the cache. BudgetError, SettingsError where a value is impossible.
+    """Hold what is asked of the cache; raises BudgetError or SettingsError for impossible values.
 
     `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB").
     `policy`: a name: see docs/budgets.md; or an object of your own: see OwnPolicy. `kv_type`: f16,
@@ -117,9 +117,9 @@ class CacheOptions:
     park_limit: str | int | None = None
     checkpoints: str | int = CHECKPOINTS
     budget: Budget = field(init=False, repr=False, compare=False)
-    """`kv_budget`, read."""
+    """What `kv_budget` says, as a Budget."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
-    """`freeze`, read."""
+    """What `freeze` says, as a Freezing; None where nothing freezes."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -131,7 +131,8 @@ class CacheOptions:
         at_least("n_ubatch", self.micro_batch, 1, MOST_MICRO_BATCH)
         at_least("n_threads", self.n_threads, 0, MOST_THREADS)
         at_least("n_threads_batch", self.n_threads_batch, 0, MOST_THREADS)
-        at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)  # llama.cpp's "all"
+        # Llama.cpp has this number for all layers.
+        at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         at_least("n_sinks", self.n_sinks, 0)
         if self.recent_window is not None:
             at_least("recent_window", self.recent_window, 1)
@@ -154,33 +155,33 @@ class CacheOptions:
 
     @property
     def micro_batch(self) -> int:
-        """Tokens of a prompt that are asked to be read at a time."""
+        """Return how many tokens of a prompt are asked to be read at a time."""
         if self.n_ubatch is not None:
             return self.n_ubatch
         return MICRO_BATCH if self.n_sequences is None else MICRO_BATCH_OF_POOL
 
     @property
     def threads(self) -> int:
-        """Threads of token generation; the cores that this process may use unless set."""
+        """Return the threads that write: the cores that this process may use unless set."""
         return self.n_threads or usable_cores()
 
     @property
     def threads_batch(self) -> int:
-        """Threads of prompt reading."""
+        """Return the threads that read prompts: as many unless set."""
         return self.n_threads_batch or self.threads
 
     @property
     def most_threads(self) -> int:
-        """Most threads that an op of the model's graph has."""
+        """Return the most threads that an op of the model's graph has."""
         return max(self.threads, self.threads_batch)
 
     @property
     def in_pool(self) -> bool:
-        """Whether the budget is that of a pool, and not of one session."""
+        """Tell whether the budget is that of a pool, and not of one session."""
         return self.n_sequences is not None
 
     def alone(self) -> CacheOptions:
-        """Return these options for one session. SettingsError where they are those of a pool."""
+        """Return these options for one session; raises SettingsError where they ask for a pool."""
         of_pool = (self.n_sequences, self.park, self.park_limit, self.checkpoints)
         if of_pool != (None, "ram", None, CHECKPOINTS):
             raise SettingsError(

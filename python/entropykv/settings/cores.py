@@ -1,4 +1,4 @@
-"""How many threads may compute at once: cores, less what this process or its container may not use.
+"""Count how many threads may compute at once: the cores that this process or container may use.
 
 llama.cpp's threads wait for each other after every operation: one that gets no core stops them all,
 so that a thread too many is slower than a thread too few.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """Where Linux says what a process may use; all of it may be missing."""
+    """Say where Linux tells what a process may use; all of it may be missing."""
 
     cgroups: Path = Path("/sys/fs/cgroup")
     own_cgroups: Path = Path("/proc/self/cgroup")
@@ -39,7 +39,7 @@ class Machine:
         """Yield every limit, in CPUs, of the cgroup of this process and of those around it."""
         for line in _read(self.own_cgroups).splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:  # version 2, alone or beside version 1
+            if not controllers:  # version 2 of cgroups, alone or beside version 1
                 for root in (self.cgroups, self.cgroups / "unified"):
                     for folder in _folders(root, path):
                         yield from _quota(*_read(folder / "cpu.max").split())

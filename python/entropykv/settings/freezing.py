@@ -1,4 +1,4 @@
-"""Cold storage of a session: what freezes, where it is kept, and when it comes back."""
+"""Say what freezes in a session, where cold storage is kept, and when entries come back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from entropykv.settings.options import MOST_BYTES, at_least, is_number, one_of, 
 RAM = "ram"
 DISK = "disk:"
 COLD_TYPES = ("f16", "q8_0", "q4_0")
-"""Of frozen entries; the widest first."""
+"""The types of frozen entries, the widest first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
 RECALL_MICRO_BATCH = 16
-"""Tokens of a prompt read at a time, at most, where frozen entries are looked for: they share what
-is found."""
+"""The most tokens of a prompt that are read at a time where frozen entries are looked for: these
+tokens share what is found.
+"""
 
 LIMITS_OF_RATE = (1e-6, 1e6)
 MOST_THRESHOLD = 1e9
@@ -23,7 +24,7 @@ MOST_THRESHOLD = 1e9
 
 @dataclass(frozen=True)
 class Freezing:
-    """Evicted entries are kept in cold storage, out of attention. SettingsError where impossible.
+    """Keep evicted entries in cold storage, out of attention; raises SettingsError.
 
     `where`: `ram`, or `disk:DIR`: a file of this process in a directory. `limit`: bytes of cold
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: of frozen entries; auto:
@@ -66,12 +67,12 @@ class Freezing:
 
     @staticmethod
     def parse(value: Freezing | str | None) -> Freezing | None:
-        """Read `ram` or `disk:DIR`, with defaults for all else; None: nothing is frozen."""
+        """Read `ram` or `disk:DIR`, with defaults for all else; None says that nothing freezes."""
         return Freezing(value) if isinstance(value, str) else _checked(value)
 
     @property
     def directory(self) -> str | None:
-        """Where the file of cold storage is made; None: it is kept in memory."""
+        """Return where the file of cold storage is made; None where it is kept in memory."""
         where: object = self.where
         if not isinstance(where, str) or not where.startswith(DISK):
             return None
@@ -79,13 +80,13 @@ class Freezing:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The `limit`, in bytes; None: there is none."""
+        """Return the `limit` in bytes; None where there is none."""
         return None if self.limit is None else _bytes(self.limit)
 
     def type_for(self, kv_type: str) -> str:
-        """The type of frozen entries in a store whose entries are of `kv_type`.
+        """Return the type of frozen entries in a store whose entries are of `kv_type`.
 
-        SettingsError for a wider one: what is not there cannot be kept.
+        Raises SettingsError for a wider one: what is not there cannot be kept.
         """
         if self.kv_type == "auto":
             return kv_type

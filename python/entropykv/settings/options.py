@@ -16,11 +16,12 @@ KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "flat")
 
 MOST_TOKENS = 2**30
-"""Of a context, and of all that is counted in tokens: positions, their distances, and sums of two
-of them are 32-bit numbers in llama.cpp and in the extension."""
+"""The most tokens of a context, and of all that is counted in tokens: positions, their distances,
+and sums of two of them are 32-bit numbers in llama.cpp and in the extension.
+"""
 MOST_MICRO_BATCH = 2**16
 MOST_THREADS = 512
-"""llama.cpp's own limit."""
+"""The most threads that llama.cpp takes."""
 MOST_BYTES = 2**60
 
 _UNITS = {
@@ -44,14 +45,14 @@ def parse_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much the KV cache may hold: a fraction of n_ctx, tokens per KV head, or bytes."""
+    """Say how much the KV cache may hold: a fraction of n_ctx, tokens per KV head, or bytes."""
 
     kind: Literal["fraction", "tokens", "bytes"]
     value: float
 
     @classmethod
     def parse(cls, value: Budget | str | float) -> Budget:
-        """Read `0.2`, `512` or `"64MiB"`; BudgetError for anything impossible."""
+        """Read `0.2`, `512` or `"64MiB"`; raises BudgetError for anything impossible."""
         if isinstance(value, Budget):
             return value
         n_bytes = parse_bytes(value) if isinstance(value, str) else None
@@ -99,6 +100,6 @@ def at_least(name: str, value: object, least: int, most: int = MOST_TOKENS) -> N
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number like any other: not an infinite one, nor none at all."""
+    """Tell whether a value is a finite number: neither infinite, nor NaN, nor no number at all."""
     is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_one and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""OwnPolicy: who keeps what, decided by an object of the user's own, given as `policy=`."""
+"""Let an object of the user's own, given as `policy=`, decide who keeps what: OwnPolicy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class BudgetToShare:
     """Tell OwnPolicy.share() how much there is to share among the KV heads of a model."""
 
     n_ctx: int
-    """The longest text, in tokens."""
+    """The length of the longest text, in tokens."""
     mean_entries: int
     """Entries per KV head that the budget holds, on average."""
     floor_entries: int
-    """What no KV head gets less than: sinks, and the recent window."""
+    """Entries that every KV head gets at least: sinks, and the recent window."""
     heads_per_layer: tuple[int, ...]
-    """KV heads of every attention layer."""
+    """How many KV heads each attention layer has."""
     limits: tuple[int, ...]
     """Entries that each KV head can use, all layers in order: all of the context, or a window."""
     profile: EntropyProfile | None
@@ -36,7 +36,7 @@ class BudgetToShare:
 
     @property
     def n_kv_heads(self) -> int:
-        """KV heads of all layers."""
+        """Return the number of KV heads of all layers."""
         return sum(self.heads_per_layer)
 
 
@@ -45,15 +45,15 @@ class MicroBatchSeen:
     """Show OwnPolicy.observe() what a micro-batch of text has brought."""
 
     n_tokens: int
-    """Its tokens."""
+    """How many tokens it has."""
     heads_per_layer: tuple[int, ...]
-    """KV heads of every attention layer."""
+    """How many KV heads each attention layer has."""
     entropies: Callable[[int], npt.NDArray[np.float32]]
-    """entropies(layer): of the attention rows, in bits, as (n_tokens, query heads)."""
+    """entropies(layer) returns those of the attention rows in bits, (n_tokens, query heads)."""
     positions: Callable[[int, int], npt.NDArray[np.int32]]
-    """positions(layer, kv_head): the entries that are kept now, ascending, as (n,)."""
+    """positions(layer, kv_head) returns the entries that are kept now, ascending, (n,)."""
     importance: Callable[[int, int], npt.NDArray[np.float32]]
-    """importance(layer, kv_head): what they are ranked by, as (n,)."""
+    """importance(layer, kv_head) returns what those entries are ranked by, (n,)."""
 
 
 class OwnPolicy:
@@ -96,7 +96,7 @@ class OwnPolicy:
 
 
 def check_own_policy(policy: object, taken: Sequence[str]) -> OwnPolicy:
-    """Return the policy; SettingsError where it is none, or has no name of its own."""
+    """Return the policy; raises SettingsError where it is none, or has no name of its own."""
     if not isinstance(policy, OwnPolicy):
         raise SettingsError(
             f"policy cannot be {policy!r}; use the name of one, or an object of a class that is "
@@ -116,7 +116,7 @@ def check_own_policy(policy: object, taken: Sequence[str]) -> OwnPolicy:
 
 
 def checked_weights(policy: OwnPolicy, budget: BudgetToShare) -> list[float]:
-    """Return what share() returns; SettingsError where that is no share for every KV head."""
+    """Return what share() returns; raises SettingsError where that is no share for each KV head."""
     weights = np.asarray(policy.share(budget), np.float64)
     possible = weights.shape == (budget.n_kv_heads,) and np.isfinite(weights).all()
     if not possible or weights.min() < 0.0 or weights.max() == 0.0:

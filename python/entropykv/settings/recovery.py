@@ -30,19 +30,19 @@ class Rung(IntEnum):
 
 @dataclass(frozen=True)
 class Recovery:
-    """When the ladder is climbed, and how far. Raises SettingsError for impossible values.
+    """Say when the ladder is climbed, and how far; raises SettingsError for impossible values.
 
     A token is a spike where the entropy of the distribution after it, or -log2 of its top
     probability, smoothed over about `smooth` tokens, is more than `deviations` deviations above its
-    running mean. Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by
-    1 / `memory` (exponential decay; a plain mean until there are as many), and a value beyond the
+    running mean. Nothing counts before `warm_up` tokens. Mean and deviation weight a new token by 1
+    / `memory` (exponential decay; a plain mean until there are as many), and a value beyond the
     limit is taken in as the limit: a spike hardly moves them, a new level is what they have grown
     used to soon.
 
-    Each spike climbs one rung, up to `highest`, but none within `refractory` tokens of a climb,
-    so that its effect can be seen; every `calm` tokens without a spike bring the ladder down by
-    one. `window`: steps that a window reset looks back. `rewalk`: tokens that a rewalk generates
-    again; as many are held back until they are certain. 0: it never does.
+    Each spike climbs one rung, up to `highest`, but none within `refractory` tokens of a climb, so
+    that its effect can be seen; every `calm` tokens without a spike bring the ladder down by one.
+    `window`: steps that a window reset looks back. `rewalk`: tokens that a rewalk generates again,
+    and that are held back until they are certain; 0 never generates any again.
     """
 
     deviations: float = 3.0
@@ -77,10 +77,10 @@ class Recovery:
 
     @property
     def top(self) -> Rung:
-        """The highest rung that there is: no REWALK of 0 tokens."""
+        """Return the highest rung that there is: a REWALK of 0 tokens is none."""
         return self.highest if self.rewalk else min(self.highest, Rung.FULL)
 
     @property
     def held_back(self) -> int:
-        """Tokens that a rewalk may take back, and that nobody is shown before."""
+        """Return how many tokens a rewalk may take back; nobody is shown them before."""
         return self.rewalk if self.top is Rung.REWALK else 0
