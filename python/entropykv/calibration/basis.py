@@ -1,4 +1,4 @@
-"""What a profile rests on, so that a worse one does not take the place of a better one."""
+"""Say what a profile rests on, so that a worse one does not take the place of a better one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from entropykv.profile.profile import EntropyProfile
 
 @dataclass(frozen=True)
 class Basis:
-    """Of which model a profile is, and how much was read for it."""
+    """Hold which model a profile is of, and how much was read for it."""
 
     geometry: tuple[int, int, int]
-    """Layers, query heads and KV heads."""
+    """Numbers of layers, query heads and KV heads."""
     fingerprint: Fingerprint | None
-    """None: unknown, as of a model that transformers ran."""
+    """The model file that it was made with; None where unknown, as where transformers ran it."""
     texts: int
-    """For the entropies."""
+    """How many texts the entropies are means of."""
     curve_texts: int = 0
-    """For the loss curves; 0: there are none."""
+    """How many texts the loss curves are means of; 0 where there are none."""
     curve_length: int = 0
-    """Tokens of each of them."""
+    """How many tokens each of those texts has."""
 
     @classmethod
     def of(cls, profile: EntropyProfile) -> Basis:
@@ -40,13 +40,13 @@ class Basis:
         )
 
     def is_of_the_model_of(self, other: Basis) -> bool:
-        """Whether both can be of one model file."""
+        """Tell whether both can be of one model file."""
         known = self.fingerprint is not None and other.fingerprint is not None
         same = self.fingerprint == other.fingerprint or not known
         return self.geometry == other.geometry and same
 
     def advantage_over(self, other: Basis) -> str | None:
-        """What this one has that the other one has less of, in words; None: nothing."""
+        """Say what this one has that the other one has less of; None where that is nothing."""
         if self.curve_texts * self.curve_length > other.curve_texts * other.curve_length:
             has = f"loss curves from {self.curve_texts} texts of {self.curve_length} tokens"
             theirs = f"from {other.curve_texts} of {other.curve_length}"

@@ -1,4 +1,4 @@
-"""The same entropies through transformers with eager attention, for models without a GGUF file."""
+"""Measure the same entropies through transformers with eager attention, without a GGUF file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def calibrate_hf(
 
 
 def load_eager(name: str, device: str, **options: Any) -> tuple[Any, Any]:
-    """Model and tokenizer; CalibrationError in one sentence where they cannot be loaded."""
+    """Load model and tokenizer; raises CalibrationError in one sentence where that fails."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
@@ -81,14 +81,14 @@ def load_eager(name: str, device: str, **options: Any) -> tuple[Any, Any]:
 
 
 def eager_entropies(model: Any, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""
+    """Return the entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""
     import torch  # noqa: PLC0415
 
     with torch.inference_mode():
         ids = torch.tensor([list(tokens)], device=model.device)
         result = model(ids, output_attentions=True, use_cache=False)
         rows = []
-        for weights in result.attentions:  # (1, n_head, n_tokens, n_tokens)
+        for weights in result.attentions:  # weights are (1, n_head, n_tokens, n_tokens)
             nats = torch.special.entr(weights[0].float()).sum(dim=-1)
             rows.append((nats / np.log(2.0)).T.cpu().numpy())
     return np.stack(rows).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Calibration: the entropy of every query head over texts, and what a KV head loses.
+"""Calibrate: measure the entropy of every query head over texts, and what a KV head loses.
 
 The BitNet document: H = -sum p log2 p of the attention rows at 25, 50, 75 and 100 % of every text,
 averaged over 20 texts. The attention op of the headwise store computes the entropy of every row
@@ -33,18 +33,18 @@ from entropykv.profile.parts import ROWS, Measurement
 from entropykv.profile.profile import EntropyProfile
 
 RowEntropies = Callable[[Sequence[int]], npt.NDArray[np.float32]]
-"""Tokens of a text -> entropy of every attention row in bits, (n_layer, n_tokens, n_head)."""
+"""Returns the entropy of each attention row of a text in bits, (n_layer, n_tokens, n_head)."""
 
 Progress = Callable[[int], None]
-"""Told how many more tokens were read."""
+"""Called with how many more tokens were read."""
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What to read; the defaults are those of the BitNet document.
+    """Say what to read; the defaults are those of the BitNet document.
 
-    `rows`: see entropykv.profile_parts.ROWS. `curve_texts` texts of `curve_length` tokens each
-    give the loss curves; 0: no curves. Raises SettingsError, naming the field.
+    `rows`: see entropykv.profile.parts.ROWS. `curve_texts` texts of `curve_length` tokens each give
+    the loss curves; 0 gives none. Raises SettingsError, naming the field.
     """
 
     n_sequences: int = 20
@@ -114,7 +114,7 @@ def calibrate(
 def _long_texts(
     texts: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
 ) -> list[tuple[int, ...]]:
-    """What to read for the loss curves; CalibrationError where there is not enough for any."""
+    """Return what to read for the loss curves; raises CalibrationError for too little text."""
     found = long_sequences(
         texts,
         observer.tokenize,
@@ -144,7 +144,7 @@ def _basis(
 
 
 def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings) -> int:
-    """Tokens that the model was trained for; SettingsError where a text is to be longer."""
+    """Return the tokens of the trained context; raises SettingsError if texts are longer."""
     trained = read_geometry(path).n_ctx_train
     if settings.max_length > trained:
         raise SettingsError(
@@ -157,7 +157,7 @@ def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings
 def excerpts_of(
     texts: Sequence[Text], tokenize: Callable[[str], list[int]], settings: CalibrationSettings
 ) -> list[Excerpt]:
-    """What to read of the texts."""
+    """Cut the texts into what is read of them."""
     return choose_sequences(
         texts,
         tokenize,
@@ -169,18 +169,18 @@ def excerpts_of(
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Mean entropies of every text, in bits: (n_texts, n_layer, n_head)."""
+    """Hold mean entropies of every text, in bits: (n_texts, n_layer, n_head)."""
 
     excerpts: Sequence[Excerpt]
     quarters: FloatArray
     all_rows: FloatArray
 
     def chosen(self, rows: str) -> FloatArray:
-        """Of the rows of that name."""
+        """Return the entropies over the attention rows of that name, see ROWS."""
         return self.quarters if rows == "quarters" else self.all_rows
 
     def summary(self, settings: CalibrationSettings, kv_type: str) -> Measurement:
-        """Mean and spread over the texts, and the stability between two halves of them."""
+        """Return mean and spread over the texts, and the stability between two halves of them."""
         chosen = self.chosen(settings.rows)
         halves = [
             chosen[[excerpt.half == half for excerpt in self.excerpts]].reshape(
@@ -207,7 +207,7 @@ class Measured:
 def measure(
     entropies: RowEntropies, excerpts: Sequence[Excerpt], on_progress: Progress
 ) -> Measured:
-    """Read every text; CalibrationError where an entropy is no number."""
+    """Read every text; raises CalibrationError where an entropy is no number."""
     quarters, all_rows = [], []
     for excerpt in excerpts:
         rows = entropies(excerpt.tokens).astype(np.float64)
@@ -223,12 +223,12 @@ def measure(
 
 
 def quarter_rows(n_tokens: int) -> list[int]:
-    """Rows at 25, 50, 75 and 100 % of a text: the last tokens of its quarters, rounded up."""
+    """Return the rows at 25, 50, 75 and 100 % of a text: the last of its quarters, rounded up."""
     return [-(-n_tokens * quarter // 4) - 1 for quarter in (1, 2, 3, 4)]
 
 
 def correlation(a: FloatArray, b: FloatArray) -> float | None:
-    """Pearson's r between the entropies of all heads; None where one of them does not vary."""
+    """Return Pearson's r of the entropies of all heads; None where one side does not vary."""
     if a.std() < 1e-12 or b.std() < 1e-12:
         return None
     return float(np.clip(np.corrcoef(a.ravel(), b.ravel())[0, 1], -1.0, 1.0))

@@ -1,4 +1,4 @@
-"""A GGUF model that reads texts with a full cache, and its attention rows as they are computed."""
+"""Read texts with a full cache, and watch a GGUF model's attention rows as they are computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Entropies = npt.NDArray[np.float32]
 
 
 class Observer:
-    """Reads one text after the other, quantised as users run the model.
+    """Read one text after the other, with the model quantised as users run it.
 
     `n_ctx`: the longest text, in tokens; `kv_type`: how K and V are stored while it reads. Memory:
     the weights, and one pool that holds n_ctx tokens. Raises ModelFileError and
@@ -65,13 +65,13 @@ class Observer:
             raise
 
     def _full_store(self, options: CacheOptions) -> HeadwiseStore:
-        """A store that evicts nothing; importance is that of the policies by attention mass."""
+        """Make a store that evicts nothing and ranks as the policies by attention mass do."""
         store = HeadwiseStore(self._model, resolve(options, self.geometry))
         store.sharing.keep_everything()
         return store
 
     def _shape(self) -> tuple[int, int, int]:
-        """Layers, query heads and KV heads."""
+        """Return the numbers of layers, query heads and KV heads."""
         layers = self._store.layers
         shapes = {(layer.n_head, layer.n_head_kv) for layer in layers}
         if len(shapes) > 1:
@@ -97,15 +97,15 @@ class Observer:
 
     @property
     def name(self) -> str:
-        """The model's name, or its file's."""
+        """Return the model's name, or its file's."""
         return self._model.name
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text as a prompt has them, BOS included where the model wants it."""
+        """Return the tokens of a text as a prompt has them, with BOS where the model wants it."""
         return self._model.tokenize(text, add_bos=self._model.adds_bos, special=False)
 
     def entropies(self, tokens: Sequence[int]) -> Entropies:
-        """Entropy of every attention row of a text, in bits: (n_layer, len(tokens), n_head)."""
+        """Return the entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""
         self._store.truncate(0)
         rows = np.empty((self.n_layer, len(tokens), self.n_head), np.float32)
         for first in range(0, len(tokens), self._n_ubatch):
@@ -116,7 +116,7 @@ class Observer:
         return rows
 
     def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
-        """What every KV head loses in a text of rules.length tokens: [layer][KV head]."""
+        """Return what every KV head loses in a text of rules.length tokens: [layer][KV head]."""
         self._store.truncate(0)
         for first in range(0, rules.n_read, self._n_ubatch):
             self._read(tokens[first : min(first + self._n_ubatch, rules.n_read)], first)

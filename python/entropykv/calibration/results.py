@@ -1,4 +1,4 @@
-"""Existing calibration results (`--from-results`): entropies in any of the usual JSON shapes."""
+"""Read existing calibration results (`--from-results`): entropies in the usual JSON shapes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_results(path: str | os.PathLike[str]) -> EntropyProfile:
 
 
 def _cells(table: object, where: str) -> dict[tuple[int, int], float]:
-    """Bits by (layer, head)."""
+    """Return bits by (layer, head)."""
     cells: dict[tuple[int, int], float] = {}
     if isinstance(table, dict):
         for key, value in table.items():

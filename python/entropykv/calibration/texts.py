@@ -1,4 +1,4 @@
-"""Texts for calibration, cut into sequences of tokens."""
+"""Read texts for calibration, and cut them into sequences of tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from entropykv.errors import CalibrationError
 from entropykv.files import read_text
 
 LEAST_TOKENS = 4
-"""Of a sequence: its quarters are different tokens."""
+"""The shortest sequence, in tokens: its quarters are different ones."""
 LEAST_CURVE_TOKENS = 64
-"""Of a text for loss curves."""
+"""The shortest text for loss curves, in tokens."""
 
 _SHIPPED = Path(__file__).parent / "texts"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text to read, and where it is from."""
+    """Hold a text to read, and where it is from."""
 
     name: str
     content: str
@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Tokens of one part of a text. The texts of different halves are disjoint."""
+    """Hold the tokens of one part of a text; the texts of different halves are disjoint."""
 
     name: str
     tokens: tuple[int, ...]
@@ -36,7 +36,7 @@ class Excerpt:
 
 
 def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
-    """The given files, or those that come with entropykv. CalibrationError names a bad file."""
+    """Read the given files, or those that come with entropykv; CalibrationError names a bad one."""
     paths = sorted(_SHIPPED.glob("*.txt")) if files is None else list(files)
     if not paths:
         raise CalibrationError(
@@ -60,11 +60,11 @@ def choose_sequences(
     max_length: int,
     seed: int,
 ) -> list[Excerpt]:
-    """Up to n_sequences of at most max_length tokens: the beginning of every text first.
+    """Return up to n_sequences of at most max_length tokens: the beginning of every text first.
 
     The seed permutes the texts. Where there are fewer texts than sequences, the next max_length
-    tokens of each follow, and so on, unless less than half of that is left. Raises
-    CalibrationError for a text of fewer than 4 tokens.
+    tokens of each follow, and so on, unless less than half of that is left. Raises CalibrationError
+    for a text of fewer than 4 tokens.
     """
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311
@@ -98,7 +98,7 @@ def long_sequences(
     length: int,
     seed: int,
 ) -> list[tuple[int, ...]]:
-    """Sequences of exactly `length` tokens: texts joined by blank lines until they are that long.
+    """Join texts by blank lines, and cut them into sequences of exactly `length` tokens.
 
     Without enough text there are fewer or shorter ones, all of one length; none where all texts
     together have fewer than 64 tokens.

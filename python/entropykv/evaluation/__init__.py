@@ -1,1 +1,1 @@
-"""What a budget costs: quality of a session under a budget against the full cache."""
+"""Measure what a budget costs: quality of a session under a budget against the full cache."""

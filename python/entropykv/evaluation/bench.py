@@ -1,7 +1,7 @@
-"""How fast a model reads and writes inside a budget, against stock llama.cpp in the same run.
+"""Measure how fast a model reads and writes inside a budget, against stock in the same run.
 
-For every context length, each round reads the prompt with stock and with every budget, then
-decodes in short blocks in turn, so that all meet the same state of the machine; medians count.
+For every context length, each round reads the prompt with stock and with every budget, then decodes
+in short blocks in turn, so that all meet the same state of the machine; medians count.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from entropykv.policy.names import AUTO
 from entropykv.session.session import Session
 
 BLOCK = 16
-"""Tokens that one contestant decodes before it is the next one's turn."""
+"""How many tokens one contestant decodes before it is the next one's turn."""
 
-_READ_BYTES = 512 << 20  # far more than any cache
+_READ_BYTES = 512 << 20  # far more bytes than any cache has
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure. Lengths in tokens; budgets are fractions of the length."""
+    """Say what to measure; lengths in tokens, budgets as fractions of the length."""
 
     lengths: Sequence[int]
     budgets: Sequence[float] = (1.0, 0.2)
@@ -41,7 +41,7 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One contestant at one length: tokens per second, and ratios to stock flash attention.
+    """Hold one contestant at one length: tokens per second, and ratios to stock flash attention.
 
     `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp. `products`: see
     SessionStats. `disagreement`: by what share the slowest round took longer than the fastest.
@@ -104,7 +104,7 @@ class _Contestant:
         )
 
     def _disagreement(self) -> float:
-        n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)  # of a round
+        n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)  # blocks in one round
         firsts = range(0, len(self.decode_seconds), max(1, n_blocks))
         written = [statistics.median(self.decode_seconds[i : i + n_blocks]) for i in firsts]
         return max(disagreement(self.prompt_seconds), disagreement(written))
@@ -117,8 +117,8 @@ def bench(
 ) -> Iterator[BenchRow]:
     """Measure a model; yields the rows of each length when it is done.
 
-    `progress` gets (steps done, steps in all). Raises as Session does, and ContextError for a
-    length that is impossible.
+    `progress` is called with (steps done, steps in all). Raises as Session does, and ContextError
+    for a length that is impossible.
     """
     for length in settings.lengths:
         if length < BLOCK:
@@ -142,7 +142,7 @@ def bench(
 def _contestants(
     model: str | os.PathLike[str], settings: BenchSettings, length: int
 ) -> Iterator[_Contestant]:
-    """Stock flash attention first."""
+    """Make all contestants, stock flash attention first."""
     n_ctx = length + settings.n_generate + BLOCK
     for name, flash in (("stock", True), ("stock, no flash attention", False)):
         yield _Contestant(
@@ -178,11 +178,11 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
 
 
 def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:
-    """So many tokens of the calibration texts, again from the first one where they end."""
+    """Return so many tokens of the calibration texts, again from the first one where they end."""
     tokens = session.tokenize("\n\n".join(text.content for text in read_texts()))
     return (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
 
 
 def read_bandwidth(n_threads: int) -> float:
-    """Bytes per second that a plain read of memory reaches with so many threads: the best of 5."""
+    """Measure bytes per second of a plain read of memory with so many threads: the best of 5."""
     return max(_core.read_bandwidth(_READ_BYTES, n_threads) for _ in range(5))

@@ -16,22 +16,22 @@ from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
 
 STOCK = "stock"
-"""Names stock llama.cpp with its full f16 cache, which all else is compared with."""
+"""The name of stock llama.cpp with its full f16 cache, which all else is compared with."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How every session runs the model."""
+    """Say how every session runs the model."""
 
     model: str
     options: CacheOptions
-    """Without the policy, type and budget of a combination."""
+    """The options of all sessions, which a combination's policy, type and budget are put into."""
     equal_bytes: bool = False
-    """A fraction is that of the bytes of the full f16 cache, not of the entries."""
+    """True where a fraction is that of the bytes of the full f16 cache, not of the entries."""
 
     @functools.cached_property
     def full_bytes_per_token(self) -> int:
-        """K and V of one token in a full f16 cache."""
+        """Return the bytes that K and V of one token take in a full f16 cache."""
         return 2 * read_geometry(self.model).cached_values
 
     def budget_for(self, budget: Budget, n_tokens: int) -> Budget:
@@ -39,21 +39,21 @@ class Engine:
         if budget.kind != "fraction":
             return budget
         if budget.value == 1.0 and not self.equal_bytes:
-            return budget  # of the whole context: nothing is ever evicted
+            return budget  # the fraction 1, at which nothing is ever evicted
         if self.equal_bytes:
             n_bytes = budget.value * n_tokens * self.full_bytes_per_token
             return Budget("bytes", max(1, int(n_bytes)))
         return Budget("tokens", max(2, int(round(budget.value * n_tokens, 9))))  # 0.29 of 100: 29
 
     def open_stock(self, n_ctx: int) -> StockSession:
-        """Stock llama.cpp; the caller closes it."""
+        """Open stock llama.cpp; the caller closes it."""
         threads, n_ubatch = self.options.n_threads, self.options.micro_batch
         return StockSession(self.model, n_ctx=n_ctx, n_threads=threads, n_ubatch=n_ubatch)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A policy, a type of K and V, and a budget."""
+    """Name a policy, a type of K and V, and a budget."""
 
     policy: str
     kv_type: str
@@ -61,7 +61,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Names it in a log of results."""
+        """Return what names it in a log of results."""
         return f"{self.policy}, {self.kv_type}, {self.budget}"
 
     @contextmanager
@@ -86,7 +86,7 @@ class Combination:
 def combinations(
     policies: Sequence[str], kv_types: Sequence[str], budgets: Sequence[str]
 ) -> list[Combination]:
-    """All of them, once each; raises BudgetError and SettingsError for what cannot be."""
+    """Return all combinations, once each; raises BudgetError or SettingsError."""
     for kv_type in kv_types:
         CacheOptions(kv_type=kv_type)
     if "" in policies:

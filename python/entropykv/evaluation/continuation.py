@@ -1,9 +1,9 @@
-"""How a text goes on: predictions of its continuation, and greedy texts, against the full cache.
+"""Compare how a text goes on, predicted or written greedily, against the full cache.
 
 The prompt is read inside the budget, in micro-batches. Then the budget grows by the length of the
 continuation (kvpress's protocol) and the continuation is teacher-forced; or the budget stays, and
-the continuation is read token by token, as it would be written. From the end of
-the prompt again, tokens are written greedily and compared one by one.
+the continuation is read token by token, as it would be written. From the end of the prompt again,
+tokens are written greedily and compared one by one.
 
 Memory: one model at a time; of logits, those of one micro-batch of one text, and as many rows of
 the reference, whose logits wait in a temporary folder (`ReferenceLogits`).
@@ -35,7 +35,10 @@ _LEAST_PROMPT = 64
 
 @dataclass(frozen=True)
 class Protocol:
-    """Lengths in tokens. `inside`: the budget does not grow; `greedy` 0: nothing is written."""
+    """Say how long everything is, in tokens.
+
+    `inside`: the budget does not grow; `greedy` 0: nothing is written.
+    """
 
     prompt: int
     continuation: int = 256
@@ -44,13 +47,13 @@ class Protocol:
 
     @property
     def n_ctx(self) -> int:
-        """The longest sequence."""
+        """Return the length of the longest sequence."""
         return self.prompt + max(self.continuation, self.greedy)
 
 
 @dataclass(frozen=True)
 class ContinuedText(Item):
-    """A text, cut to the protocol's prompt (`tokens`), and how it goes on."""
+    """Hold a text, cut to the protocol's prompt (`tokens`), and how it goes on."""
 
     following: tuple[int, ...]
 
@@ -58,7 +61,7 @@ class ContinuedText(Item):
 def prompt_length(
     wanted: int | None, continuation: int, greedy: int, lengths: dict[str, int], n_ctx_train: int
 ) -> int:
-    """Tokens of every prompt: what is wanted, else 2,048 or what texts and context allow.
+    """Return the tokens of every prompt: what is wanted, or what texts and context allow.
 
     `lengths`: tokens of every text by name. ContextError names what is too short, and by how much.
     """
@@ -80,10 +83,10 @@ def prompt_length(
 
 
 class ReferenceLogits:
-    """Logits of stock llama.cpp in a temporary folder, a file for each text; float32 rows."""
+    """Keep logits of stock llama.cpp in a temporary folder: a file of float32 rows for each text."""
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int) -> None:
-        """Make the folder; EntropyKVError where the disk has no room for it."""
+        """Make the folder; raises EntropyKVError where the disk is full."""
         self._n_vocab = n_vocab
         self._folder = tempfile.TemporaryDirectory(prefix="entropykv-eval-")
         needed = 4 * n_vocab * n_texts * n_rows
@@ -95,7 +98,7 @@ class ReferenceLogits:
             )
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove the folder."""
         self._folder.cleanup()
 
     def __enter__(self) -> ReferenceLogits:
@@ -103,7 +106,7 @@ class ReferenceLogits:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Remove the folder."""
         self.close()
 
     def write(self, digest: str, blocks: Iterator[Logits]) -> None:
@@ -118,7 +121,7 @@ class ReferenceLogits:
             ) from None
 
     def rows(self, digest: str, first: int, n_rows: int) -> Logits:
-        """Some rows of a text, (n_rows, n_vocab)."""
+        """Read `n_rows` rows of a text from `first` on: (n_rows, n_vocab)."""
         size = self._n_vocab
         values = np.fromfile(
             self._path(digest), np.float32, count=n_rows * size, offset=4 * first * size
@@ -130,7 +133,7 @@ class ReferenceLogits:
 
 
 class ContinuationPart:
-    """The texts' continuations. The caller closes `references`."""
+    """Measure the texts' continuations; the caller closes `references`."""
 
     name = "continuations"
     needs_reference = True
@@ -138,7 +141,7 @@ class ContinuationPart:
     def __init__(
         self, items: Sequence[ContinuedText], protocol: Protocol, references: ReferenceLogits
     ) -> None:
-        """Items as continued_texts() makes them, of the same protocol."""
+        """Take items as continued_texts() makes them, of the same protocol."""
         self.items = items
         self.n_ctx = protocol.n_ctx
         self._protocol = protocol
@@ -189,7 +192,7 @@ class ContinuationPart:
     def _predictions(
         self, session: Session, item: ContinuedText, tick: Tick
     ) -> Iterator[tuple[int, Logits]]:
-        """Rows of logits, and the number of the first one.
+        """Yield rows of logits, each with the number of its first row.
 
         Inside the budget they come token by token: nothing is evicted within a micro-batch, so that
         a continuation in one piece would be read beyond the budget.
@@ -232,5 +235,5 @@ def continued_texts(
 
 
 def tokens_of(model: Model, text: EvaluationText) -> list[int]:
-    """All tokens of a text, with BOS where the model wants it."""
+    """Return all tokens of a text, with BOS where the model wants it."""
     return model.tokenize(text.content, add_bos=model.adds_bos, special=True)

@@ -1,4 +1,4 @@
-"""Questions about long contexts, in LongBench's form, answered and scored by ROUGE."""
+"""Answer questions about long contexts, in LongBench's form, and score them by ROUGE."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from entropykv.session.session import Session
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 DEFAULT_TEMPLATE = "{context}\n\n{input}"
 Scorer = Callable[[Sequence[str], str], dict[str, float]]
-"""F1 of each of ROUGE_TYPES for (right answers, an answer)."""
+"""Returns the F1 of each of ROUGE_TYPES for (right answers, an answer)."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a data set."""
+    """Hold one line of a data set."""
 
     name: str
     context: str
@@ -36,13 +36,13 @@ class Question:
 
 @dataclass(frozen=True)
 class DatasetItem(Item):
-    """A prompt, and the answers that are right."""
+    """Hold a prompt, and the answers that are right."""
 
     answers: tuple[str, ...]
 
 
 class DatasetPart:
-    """The questions of a data set."""
+    """Measure the questions of a data set."""
 
     name = "dataset"
     needs_reference = False
@@ -50,7 +50,7 @@ class DatasetPart:
     def __init__(
         self, items: Sequence[DatasetItem], max_tokens: int, score: Scorer, *, inside: bool
     ) -> None:
-        """Items as dataset_items() makes them, with the same max_tokens.
+        """Take items as dataset_items() makes them, with the same max_tokens.
 
         `inside`: the budget does not grow for an answer.
         """
@@ -81,7 +81,7 @@ class DatasetPart:
 
 
 def rouge_scorer() -> Scorer:
-    """ROUGE F1 by the package rouge-score, the best over the right answers of each type."""
+    """Return ROUGE F1 by the package rouge-score, the best over the right answers of each type."""
     try:
         from rouge_score.rouge_scorer import RougeScorer  # noqa: PLC0415
     except ImportError:
@@ -98,9 +98,10 @@ def rouge_scorer() -> Scorer:
 
 
 def read_dataset(path: str | os.PathLike[str]) -> list[Question]:
-    """Questions of a JSON Lines file; ContextError names file and line of what is none."""
+    """Read the questions of a JSON Lines file; ContextError names file and line of what is none."""
     questions = []
-    lines = read_text(path, ContextError).split("\n")  # splitlines() knows ends that JSON does not
+    # Splitlines() also knows ends of lines that JSON does not.
+    lines = read_text(path, ContextError).split("\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
             questions.append(_question(line, f"{path}: line {number}", f"line {number}"))
@@ -142,8 +143,8 @@ def dataset_items(
 ) -> list[DatasetItem]:
     """Make prompts, with the model's chat template where it has one, that fit into n_ctx tokens.
 
-    Of a context that is too long the middle is left out, as LongBench does. ContextError where a
-    prompt is too long without it.
+    Of a context that is too long the middle is left out, as LongBench does. Raises ContextError
+    where a prompt is too long without it.
     """
     items = []
     for question in questions:
@@ -176,7 +177,7 @@ def _fitted(question: Question, model: Model, template: str, room: int) -> list[
 
 
 def _prompt(question: Question, context: str, model: Model, template: str) -> list[int]:
-    before, _, after = template.partition("{context}")  # the context may have braces of its own
+    before, _, after = template.partition("{context}")  # not format(): the context may have braces
     parts = (before.replace("{input}", question.input), context)
     text = "".join((*parts, after.replace("{input}", question.input)))
     chat = model.chat_prompt(text)

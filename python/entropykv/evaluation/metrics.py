@@ -1,4 +1,4 @@
-"""Logits and texts of a budgeted cache against those of the full one."""
+"""Compare logits and texts of a budgeted cache with those of the full one."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import numpy.typing as npt
 from entropykv.evaluation.reading import Logits
 
 _BLOCK = 32
-"""Rows that are in float64 at a time: a vocabulary may have a quarter of a million tokens."""
+"""How many rows are in float64 at a time: a vocabulary may have a quarter of a million tokens."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close one model's predictions of a text are to those of a reference."""
+    """Say how close one model's predictions of a text are to those of a reference."""
 
     kl: float
-    """Mean KL divergence of the reference's distribution from this one, in nats."""
+    """The mean KL divergence of the reference's distribution from this one, in nats."""
     top1: float
-    """Share of tokens where both have the same most probable one."""
+    """The share of tokens where both have the same most probable one."""
     perplexity_ratio: float
-    """Perplexity of the text, relative to the reference's."""
+    """The perplexity of the text, relative to the reference's."""
 
 
 class Comparison:
-    """Adds up an agreement over parts of a text; holds nothing of them."""
+    """Add up an agreement over parts of a text, without keeping them."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Begin with no rows."""
         self._kl = self._surplus = 0.0
         self._same = self._rows = self._known = 0
 
     def add(self, reference: Logits, other: Logits, following: Sequence[int]) -> None:
         """Add rows, (tokens, n_vocab), and the tokens that really follow each of them.
 
-        Of the last rows, nothing may be known to follow: they count for KL divergence and top-1.
+        What follows the last rows may be unknown: they count for KL divergence and top-1 alone.
         """
         for first in range(0, len(reference), _BLOCK):
             part = slice(first, first + _BLOCK)
@@ -51,7 +51,7 @@ class Comparison:
             self._known += len(known)
 
     def result(self) -> Agreement:
-        """Agreement over all that was added: two rows at least."""
+        """Return the agreement over all that was added, which is two rows at least."""
         return Agreement(
             kl=self._kl / self._rows,
             top1=self._same / self._rows,
@@ -60,20 +60,20 @@ class Comparison:
 
 
 def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    """Log-probabilities of every row, in float64."""
+    """Return the log-probabilities of every row, in float64."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result
 
 
 def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreement:
-    """Agreement of logits over `tokens`: row i follows tokens[i] and predicts tokens[i + 1]."""
+    """Compare logits over `tokens`: row i follows tokens[i] and predicts tokens[i + 1]."""
     comparison = Comparison()
     comparison.add(reference, other, tokens[1:])
     return comparison.result()
 
 
 def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
-    """Share of tokens that are equal at the same place; what only one of them has is not."""
+    """Return the share of tokens that are equal at the same place; missing ones are not equal."""
     longest = max(len(reference), len(other))
     return sum(a == b for a, b in zip(reference, other, strict=False)) / longest if longest else 1.0

@@ -1,4 +1,4 @@
-"""What the parts of an evaluation have in common: items, and figures measured for each."""
+"""Define what the parts of an evaluation share: items, and figures measured for each."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session
 
 Values = dict[str, Any]
-"""Figures of one item, as JSON holds them."""
+"""The figures of one item, as JSON holds them."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One text to be read, and what is done after it."""
+    """Hold one text to be read; a subclass says what is done after it."""
 
     name: str
     digest: str
-    """Of all that its figures depend on, besides the settings of the evaluation."""
+    """A hash of all that the item's figures depend on, besides the settings of the evaluation."""
     tokens: tuple[int, ...]
-    """What is read inside the budget."""
+    """The tokens that are read inside the budget."""
     n_steps: int
-    """Tokens that are read or written in all, for the progress."""
+    """How many tokens are read or written in all, for the progress."""
 
 
 class Part(Protocol):
-    """Items of one kind. Every figure is of one item alone, so that items can be left out."""
+    """Measure items of one kind; every figure is of one item, so that items can be left out."""
 
     name: str
     n_ctx: int
-    """Of the sessions."""
+    """The context of the sessions, in tokens."""
     needs_reference: bool
-    """Whether measuring an item needs that stock has measured it in the same run."""
+    """True where measuring an item needs that stock has measured it in the same run."""
 
     @property
     def items(self) -> Sequence[Item]:
-        """In order."""
+        """Return the items in order."""
 
     def reference(self, stock: StockSession, item: Any, tick: Tick) -> Values:
         """Measure an item with stock llama.cpp."""
@@ -48,7 +48,7 @@ class Part(Protocol):
 
 
 def kept_values(session: Session) -> Values:
-    """What a session holds of what it has read."""
+    """Return what a session holds of what it has read."""
     stats = session.stats()
     return {
         "policy": stats.policy,

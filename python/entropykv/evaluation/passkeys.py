@@ -1,4 +1,4 @@
-"""Facts planted into prose: whether a cache still holds what was read once, long ago.
+"""Plant facts into prose, to see whether a cache still holds what was read once, long ago.
 
 Every case is a passage of the given texts with a few facts at sentence boundaries, each a sentence
 that names whom or what it is about. The passage is read first; only then a fact is asked for, so
@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence to plant, and how it is asked for."""
+    """Hold a sentence to plant, and how it is asked for."""
 
     question: str
     stem: str
@@ -33,16 +33,16 @@ class Fact:
 
     @property
     def statement(self) -> str:
-        """The whole sentence."""
+        """Return the whole sentence."""
         return f"{self.stem} {self.value}."
 
     @property
     def prompt(self) -> str:
-        """What is read after the passage; a right answer goes on with the value."""
+        """Return what is read after the passage; a right answer goes on with the value."""
         return f"\n\nQuestion: {self.question}\nAnswer: {self.stem}"
 
     def is_answered_by(self, continuation: str) -> bool:
-        """Whether a continuation of the prompt begins with the value, as whole words."""
+        """Tell whether a continuation of the prompt begins with the value, as whole words."""
         text = continuation.lstrip().casefold()
         value = self.value.casefold()
         return text.startswith(value) and not text[len(value) : len(value) + 1].isalnum()
@@ -50,17 +50,17 @@ class Fact:
 
 @dataclass(frozen=True)
 class Case:
-    """A passage with facts in the order of the passage."""
+    """Hold a passage with facts, in the order of the passage."""
 
     text: str
     facts: tuple[Fact, ...]
     depths: tuple[float, ...]
-    """Where each fact is: the share of the passage's tokens before it."""
+    """Where each fact is, as the share of the passage's tokens before it."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """One way to say a fact: {who} stands for one of `subjects`."""
+    """Word a fact in one way: {who} stands for one of `subjects`."""
 
     question: str
     stem: str
@@ -71,7 +71,7 @@ class Wording:
 @dataclass(frozen=True)
 class _Sentence:
     text: str
-    """With the white space after it."""
+    """The sentence, with the white space after it."""
     n_tokens: int
 
 
@@ -198,7 +198,7 @@ def make_cases(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences with the white space that follows them; the last one ends a paragraph."""
+    """Return sentences with the white space that follows them; a paragraph's end ends one."""
     text = text.strip() + "\n\n"
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
@@ -244,7 +244,7 @@ def _fact(rng: random.Random, wording: Wording) -> Fact:
 
 
 def _passage(rng: random.Random, sentences: Sequence[_Sentence], room: int) -> list[_Sentence]:
-    """Whole sentences from a random one on, in a circle, as far as there is room."""
+    """Return whole sentences from a random one on, in a circle, as far as there is room."""
     first = rng.randrange(len(sentences))
     passage: list[_Sentence] = []
     for sentence in (*sentences[first:], *sentences[:first]):

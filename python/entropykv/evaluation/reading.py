@@ -1,4 +1,4 @@
-"""Reading and greedy writing, the same for a session under a budget and for stock llama.cpp."""
+"""Read and write greedily, a session under a budget and stock llama.cpp in the same way."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
 Tick = Callable[[int], None]
-"""Told how many more tokens are done, between two steps; may raise to end the work there."""
+"""Called between two steps with how many more tokens are done; may raise to end the work there."""
 
 
 class Reader(Protocol):
-    """What a Session and a StockSession have in common."""
+    """Define what a Session and a StockSession have in common."""
 
     @property
     def position(self) -> int:
-        """Tokens read so far."""
+        """Return the number of tokens read so far."""
 
     def decode_micro_batches(
         self, tokens: Sequence[int], all_logits: bool
     ) -> Iterator[Logits | None]:
-        """Decode as it is iterated."""
+        """Decode each micro-batch as the result is iterated."""
 
     def save_state(self) -> Any:
-        """What was read."""
+        """Return what was read, for load_state()."""
 
     def load_state(self, state: Any, /) -> object:
-        """Go back to it."""
+        """Go back to what save_state() returned."""
 
     def tokenize(self, text: str, add_bos: bool | None) -> list[int]:
-        """Tokens of a text; `add_bos` None: as the model wants."""
+        """Return the tokens of a text; `add_bos` None does as the model wants."""
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the generation."""
+        """Tell whether a token ends the generation."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, and how fast: the first token costs no decoding, the last one neither."""
+    """Hold what was written, and how fast: neither the first nor the last token costs a decode."""
 
     tokens: list[int]
     n_decoded: int
@@ -65,7 +65,7 @@ def rows_of(
 
 
 def read(reader: Reader, tokens: Sequence[int], tick: Tick) -> tuple[Logits, float]:
-    """Read tokens; the logits of the last one, (n_vocab,), and the seconds that it took."""
+    """Read tokens; returns logits of the last one, (n_vocab,), and the seconds that it took."""
     start = time.perf_counter()
     last = [rows[-1] for rows in rows_of(reader, tokens, tick, all_logits=False)]
     return last[0], time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Recall of facts planted into prose: the passage is read once, then every fact is asked for.
+"""Measure recall of planted facts: the passage is read once, then every fact is asked for.
 
 All questions about a passage start from the same state, so that none sees another one's answer.
 """
@@ -19,38 +19,38 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session
 
 _MORE_TOKENS = 3
-"""Of an answer, besides those of the value: it may be cut into other tokens."""
+"""How many tokens an answer may have besides the value's, which may be cut into other tokens."""
 
 
 @dataclass(frozen=True)
 class RecallItem(Item):
-    """A passage with facts, and the tokens that ask for each of them."""
+    """Hold a passage with facts, and the tokens that ask for each of them."""
 
     case: Case
     questions: tuple[tuple[int, ...], ...]
     answer_tokens: tuple[int, ...]
-    """How many are written to see whether an answer is right."""
+    """How many tokens are written to see whether each answer is right."""
 
 
 class RecallPart:
-    """The facts of all passages."""
+    """Measure the facts of all passages."""
 
     name = "passkeys"
     needs_reference = False
 
     def __init__(self, items: Sequence[RecallItem]) -> None:
-        """Items as recall_items() makes them."""
+        """Take items as recall_items() makes them."""
         self.items = items
         self.n_ctx = max(_longest(item) for item in items)
 
     def reference(self, stock: StockSession, item: RecallItem, tick: Tick) -> Values:
-        """What the full cache knows."""
+        """Measure what the full cache knows."""
         stock.reset()
         read(stock, item.tokens, tick)
         return ask(stock, item, tick)
 
     def measure(self, session: Session, item: RecallItem, tick: Tick) -> Values:
-        """What is known inside the budget, which does not grow for the questions."""
+        """Measure what is known inside the budget, which does not grow for the questions."""
         read(session, item.tokens, tick)
         kept = kept_values(session)
         return {**ask(session, item, tick), **kept}
@@ -80,7 +80,7 @@ def recall_items(
     facts_per_text: int,
     seed: int,
 ) -> list[RecallItem]:
-    """Make passages of the texts; errors as make_cases(), and where the context is too small."""
+    """Make passages of the texts; raises as make_cases(), and where the context is too small."""
 
     def tokens_of(text: str, *, add_bos: bool = False) -> tuple[int, ...]:
         return tuple(model.tokenize(text, add_bos=add_bos, special=True))

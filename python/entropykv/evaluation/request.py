@@ -1,4 +1,4 @@
-"""What a user asked to be evaluated, made into parts before anything long starts."""
+"""Turn what a user asked to be evaluated into parts, before anything long starts."""
 
 from __future__ import annotations
 
@@ -34,16 +34,19 @@ from entropykv.llamacpp.model import Model
 
 @dataclass(frozen=True)
 class Request:
-    """Lengths in tokens. `continuation` 0, `passkeys` 0 and no questions leave a part out."""
+    """Hold what is asked for; lengths in tokens.
+
+    `continuation` 0, `passkeys` 0 and no questions leave a part out.
+    """
 
     texts: Sequence[EvaluationText] = ()
     prompt: int | None = None
-    """None: 2,048, or what texts and context allow."""
+    """The length of prompts; None takes 2,048, or what texts and context allow."""
     continuation: int = 256
     greedy: int = 64
     inside: bool = False
     passkeys: int = 0
-    """Passages with planted facts."""
+    """How many passages with planted facts are read."""
     passkey_tokens: int = 1500
     facts_per_text: int = 4
     seed: int = 0
@@ -51,9 +54,9 @@ class Request:
     prompt_template: str = DEFAULT_TEMPLATE
     max_tokens: int = 128
     n_ctx: int = 0
-    """The longest prompt with its answer of a data set; 0: what the model was trained for."""
+    """The longest prompt with its answer of a data set; 0 takes what the model was trained for."""
     suite: Suite | None = None
-    """RULER, in place of all other parts; texts are its haystacks then."""
+    """RULER, in place of all other parts; its haystacks are made of the texts."""
 
     def __post_init__(self) -> None:
         """Raise SettingsError where there is nothing to do, or nothing to do it with."""
@@ -74,7 +77,7 @@ class Request:
             )
 
     def settings(self) -> Values:
-        """All that figures of one item depend on, besides the item."""
+        """Return all that figures of one item depend on, besides the item."""
         left_out = ("texts", "questions", "passkeys", "suite")
         names = [field.name for field in dataclasses.fields(self) if field.name not in left_out]
         haystacks = None if self.suite is None else [text.name for text in self.haystacks]
@@ -82,11 +85,11 @@ class Request:
 
     @property
     def haystacks(self) -> Sequence[EvaluationText]:
-        """What a suite has in place of RULER's essays."""
+        """Return the texts that a suite has in place of RULER's essays."""
         return self.texts or own_texts()
 
     def with_prompt(self, model: Model) -> Request:
-        """The same with a prompt length; ContextError names a text that is too short for it."""
+        """Return the same with a prompt length; ContextError names a text that is too short."""
         if self.suite is not None or not (self.texts and self.continuation):
             return self
         lengths = {text.name: len(tokens_of(model, text)) for text in self.texts}
@@ -96,9 +99,9 @@ class Request:
         return dataclasses.replace(self, prompt=prompt)
 
     def parts(self, model: Model, stack: ExitStack) -> list[Part]:
-        """Parts with their items; the model is needed only to make them.
+        """Make parts with their items, for which alone the model is needed.
 
-        Of a request that with_prompt() returned. What the parts hold is freed where the stack
+        The request is one that with_prompt() returned. What the parts hold is freed where the stack
         ends. Raises ContextError for what does not fit.
         """
         if self.suite is not None:

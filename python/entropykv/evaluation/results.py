@@ -1,4 +1,4 @@
-"""What was measured: a log that can be gone on with."""
+"""Log what was measured, so that an evaluation can go on where it ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER = "use another file, or the model and settings that it was begun with"
 
 @dataclass(frozen=True)
 class Record:
-    """Figures of one item."""
+    """Hold the figures of one item."""
 
     contestant: str
     part: str
@@ -27,26 +27,26 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is found by: the item's name does not matter."""
+        """Return what finds the record again: the item's name does not matter."""
         return (self.contestant, self.part, self.digest)
 
 
 class ResultLog:
-    """Records in order, and in a file of JSON lines where there is one.
+    """Keep records in order, and in a file of JSON lines where there is one.
 
     The first line of the file has model and settings; a line that was cut off at the end is
     forgotten. Every record is on the disk before the next one is measured.
     """
 
     def __init__(self, path: str | None, model: Values, settings: Values) -> None:
-        """Read the file if it is there; SettingsError where it is of something else."""
+        """Read the file if it is there; raises SettingsError where it is of something else."""
         self._path = path
         self._header: Values = json.loads(
             json.dumps({"format": FORMAT, "model": model, "settings": settings})
         )
         self._records: dict[tuple[str, str, str], Record] = {}
         self._n_good = 0
-        """Bytes of the file that are whole lines."""
+        """How many bytes of the file are whole lines."""
         if path is not None:
             self._load(Path(path))
 
@@ -62,7 +62,7 @@ class ResultLog:
             _append(path, self._header)
 
     def get(self, contestant: str, part: str, item: Item) -> Record | None:
-        """The record of an item, if it is there."""
+        """Return the record of an item, if it is there."""
         return self._records.get((contestant, part, item.digest))
 
     def add(self, contestant: str, part: str, item: Item, values: Values) -> None:

@@ -1,11 +1,11 @@
-"""Whether measurements of the same thing agree: on a busy machine they do not."""
+"""Tell whether measurements of the same thing agree: on a busy machine they do not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 MOST = 0.2
-"""Rounds that disagree by more tell of the machine rather than of what was measured."""
+"""Rounds that disagree by more than this tell of the machine rather than of what was measured."""
 
 
 def disagreement(measured: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""One row of figures per combination, from those of its items."""
+"""Make one row of figures for a combination, from those of its items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRITTEN = ("decode_tokens", "decode_seconds")
 
 @dataclass(frozen=True)
 class EvalRow:
-    """Figures of one contestant over all its items; None: not measured, or not for stock.
+    """Hold figures of one contestant over all its items; None: not measured, or not for stock.
 
     Bytes are those of the continuations' prompts if there are any, speeds are tokens per second.
     """
@@ -25,9 +25,9 @@ class EvalRow:
     kv_type: str
     budget: str
     kept: float | None = None
-    """Share of entries after the prompt."""
+    """The share of entries that is kept after the prompt."""
     kv_bytes: float | None = None
-    """What the pool can never exceed."""
+    """The bytes that the pool can never exceed."""
     kv_bytes_full: float | None = None
     kl: float | None = None
     kl_worst: float | None = None
@@ -35,7 +35,7 @@ class EvalRow:
     perplexity_ratio: float | None = None
     greedy_equal: float | None = None
     greedy_identical: int | None = None
-    """Texts whose greedy continuation is the full cache's, to the last token."""
+    """How many texts have a greedy continuation that is the full cache's, to the last token."""
     prompt_speed: float | None = None
     decode_speed: float | None = None
     disagreement: float | None = None
@@ -46,23 +46,23 @@ class EvalRow:
     rouge_l: float | None = None
     texts: int = 0
     questions: int = 0
-    """About planted facts."""
+    """How many planted facts were asked for."""
     answers: int = 0
-    """To questions of the data set, or of a suite."""
+    """How many questions of the data set, or of a suite, were answered."""
     length: int | None = None
-    """Of the prompts of a suite with their answers, in tokens."""
+    """The length of a suite's prompts with their answers, in tokens."""
     question: str | None = None
-    """Whether it is `known` when the context of a suite's prompt is read, or `unknown`."""
+    """Whether the question is `known` when a suite's context is read, or `unknown`."""
     scores: dict[str, float] = field(default_factory=dict)
-    """Share of the references found in the answers, by task."""
+    """The share of the references found in the answers, by task."""
     score: float | None = None
-    """Mean of the tasks."""
+    """The mean of the tasks' scores."""
     score_relative: float | None = None
-    """To the full cache's for the same prompts."""
+    """The score, relative to the full cache's for the same prompts."""
 
 
 def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record]) -> EvalRow:
-    """One row of the records of one contestant: means over items, but the worst KL divergence."""
+    """Make a row of one contestant's records: means over items, but the worst KL divergence."""
     texts, passkeys, dataset, suite = (
         [record.values for record in records if record.part == part]
         for part in ("continuations", "passkeys", "dataset", "ruler")

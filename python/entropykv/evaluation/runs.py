@@ -1,4 +1,4 @@
-"""The evaluation itself: stock llama.cpp first, then one combination after the other.
+"""Run the evaluation: stock llama.cpp first, then one combination after the other.
 
 One model is in memory at a time, and one text is read at a time; see `continuation` for what waits
 on the disk. What a log has already is not measured again.
@@ -20,7 +20,7 @@ from entropykv.policy.names import AUTO
 
 
 class Evaluation:
-    """Parts of an evaluation for every combination, with figures in a log."""
+    """Measure the parts of an evaluation for every combination, with figures in a log."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Evaluation:
         parts: Sequence[Part],
         log: ResultLog,
     ) -> None:
-        """Everything is made before; nothing is measured yet."""
+        """Take what was made before; nothing is measured yet."""
         self._engine = engine
         self._combinations = combinations
         self._parts = parts
@@ -53,7 +53,7 @@ class Evaluation:
 
     @property
     def n_steps(self) -> int:
-        """Tokens that are still to be read or written."""
+        """Return how many tokens are still to be read or written."""
         keys = [combination.key for combination in self._combinations]
         return sum(
             item.n_steps
@@ -73,11 +73,11 @@ class Evaluation:
             yield self._row(combination)
 
     def rows(self) -> list[EvalRow]:
-        """What is known of stock and of each combination."""
+        """Return what is known of stock and of each combination."""
         return [self._row(combination) for combination in (None, *self._combinations)]
 
     def records(self) -> list[Record]:
-        """Figures of every item that are known, in the order of the rows."""
+        """Return the figures of every item that are known, in the order of the rows."""
         contestants = (None, *self._combinations)
         return [record for each in contestants for record in self._records(each)]
 
@@ -88,7 +88,7 @@ class Evaluation:
             n_tokens = statistics.fmean(len(item.tokens) for item in self._parts[0].items)
             full = n_tokens * self._engine.full_bytes_per_token
             return dataclasses.replace(row, kept=1.0, kv_bytes=full, kv_bytes_full=full)
-        policy = combination.policy  # as it was given: the name may not have its parameters
+        policy = combination.policy  # the policy as it was given: its name may lack the parameters
         if policy == AUTO and records:
             policy = f"{AUTO} ({records[0].values['policy']})"
         row = summarize(policy, combination.kv_type, str(combination.budget), records)
@@ -110,7 +110,7 @@ class Evaluation:
         return [item for item in part.items if not self._log.get(contestant, part.name, item)]
 
     def _to_refer(self, part: Part) -> list[Item]:
-        """What stock has to measure: also what others need of it again."""
+        """Return what stock has to measure, also items that others need measured again."""
         contestants = [STOCK]
         if part.needs_reference:
             contestants += [combination.key for combination in self._combinations]

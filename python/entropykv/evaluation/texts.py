@@ -1,4 +1,4 @@
-"""Texts of an evaluation, and how they are split into a part to tune on and a part to report."""
+"""Read the texts of an evaluation, and split them into a part to tune on and a part to report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PARTS = ("all", "tuning", "held-out")
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """A text that a user named."""
+    """Hold a text that a user named."""
 
     name: str
     content: str
 
     @property
     def digest(self) -> str:
-        """Stands for the content, wherever the file is."""
+        """Return a hash that stands for the content, wherever the file is."""
         return digest_of(self.content)
 
 
 def digest_of(*parts: str) -> str:
-    """A hash of texts."""
+    """Return a hash of texts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part.encode("utf-8") + b"\0")
@@ -35,7 +35,7 @@ def digest_of(*parts: str) -> str:
 
 
 def read_texts(files: Sequence[Path]) -> list[EvaluationText]:
-    """Read every file; ContextError for one that is no text, is empty, or is there twice."""
+    """Read every file; raises ContextError for one that is no text, is empty, or is there twice."""
     texts: dict[str, EvaluationText] = {}
     for path in files:
         content = read_text(path, ContextError)
@@ -53,14 +53,14 @@ def read_texts(files: Sequence[Path]) -> list[EvaluationText]:
 
 
 def is_tuning(text: EvaluationText, tuning_share: float) -> bool:
-    """Whether a text is of the tuning part: decided by its content alone, for ever."""
+    """Tell whether a text is of the tuning part: its content alone decides."""
     return int(text.digest, 16) < tuning_share * (1 << 4 * len(text.digest))
 
 
 def part_of(
     texts: Sequence[EvaluationText], part: str, tuning_share: float
 ) -> list[EvaluationText]:
-    """Texts of `all`, `tuning` or `held-out`; ContextError where there is none."""
+    """Return the texts of `all`, `tuning` or `held-out`; raises ContextError for none."""
     if part == "all":
         return list(texts)
     chosen = [text for text in texts if is_tuning(text, tuning_share) == (part == "tuning")]

@@ -1,4 +1,4 @@
-"""vt: which variables have a value that is handed on from one to the next."""
+"""Make vt, which asks for the variables that have one value handed on from one to the next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXAMPLE_TOKENS = 500
 
 @dataclass(frozen=True)
 class ChainTask:
-    """One chain of variables in lines of noise, after an example of the same kind with its answer.
+    """Hide one chain of variables in lines of noise, after an example with its answer.
 
     The example has as many lines as 500 tokens allow, and its chain the same places in every
     prompt; names and value change.
@@ -27,7 +27,7 @@ class ChainTask:
 
     count_tokens: Callable[[str], int]
     seed: str
-    """Decides where the chain of the example is."""
+    """The seed that decides where the chain of the example is."""
 
     n_generated = 30
     least = _N_NAMES
@@ -63,7 +63,7 @@ class ChainTask:
 
 
 def _prompt(size: int, n_letters: int, rng: random.Random, places: random.Random) -> Prompt:
-    """A chain of names of so many letters; `places` decides between which lines it is."""
+    """Make a chain of names of so many letters; `places` decides between which lines it is."""
     names = distinct(lambda: random_letters(string.ascii_uppercase, n_letters, rng), _N_NAMES)
     value = rng.randrange(10_000, 99_999)
     chain = [f"VAR {names[0]} = {value}"]

@@ -1,4 +1,4 @@
-"""cwe and fwe: which words are there most often."""
+"""Make cwe and fwe, which ask for the words that are there most often."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ZETA_OF_2 = math.pi**2 / 6
 
 @dataclass(frozen=True)
 class CommonWordsTask:
-    """cwe: the ten common words of a numbered list, after an example with its answer."""
+    """Ask for the ten common words of a numbered list (cwe), after an example with its answer."""
 
     vocabulary: Vocabulary
     length: int
@@ -30,7 +30,7 @@ class CommonWordsTask:
 
     @property
     def most(self) -> int:
-        """As many different words as there are."""
+        """Return the largest size: the number of different words."""
         return len(self.vocabulary.all)
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:
@@ -46,7 +46,7 @@ class CommonWordsTask:
         )
 
     def _list(self, size: int, common: int, uncommon: int, rng: random.Random) -> Prompt:
-        """Each of ten words `common` times, the others `uncommon` times, in random order."""
+        """List each of ten words `common` times, the others `uncommon` times, in random order."""
         words = rng.sample(self.vocabulary.all, size)
         most_common = words[:_N_COMMON]
         listed = most_common * common + words[_N_COMMON:] * uncommon
@@ -66,7 +66,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class FrequentWordsTask:
-    """fwe: the three most frequent words of a text whose words are as frequent as Zipf's law says.
+    """Ask for the three most frequent words of a text (fwe), whose frequencies follow Zipf's law.
 
     The most frequent one of all is replaced by dots, which are noise.
     """
@@ -75,7 +75,7 @@ class FrequentWordsTask:
 
     n_generated = 50
     least = 27
-    """From here on, every word that is asked for appears."""
+    """The smallest size: from here on, every word that is asked for appears."""
     most = sys.maxsize
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:

@@ -1,4 +1,4 @@
-"""niah: values that are said once in a haystack, and asked for by their keys."""
+"""Make niah: values that are said once in a haystack, and asked for by their keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from entropykv.evaluation.ruler.prompts import NOISE, Prompt
 from entropykv.evaluation.ruler.vocabulary import Vocabulary
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]
-"""Where a needle can be among sentences, in percent."""
+"""The places among sentences where a needle can be, in percent."""
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """One of the eight tasks; the fields are those of RULER's synthetic.yaml."""
+    """Make one of the eight tasks; the fields are those of RULER's synthetic.yaml."""
 
     vocabulary: Vocabulary
     essay: tuple[str, ...]
-    """Words of the text that is the haystack; it is repeated where it is too short."""
+    """The words of the text that is the haystack; it is repeated where it is too short."""
     haystack: str
-    """`noise`, `essay` or `needles`."""
+    """The kind of haystack: `noise`, `essay` or `needles`."""
     key_kind: str = "words"
     value_kind: str = "numbers"
     n_keys: int = 1
@@ -35,7 +35,7 @@ class NeedleTask:
 
     @property
     def least(self) -> int:
-        """As many pieces as needles: each stands before another one."""
+        """Return the smallest size, as many as needles: each stands before another piece."""
         return self.n_keys * self.n_values
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:

@@ -1,4 +1,4 @@
-"""What the tasks have in common: a prompt in three parts, and how one is made."""
+"""Define what the tasks share: a prompt in three parts, and how one is made."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sample of a task. The three texts follow each other without anything between them."""
+    """Hold a sample of a task, three texts that follow each other with nothing between them."""
 
     context: str
-    """With what introduces it, and an example where the task has one."""
+    """The context with what introduces it, and an example where the task has one."""
     question: str
     answer_prefix: str
-    """What the model's answer begins with."""
+    """The text that the model's answer begins with."""
     references: tuple[str, ...]
-    """What a right answer contains."""
+    """The texts that a right answer contains."""
 
     @property
     def text(self) -> str:
-        """All three parts."""
+        """Return all three parts."""
         return self.context + self.question + self.answer_prefix
 
 
 class Task(Protocol):
-    """How the prompts of one task are made. Their size is the number of pieces of the haystack."""
+    """Make the prompts of one task; their size is the number of pieces of the haystack."""
 
     @property
     def n_generated(self) -> int:
-        """Tokens of an answer."""
+        """Return how many tokens an answer may have."""
 
     @property
     def least(self) -> int:
-        """The smallest size."""
+        """Return the smallest size."""
 
     @property
     def most(self) -> int:
-        """The largest one."""
+        """Return the largest size."""
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:
         """Make a prompt of so many words or lines; equal arguments make equal prompts."""

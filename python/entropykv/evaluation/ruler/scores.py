@@ -1,4 +1,4 @@
-"""RULER as a part of an evaluation: samples in tokens, answers, and their scores."""
+"""Run RULER as a part of an evaluation: samples in tokens, answers, and their scores."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from entropykv.session.session import Session
 
 @dataclass(frozen=True)
 class RulerItem(Item):
-    """A sample: `tokens` are the context, and the question too where that is known."""
+    """Hold a sample: `tokens` are the context, and the question too where that is known."""
 
     task: str
     question: tuple[int, ...]
-    """What is read after the context; empty where it is among its tokens."""
+    """The tokens that are read after the context; none where the question is in the context."""
     references: tuple[str, ...]
     n_generated: int
 
 
 class RulerPart:
-    """The samples of one length, all with a question that is known or all with one that is not."""
+    """Measure samples of one length, all with a known question or all with an unknown one."""
 
     name = "ruler"
     needs_reference = False
@@ -44,7 +44,7 @@ class RulerPart:
         *,
         inside: bool,
     ) -> None:
-        """Items as ruler_parts() makes them; haystacks are the names of the texts.
+        """Take items as ruler_parts() makes them; `haystacks` are the names of the texts.
 
         `inside`: the budget does not grow for question and answer.
         """
@@ -58,7 +58,7 @@ class RulerPart:
 
     @property
     def title(self) -> str:
-        """What its table shows, with what stands for RULER's essays."""
+        """Return what its table shows, with the texts that stand for RULER's essays."""
         return (
             f"RULER, {self._length} tokens, question {self._question} while the context is read; "
             f"essays replaced by {', '.join(self._haystacks)}"
@@ -96,14 +96,14 @@ class RulerPart:
 
 
 def string_match_all(answer: str, references: Sequence[str]) -> float:
-    """The share of references that an answer contains, whatever their case."""
+    """Return the share of references that an answer contains, whatever their case."""
     return sum(each.lower() in answer.lower() for each in references) / len(references)
 
 
 def ruler_parts(
     suite: Suite, model: Model, texts: Sequence[EvaluationText], *, seed: int, inside: bool
 ) -> list[RulerPart]:
-    """Make the samples; ContextError for a length that is too much or too little."""
+    """Make the samples; raises ContextError for a length that is too large or too small."""
     trained = model.geometry.n_ctx_train
     if max(suite.lengths) > trained:
         raise ContextError(
@@ -167,7 +167,7 @@ def _item(sample: _Sample, model: Model, *, known: bool) -> RulerItem:
 
 
 def prompt_tokens(prompt: Prompt, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of the context, and those from the question on, with the model's chat template.
+    """Return tokens of the context, and those from the question on, with the chat template.
 
     The beginning of the answer follows the template, as in RULER: the model goes on with it.
     """

@@ -1,4 +1,4 @@
-"""Which of RULER's tasks are measured, at which lengths, and the samples that this means."""
+"""Choose which of RULER's tasks are measured at which lengths, and make their samples."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _NEEDLES: dict[str, dict[str, str | int]] = {
 }
 TASKS = (*_NEEDLES, "vt", "cwe", "fwe")
 QUESTIONS = ("unknown", "known")
-"""Whether the context is read before the question is known, or in one prompt with it."""
+"""The context is read before the question is known, or in one prompt with it."""
 
 _OWN_PROSE = ("encyclopedia", "fiction", "news", "manual", "abstract", "history")
 _SHRINKING = 64
-"""A sample that is too long gets smaller by one part of so many of its size, until it fits."""
+"""A sample that is too long shrinks by one part in so many, until it fits."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured; raises SettingsError for what cannot be."""
+    """Say what is measured; raises SettingsError for what cannot be."""
 
     lengths: Sequence[int] = (4096,)
-    """In tokens, each with the answer."""
+    """The lengths in tokens, each with the answer."""
     tasks: Sequence[str] = TASKS
     n_samples: int = 10
-    """Of each task at each length."""
+    """How many samples each task has at each length."""
     questions: Sequence[str] = QUESTIONS[:1]
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Suite:
 
 
 def own_texts() -> list[EvaluationText]:
-    """English prose of the texts that come with entropykv, for haystacks of essays."""
+    """Return the English prose that comes with entropykv, for haystacks of essays."""
     texts = read_texts(None)
     prose = (text for text in texts if text.name.removesuffix(".txt")[3:] in _OWN_PROSE)
     return [EvaluationText(text.name, text.content) for text in prose]
@@ -92,8 +92,8 @@ def make_prompts(
 ) -> list[Prompt]:
     """Make samples of up to `length` tokens with the answer, nearly as large as they can be.
 
-    The largest size is that of the first sample. Names, length, seed and its number decide on a
-    sample, not how many there are. ContextError where not even the smallest prompt fits.
+    The largest size is that of the first sample. Names, length, seed and a sample's number decide
+    on it, not how many there are. Raises ContextError where not even the smallest prompt fits.
     """
 
     def prompt(number: int, size: int) -> Prompt:
@@ -119,7 +119,7 @@ def make_prompts(
 
 
 def _largest(task: Task, fits: Callable[[int], bool]) -> int:
-    """The largest size that fits, found by doubling and halving; 0 where none does."""
+    """Return the largest size that fits, found by doubling and halving; 0 where none does."""
     if not fits(task.least):
         return 0
     low, high = task.least, 2 * task.least

@@ -1,4 +1,4 @@
-"""Random words, numbers and uuids of the tasks."""
+"""Draw the random words, numbers and uuids of the tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entropykv.errors import MissingExtraError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The English words that RULER takes its own from: those of the package wonderwords."""
+    """Hold the English words that RULER takes its own from: those of the package wonderwords."""
 
     nouns: tuple[str, ...]
     adjectives: tuple[str, ...]
@@ -21,7 +21,7 @@ class Vocabulary:
 
     @functools.cached_property
     def all(self) -> tuple[str, ...]:
-        """Every word once, in alphabetical order."""
+        """Return every word once, in alphabetical order."""
         return tuple(sorted({*self.nouns, *self.adjectives, *self.verbs}))
 
     def value(self, kind: str, rng: random.Random) -> str:
@@ -35,7 +35,7 @@ class Vocabulary:
 
 @functools.cache
 def load_vocabulary() -> Vocabulary:
-    """Read the words; MissingExtraError where wonderwords is not installed."""
+    """Read the words; raises MissingExtraError where wonderwords is not installed."""
     try:
         from wonderwords import Defaults, RandomWord  # noqa: PLC0415
     except ImportError:
@@ -48,7 +48,7 @@ def load_vocabulary() -> Vocabulary:
 
 
 def random_letters(alphabet: str, n: int, rng: random.Random) -> str:
-    """A word of random letters."""
+    """Make a word of `n` random letters."""
     return "".join(rng.choices(alphabet, k=n))
 
 
