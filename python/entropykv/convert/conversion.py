@@ -68,8 +68,7 @@ def convert(
     quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None takes the first that fits,
     and keeps an embedding that is quantised already. `i2s_layout`: x86, arm64 or rows4.
     `activation`: relu2, silu, or auto, which takes what the model says. `started` is called with an
-    Estimate before the work starts, and `progress` with (bytes written, bytes in all) while it
-    lasts.
+    Estimate before the work starts, and `progress` with (bytes written, bytes in all) during it.
 
     Nothing is left at `target` unless all went well. Raises ModelFileError, UnsupportedModelError,
     SettingsError.

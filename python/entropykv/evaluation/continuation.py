@@ -83,7 +83,7 @@ def prompt_length(
 
 
 class ReferenceLogits:
-    """Keep logits of stock llama.cpp in a temporary folder: a file of float32 rows for each text."""
+    """Keep logits of stock llama.cpp in a temporary folder: float32 rows, a file for each text."""
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int) -> None:
         """Make the folder; raises EntropyKVError where the disk is full."""

@@ -59,8 +59,7 @@ class ColdSide:
             )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
-        # Count for every KV head a page that is filled, as wide as the store's, and one that is
-        # stored.
+        # A KV head needs a page to fill, as wide as the store's, and one that is stored.
         of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
         least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
