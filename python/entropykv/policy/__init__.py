@@ -1,1 +1,1 @@
-"""Who keeps what: names, importance, shares, budgets that follow the text. Pure."""
+"""Decide who keeps what, without side effects: names, importance, shares, online budgets."""

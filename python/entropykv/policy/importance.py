@@ -26,33 +26,33 @@ MODIFIERS = {
 }
 
 _OBSERVED = ("mass", "attention", "products")
-"""Measures that add up what queries gave."""
+"""The measures that add up what queries gave."""
 _REPEATED = "reconstruct"
 _OF_OBSERVED = ("window", "exposure", "echo")
-"""Modifiers of sums of what queries gave."""
+"""The modifiers that apply only to sums of what queries gave."""
 
 _ECHO_DECAY = 0.9995
-"""Slower than without echoes, so that what was repeated long ago is not forgotten."""
+"""With echoes, importance decays less, so that what was repeated long ago is not forgotten."""
 
 _BY_POSITION = ("streaming", "recency")
 
 
 @dataclass(frozen=True)
 class Importance:
-    """How entries are ranked; the higher, the longer they stay."""
+    """Say how entries are ranked: the higher, the longer they stay."""
 
     measure: str = "mass"
-    """Of MEASURES, or `streaming` or `recency`: by position alone."""
+    """One of MEASURES, or `streaming` or `recency`, which rank by position alone."""
     modifiers: tuple[str, ...] = ("values",)
-    """Of MODIFIERS, in that order."""
+    """Some of MODIFIERS, in their order."""
     decay: float = 0.998
-    """What is left of an entry's importance after one more token."""
+    """The part of an entry's importance that is left after one more token."""
     observation_window: int = 512
-    """Queries at the end of a micro-batch that count, in tokens."""
+    """How many queries at the end of a micro-batch count, in tokens."""
 
     @staticmethod
     def parse(text: str) -> Importance:
-        """Read MEASURE[+MODIFIER...]; SettingsError for names that do not exist, or come twice."""
+        """Read MEASURE[+MODIFIER...]; raises SettingsError for names that do not exist or repeat."""
         measure, *modifiers = text.split("+")
         if measure not in MEASURES:
             raise SettingsError(
@@ -83,35 +83,38 @@ class Importance:
 
     @property
     def by_position(self) -> bool:
-        """Whether it needs no attention: every head would choose the same."""
+        """Tell whether it needs no attention, so that every head would choose the same."""
         return self.measure in _BY_POSITION
 
     @property
     def of_observed(self) -> bool:
-        """Whether it ranks by what queries gave, and by nothing else of a KV head."""
+        """Tell whether it ranks by what queries gave, and by nothing else of a KV head."""
         return {self.measure, *self.modifiers} <= {*_OBSERVED, *_OF_OBSERVED}
 
     @property
     def repeats(self) -> bool:
-        """Whether a text is read twice for it: see session/echo.py."""
+        """Tell whether a text is read twice for it: see session/echo.py."""
         return self.measure == _REPEATED or "echo" in self.modifiers
 
     @property
     def kind(self) -> ScoreKind:
-        """By the name that the extension gives it."""
+        """Return the name that the extension gives it."""
         kind: ScoreKind = getattr(ScoreKind, self.measure)
         return kind
 
     @property
     def _decay(self) -> float:
         if self.measure == _REPEATED:
-            return 1.0  # every entry had its turn: when its own stretch was repeated
+            return 1.0  # every entry had its turn when its own stretch was repeated
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
         return 0.0 if "window" in self.modifiers else self.decay
 
     def settings(self, variation: float) -> ImportanceSettings:
-        """For the headwise store; `variation`: of the profile's entropies, for recency."""
+        """Return what the headwise store takes; `variation` is that of the profile's entropies.
+
+        Only `recency` needs the variation.
+        """
         return ImportanceSettings(
             kind=self.kind,
             variation=variation,

@@ -1,4 +1,4 @@
-"""Policies: what the names given to `--policy` mean."""
+"""Say what the names given to `--policy` mean."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ AUTO = "auto"
 which a text that the budget does not hold is read twice; `uniform` where entries are frozen: what a
 head needs comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
-"""The same without echoes: every text is read once."""
+"""The default without echoes: every text is read once."""
 _READ_TWICE = ":mass+values+echo"
-"""What `auto` adds to the name of a policy."""
+"""What `auto` adds to the name of a policy, so that a text is read twice."""
 ENTROPY_CLAMP = (0.3, 2.5)
-"""Limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
+"""The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
 
 class BudgetRule(Enum):
-    """How a budget is shared among the KV heads."""
+    """Name the ways to share a budget among the KV heads."""
 
     EQUAL = auto()
     PROFILE_ENTROPY = auto()
-    """By the entropies of a profile."""
+    """Share by the entropies of a profile."""
     PROFILE_CURVES = auto()
-    """By the loss curves of a profile."""
+    """Share by the loss curves of a profile."""
     LAYER_ENTROPY = auto()
-    """Per layer, in proportion to its mean entropy in this text."""
+    """Share per layer, in proportion to its mean entropy in this text."""
     LAYER_RANGE = auto()
-    """Per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
+    """Share per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
     LOSSES = auto()
-    """By what heads lose in this text."""
+    """Share by what heads lose in this text."""
     LOSSES_WITHIN_LAYER = auto()
-    """The same with equal budgets for all layers."""
+    """Share by what heads lose in this text, with equal budgets for all layers."""
     OWN = auto()
-    """By an object of the user's: see settings/own_policy.py."""
+    """Share as an object of the user's says: see settings/own_policy.py."""
     OWN_BY_LAYER = auto()
-    """The same, and one choice for all heads of a layer."""
+    """Share as an object of the user's says, with one choice for all heads of a layer."""
 
     @property
     def by_profile(self) -> bool:
-        """Whether it needs an entropy profile."""
+        """Tell whether it needs an entropy profile."""
         return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
 
     @property
     def by_layer(self) -> bool:
-        """Whether all heads of a layer keep the same positions."""
+        """Tell whether all heads of a layer keep the same positions."""
         ours = (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE, BudgetRule.OWN_BY_LAYER)
         return self in ours
 
     @property
     def by_text(self) -> bool:
-        """Whether budgets change as a text is read."""
+        """Tell whether budgets change as a text is read."""
         return self.by_layer or self.by_losses
 
     @property
     def by_losses(self) -> bool:
-        """Whether budgets follow what heads lose in this text."""
+        """Tell whether budgets follow what heads lose in this text."""
         return self in (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How budgets are shared and which entries are kept."""
+    """Say how budgets are shared and which entries are kept."""
 
     name: str
     summary: str
     importance: Importance = field(default_factory=Importance)
     flat: bool = False
-    """The flat store can follow it: it needs no choice of its own per head."""
+    """True where the flat store can follow it: it needs no choice of its own per head."""
     rule: BudgetRule = BudgetRule.EQUAL
     schedule: bool = False
-    """Entries below a threshold are frozen for a while, whatever the budget: see freezing.py."""
+    """True where entries below a threshold are frozen for a while, whatever the budget."""
     own: OwnPolicy | None = None
-    """The user's object that shares the budget."""
+    """The user's object that shares the budget; None for a policy of entropykv's."""
 
 
 _BY_AGE = Importance("streaming", ())
@@ -148,7 +148,7 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 
 
 def policy_help() -> str:
-    """Names, measures and modifiers in a few lines."""
+    """Return names, measures and modifiers in a few lines."""
     auto = (
         f"{AUTO}: profile{_READ_TWICE} where the model has one, else adaptive{_READ_TWICE}; "
         f"uniform with --freeze; recency on the flat store; {FAST}: the same without echo, so that "
@@ -172,12 +172,12 @@ def policy_named(
     freezes: bool = False,
     recurrent: bool = False,
 ) -> Policy:
-    """Return the policy of that name, which may be `auto` or `fast`, or what an own policy is.
+    """Return the policy of that name, which may be `auto` or `fast`, or that of an own policy.
 
-    `freezes`: whether what is evicted is frozen; `recurrent`: whether the model has recurrent
-    layers, which cannot read a text twice. `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name
-    is the same with its modifiers in the order of MODIFIERS, and without a measure that is the
-    default. Raises SettingsError for a name that does not exist or that the store cannot follow.
+    `freezes`: what is evicted is frozen; `recurrent`: the model has recurrent layers, which cannot
+    read a text twice. `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its
+    modifiers in the order of MODIFIERS, and without a measure that is the default. Raises
+    SettingsError for a name that does not exist or that the store cannot follow.
     """
     if not isinstance(name, str):
         policy = _own(name)
@@ -201,9 +201,9 @@ def policy_named(
 
 
 def takes_profile(name: str | OwnPolicy) -> bool:
-    """Whether a policy of that name shares budgets by the profile of the model, if it has one.
+    """Tell whether a policy of that name shares budgets by the model's profile, if it has one.
 
-    Not an own one: it may, by the profile that it is given.
+    An own policy does not count: it may use the profile that it is given.
     """
     if not isinstance(name, str):
         return False
@@ -212,7 +212,7 @@ def takes_profile(name: str | OwnPolicy) -> bool:
 
 
 def schedules(name: str | OwnPolicy) -> bool:
-    """Whether a policy of that name freezes and restores by the schedule of the freeze document."""
+    """Tell whether a policy of that name freezes and restores by the freeze document's schedule."""
     if not isinstance(name, str):
         return False
     base = name.partition(":")[0]
@@ -267,7 +267,7 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by what each step's queries find, and {importance} does not; use "
             f"--policy {name}, or measure mass, attention or products"
         )
-    # A policy that adds up what all queries gave does so by any measure.
+    # The policy's decay stays, whatever the measure: one may add up all that queries gave.
     importance = replace(importance, decay=policy.importance.decay)
     if importance == policy.importance:
         return policy

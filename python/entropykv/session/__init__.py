@@ -1,1 +1,1 @@
-"""One text in one budget: decoding, generation, recovery, files of sessions."""
+"""Run one text in one budget: decoding, generation, recovery, files of sessions."""

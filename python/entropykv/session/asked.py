@@ -12,7 +12,7 @@ from entropykv.settings.freezing import RAM, Freezing
 from entropykv.settings.recovery import Recovery, Rung
 
 RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
-"""Rungs of the recovery ladder by what they are called in options."""
+"""The rungs of the recovery ladder, by what options call them."""
 
 _SAME = ("kv_budget", "policy", "kv_type", "store", "entropy_config", "recent_window")
 """Fields of CacheOptions that options have under the same name."""
@@ -39,8 +39,8 @@ def cache_options_of(
 ) -> CacheOptions:
     """Return what options say of the cache: those of the command line, or of the server.
 
-    `others`: fields of CacheOptions for which the two have names of their own. `rungs`: of the
-    recovery ladder, those that may be asked for.
+    `others` are fields of CacheOptions for which the two have names of their own. `rungs` are those
+    of the recovery ladder that may be asked for.
     """
     same = {name: getattr(options, name) for name in _SAME}
     return CacheOptions(
@@ -79,9 +79,9 @@ def freezing_of(options: Any) -> Freezing | None:
 
 
 def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
-    """Return the ladder, if one was asked for. SettingsError for its options without it.
+    """Return the ladder, if one was asked for; raises SettingsError for its options without it.
 
-    `rungs`: those that may be asked for; without the last there are no options of a rewalk.
+    `rungs` are those that may be asked for; without the last there are no options of a rewalk.
     """
     given: dict[str, Any]
     given = {name: getattr(options, option, None) for option, name in _RECOVERY_OPTIONS.items()}

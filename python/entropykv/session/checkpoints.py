@@ -1,8 +1,8 @@
-"""Where the texts of a pool's sessions stood: to come back to, and for others to go on from.
+"""Keep where the texts of a pool's sessions stood, to come back to and for others to go on from.
 
-A session keeps one where its text turns from what is read to what is written, and back: at the end
-of every prompt, and of every answer. A turn that is edited or asked for again goes on from there,
-whatever was evicted since; and whoever begins with the same text need not read it.
+A session keeps a checkpoint where its text turns from what is read to what is written, and back: at
+the end of every prompt, and of every answer. A turn that is edited or asked for again goes on from
+there, whatever was evicted since; and whoever begins with the same text need not read it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from entropykv.session.sequence import TokenSequence
 from entropykv.settings.options import parse_bytes
 
 INTERVAL = 1024
-"""Tokens of a prompt after which one is kept within it, where no later one could be cut there:
-something was evicted, or layers are recurrent.
+"""Tokens of a prompt after which a checkpoint is kept within it, where no later one could be cut
+there: something was evicted, or layers are recurrent.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a session was at a position."""
+    """Hold what a session was at a position."""
 
     sequence: TokenSequence
     parked: Parked
     goes_back: bool
-    """Whether its layers can go back to an earlier position, where nothing was evicted since."""
+    """True where layers can go back to an earlier position, if nothing was evicted since."""
 
     @property
     def position(self) -> int:
-        """Tokens read."""
+        """Return how many tokens were read."""
         return self.sequence.position
 
     def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
         """Return how many tokens of a text it can spare reading; all of them only with logits.
 
-        `repeatable`: where the texts part before it, only what a reading from 0 would cut there.
+        With `repeatable`, where the texts part before it, only what a reading from 0 would cut
+        there.
         """
         n = min(self.position, len(tokens))
         differs = np.frombuffer(self.sequence.tokens, np.int32)[:n] != tokens[:n]
@@ -57,14 +58,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Those of one pool: in its pages as long as there is room, and then in `limit` bytes besides.
+    """Keep those of one pool: in its pages while there is room, then in `limit` bytes besides.
 
-    What is counted is all that they take besides the pool. The one that was not used for longest
-    goes first. SettingsError for an impossible limit. To be used between two steps.
+    The limit counts all that they take besides the pool. The one that was not used for longest goes
+    first. Raises SettingsError for an impossible limit. To be used between two steps.
     """
 
     def __init__(self, parking: Parking, limit: str | int) -> None:
-        """`limit`: bytes, such as `64MiB`; 0: none are kept."""
+        """Take the pool's parking; `limit` is bytes, such as `64MiB`, and 0 keeps none."""
         n_bytes = parse_bytes(limit) if isinstance(limit, str) and limit != "0" else limit
         if isinstance(n_bytes, bool) or not isinstance(n_bytes, int) or n_bytes < 0:
             raise SettingsError(
@@ -76,12 +77,12 @@ class Checkpoints:
         parking.give_first = self.make_room
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """Return how many are kept."""
         return len(self._kept)
 
     @property
     def bytes(self) -> int:
-        """Besides the pool."""
+        """Return the bytes that they take besides the pool."""
         return sum(each.parked.n_bytes for each in self._kept)
 
     def keep(self, checkpoint: Checkpoint) -> None:
@@ -102,7 +103,8 @@ class Checkpoints:
         best, most = None, 0
         for each in self._kept:
             n = each.reaches(text, repeatable=repeatable)
-            if n > most or (n == most > 0 and each.position == n):  # nothing is to be cut off
+            # No token of this one is beyond the text, so that nothing is cut off.
+            if n > most or (n == most > 0 and each.position == n):
                 best, most = each, n
         if best is not None:
             self._kept.remove(best)
@@ -110,7 +112,7 @@ class Checkpoints:
         return best, most
 
     def make_room(self) -> bool:
-        """Have one leave the pool: for the bytes besides it, or for good. False: none is in it."""
+        """Move one out of the pool, to the bytes besides it or for good; False: none is in it."""
         for each in self._kept:
             if each.parked.pages is None or self._parking.stays(each.parked):
                 continue
@@ -120,13 +122,13 @@ class Checkpoints:
                 return True
             try:
                 self._parking.leave_pool(each.parked)
-            except PoolError:  # there is no place for it: nobody would miss it
+            except PoolError:  # without a place for it, it is dropped: it can be read again
                 self._drop(each)
             return True
         return False
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all checkpoints."""
         while self._kept:
             self._drop(self._kept[0])
 

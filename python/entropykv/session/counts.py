@@ -1,4 +1,4 @@
-"""SessionCounts: tokens, seconds and climbs since a session began."""
+"""Count tokens, seconds and climbs since a session began."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class SessionCounts:
     generated_tokens: int = 0
     decode_seconds: float = 0.0
     climbs: dict[str, int] = field(default_factory=dict)
-    """Climbs of the recovery ladder, by rung."""
+    """How often the recovery ladder was climbed, by rung."""

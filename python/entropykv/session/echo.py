@@ -1,4 +1,4 @@
-"""Echoes: a stretch of text once more behind a request to repeat it, read only to be observed.
+"""Echo a stretch of text behind a request to repeat it, which is read only to be observed.
 
 Nothing tells, while a text is read, what it will be asked for; but to answer, a model looks up what
 it would need to say the text again. So every stretch is followed, in the same micro-batch, by a
@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 
 REQUEST = "\n\nRepeat the previous context exactly:\n"
 OVERLAP = 16
-"""Tokens before a stretch with which its repetition begins, so that its first ones are sought."""
+"""Tokens before a stretch that its repetition begins with, so that its first ones are sought."""
 LEAST_TOKENS = 16
-"""Shorter pieces of text wait for an echo: what is asked, or single tokens of an answer."""
+"""The fewest tokens that get an echo: shorter pieces, as questions or single tokens, wait."""
 LEAST_STRETCH = 32
-"""Budgets follow what so many tokens show, and micro-batches of fewer show nothing: online.py."""
+"""The shortest stretch: budgets follow what so many tokens show, see policy/online.py."""
 
 
 class Echo:
-    """The echoes of one model's text."""
+    """Make the echoes of one model's text."""
 
     def __init__(self, tokenize: Callable[[str], list[int]], n_ubatch: int) -> None:
         """Cut texts so that a stretch and its echo fit into a micro-batch of `n_ubatch` tokens.
@@ -32,9 +32,9 @@ class Echo:
         self._request = tokenize(REQUEST)
         besides = len(self._request) + OVERLAP
         self.stretch = max(LEAST_STRETCH, (n_ubatch - besides) // 2)
-        """Tokens of text that are read at once."""
+        """How many tokens of text are read at once."""
         self.n_ubatch = besides + 2 * self.stretch
-        """Tokens of a stretch and its echo."""
+        """How many tokens a stretch and its echo have."""
 
     def least_pending(self, n_tokens: int, recent_window: int) -> int:
         """Return how much text must be without an echo for one before `n_tokens` more are read.

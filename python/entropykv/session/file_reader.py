@@ -22,13 +22,13 @@ from entropykv.session.file import (
 )
 
 _MOST_HEADER_BYTES = 1 << 26
-_MOST = 1 << 31  # tokens, entries
+_MOST = 1 << 31  # of tokens, or of entries
 _MOST_BYTES = 1 << 53
 
 
 @contextmanager
 def open_session(path: str | os.PathLike[str]) -> Iterator[SessionReader]:
-    """Open a saved session and check its header. Raises SessionFileError, naming the file."""
+    """Open a saved session and check its header; raises SessionFileError, naming the file."""
     try:
         with open_regular(path) as file:
             yield SessionReader(file, str(path))
@@ -46,10 +46,10 @@ def reader_of(data: bytes) -> SessionReader:
 
 
 class SessionReader:
-    """A saved session whose header is checked; sections() reads and checks the rest."""
+    """Read a saved session whose header is checked; sections() reads and checks the rest."""
 
     def __init__(self, file: io.BufferedReader | io.BytesIO, where: str) -> None:
-        """Read the header; SessionFileError where it is not what write_session writes."""
+        """Read the header; raises SessionFileError where it is not what write_session writes."""
         self.where = where
         self._file = file
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -92,7 +92,7 @@ class SessionReader:
         return settings, contents
 
     def sections(self) -> list[bytearray]:
-        """Tokens, logits and the store's sections, checked against the digest."""
+        """Return tokens, logits and the store's sections, checked against the digest."""
         contents = self.contents
         sizes = [4 * contents.n_tokens, 4 * contents.n_logits, *contents.sections]
         expected = self._file.tell() + sum(sizes) + DIGEST_BYTES
@@ -134,7 +134,7 @@ _LARGE = {"evicted": _MOST_BYTES, "sections": _MOST_BYTES}
 
 
 def _is_possible(name: str, value: object) -> bool:
-    """Whether a value of the header is of the kind that its field has."""
+    """Tell whether a value of the header is of the kind that its field has."""
     if value is None:
         return name in _MAY_BE_NONE
     if name in _TEXTS or name == "freeze":

@@ -1,4 +1,4 @@
-"""The generation loop: read a prompt, sample with llama.cpp's samplers, decode, repeat."""
+"""Run the generation loop: read a prompt, sample with llama.cpp's samplers, decode, repeat."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ class Decoder(Protocol):
 
     @property
     def n_ctx(self) -> int:
-        """The longest sequence, in tokens."""
+        """Return the length of the longest sequence, in tokens."""
 
     @property
     def position(self) -> int:
-        """Tokens decoded so far."""
+        """Return how many tokens were decoded so far."""
 
     @property
     def n_vocab(self) -> int:
-        """Size of the vocabulary."""
+        """Return the size of the vocabulary."""
 
     @property
     def vocabulary(self) -> Any:
-        """The llama_vocab, for samplers that read the texts of tokens."""
+        """Return the llama_vocab, for samplers that read the texts of tokens."""
 
     @property
     def tokens(self) -> list[int]:
-        """Every token decoded so far."""
+        """Return every token decoded so far."""
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """Of the last token, (n_vocab,); None where it has none."""
+        """Return the logits of the last token, (n_vocab,); None where it has none."""
 
     def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Any]:
-        """Decode as it is iterated."""
+        """Decode each micro-batch as the result is iterated."""
 
     def truncate(self, position: int) -> None:
         """Go back to `position` tokens; then there are no logits."""
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the generation."""
+        """Tell whether a token ends the generation."""
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Take down what was read."""
+        """Take down how many tokens of a prompt were read, in how many seconds."""
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Take down what was written."""
+        """Take down how many tokens were written, in how many seconds."""
 
 
 def generate(
@@ -99,9 +99,9 @@ def generate(
 
 
 class _Generation:
-    """Tokens as they are generated.
+    """Generate tokens, one after the other.
 
-    A rewalk can take back those that are held back: all that were chosen, but not yielded.
+    Those that were chosen, but not yielded, are held back: a rewalk can take them back.
     """
 
     def __init__(self, session: Decoder, chooser: _Chooser, max_tokens: int) -> None:
@@ -188,7 +188,8 @@ class _Generation:
         known = self._start + max(self._n_yielded - 1, 0)
         n_ahead = session.position - known
         if n_ahead > 0 and session.tokens[known:] == [*self._last, *self._held][:n_ahead]:
-            with contextlib.suppress(EntropyKVError):  # unusable: its next use will say why
+            # The session is unusable then, and its next use will say why.
+            with contextlib.suppress(EntropyKVError):
                 go_back(session, known)
 
 
@@ -204,7 +205,7 @@ def go_back(session: Decoder, position: int) -> None:
 
 
 class _Chooser:
-    """A chain of samplers, and the vocabulary with logits, as samplers take it.
+    """Choose tokens by a chain of samplers, which take the vocabulary with its logits.
 
     llama_sampler_sample() takes the logits of the context, but those of a loaded session were never
     there.
@@ -231,12 +232,12 @@ class _Chooser:
 
     def remember(self, session: Decoder) -> None:
         """Penalize the last tokens that the session has read, and no others."""
-        if self._chain.remembers:  # or a long session would be copied for nothing
+        if self._chain.remembers:  # otherwise a long session would be copied for nothing
             self._chain.remember(session.tokens[-self._chain.looks_back :])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
         """Sample a token, and tell the chain; None where a grammar allows no token at all."""
-        self._data["id"] = self._ids  # samplers sort them
+        self._data["id"] = self._ids  # the array must be set anew, since samplers sort it
         self._data["logit"] = logits
         self._data["p"] = 0.0
         array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)

@@ -1,4 +1,4 @@
-"""`entropykv plan`: what a budget means for a model, from the header of its file alone."""
+"""Plan what a budget means for a model, from the header of its file alone: `entropykv plan`."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from entropykv.policy.recipe import Recipe, resolve
 from entropykv.profile.belongs import check_model
 from entropykv.settings.cache_options import CacheOptions
 
-_Q8_0_BITS = 8.5  # 32 values and their f16 scale
+_Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of weights and KV cache, in full and inside a budget."""
+    """Hold bytes of weights and KV cache, in full and inside a budget."""
 
     recipe: Recipe
-    """What a session follows, too."""
+    """The recipe that a session follows, too."""
     plan: HeadwisePlan | FlatPlan
 
     @property
     def budgets(self) -> list[list[int]]:
-        """Entries that every KV head may keep, as [layer][KV head]."""
+        """Return the entries that every KV head may keep, as [layer][KV head]."""
         if isinstance(self.plan, HeadwisePlan):
             return [list(layer) for layer in self.plan.budgets]
         return [[self.plan.entries] * n for n in self.recipe.geometry.kv_heads_per_layer if n]
 
     @property
     def mean_entries(self) -> int:
-        """Entries of a KV head, on average."""
+        """Return the entries of a KV head, on average."""
         plan = self.plan
         return plan.mean_entries if isinstance(plan, HeadwisePlan) else plan.entries
 
     @property
     def budget_bytes(self) -> int:
-        """What the KV cache never exceeds."""
+        """Return the bytes that the KV cache never exceeds."""
         plan = self.plan
         if isinstance(plan, HeadwisePlan):
             return plan.pool_bytes
@@ -47,12 +47,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes_f16(self) -> int:
-        """The full cache, in f16."""
+        """Return the bytes of the full cache in f16."""
         return 2 * self._values
 
     @property
     def kv_bytes_q8_0(self) -> int:
-        """The full cache, in q8_0."""
+        """Return the bytes of the full cache in q8_0."""
         return int(self._values * _Q8_0_BITS / 8)
 
     @property
@@ -62,11 +62,11 @@ class MemoryPlan:
 
     @property
     def saved_bytes(self) -> int:
-        """What the budget saves against the full f16 cache."""
+        """Return the bytes that the budget saves against the full f16 cache."""
         return self.kv_bytes_f16 - self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json: bytes, and budgets in entries as [layer][KV head]."""
+        """Return what --json prints: bytes, and budgets in entries as [layer][KV head]."""
         geometry, protection = self.recipe.geometry, self.plan.protection
         return {
             "model": geometry.name or geometry.path.name,

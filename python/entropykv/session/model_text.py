@@ -1,4 +1,4 @@
-"""ModelText: a model's vocabulary and templates, as sessions offer them."""
+"""Offer a model's vocabulary and templates in a session: ModelText."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ModelText:
 
     @property
     def n_vocab(self) -> int:
-        """Size of the vocabulary."""
+        """Return the size of the vocabulary."""
         return self._model.n_vocab
 
     @property
     def vocabulary(self) -> Any:
-        """The llama_vocab, for samplers of llama.cpp."""
+        """Return the llama_vocab, for samplers of llama.cpp."""
         return self._model.vocabulary
 
     def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
@@ -48,5 +48,5 @@ class ModelText:
         return self._model.chat_turn(text)
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the generation."""
+        """Tell whether a token ends the generation."""
         return self._model.is_end(token)

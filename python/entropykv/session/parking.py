@@ -1,4 +1,4 @@
-"""Where idle sequences of a pool are kept: all that decoding depends on.
+"""Keep idle sequences of a pool: all that decoding depends on.
 
 They stay in the pool as long as nobody needs their pages; then they go to memory, or to files.
 """
@@ -21,47 +21,47 @@ from entropykv.store.protocol import SavedState, StoreState
 
 @dataclass(eq=False)
 class Parked:
-    """What a store held when its sequence was parked."""
+    """Hold what a store held when its sequence was parked."""
 
     position: int
     section_bytes: list[int]
-    """Of its state, once it has left the pool."""
+    """Bytes of each section of its state, once it has left the pool."""
     n_entries: int
-    """Entries of all KV heads."""
+    """How many entries all its KV heads hold."""
     evicted: int
-    """Entries evicted until it was parked."""
+    """How many entries were evicted until it was parked."""
     pages: StoreCheckpoint | None = None
-    """While it is in the pool."""
+    """Its pages while it is in the pool; None once it has left."""
     leave: Callable[[StoreCheckpoint], StoreState] | None = None
-    """Makes the state of `pages`."""
+    """Makes the state of `pages`, to leave the pool."""
     state: SavedState | None = None
-    """Once it has left the pool; without its sections where they are in a file."""
+    """Its state once it has left the pool; without the sections where they are in a file."""
     file: BinaryIO | None = None
-    """Has no name: it goes with the process, however that ends."""
+    """The file of the sections. Without a name, it goes with the process, however that ends."""
     spare: bool = False
-    """Whether it may be forgotten, as checkpoints may: who keeps it has a limit of its own."""
+    """True where it may be forgotten, as checkpoints may: who keeps it has a limit of its own."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes besides the pool: of a part of a sequence that is still in it, or of all."""
+        """Return bytes besides the pool: of a part of a sequence that is still in it, or of all."""
         pages = self.pages
         return sum(self.section_bytes) if pages is None else pages.n_bytes
 
     @property
     def n_pages(self) -> int:
-        """Pages of the pool, those that others hold as well included."""
+        """Return how many pages of the pool it holds, those that others hold as well included."""
         return 0 if self.pages is None else self.pages.core.pages
 
 
 class Parking:
-    """Parked sequences; those that leave the pool go to `ram` or `disk:DIR`.
+    """Keep parked sequences; those that leave the pool go to `ram` or `disk:DIR`.
 
     All of them together would take no more than `limit` bytes there, so that each can leave at any
-    time. SettingsError for anything else, and for a directory that cannot be used.
+    time. Raises SettingsError for anything else, and for a directory that cannot be used.
     """
 
     def __init__(self, where: str = RAM, limit: str | int | None = None) -> None:
-        """`limit`: bytes, such as `1GiB`; None: as much as there is."""
+        """Check the place; `limit` is bytes, such as `1GiB`, and None is as much as there is."""
         n_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if limit is not None and (isinstance(n_bytes, bool) or not n_bytes or n_bytes < 1):
             raise SettingsError(
@@ -69,10 +69,10 @@ class Parking:
             )
         self.limit_bytes = n_bytes
         self._parked: list[Parked] = []
-        """The one that is parked longest first."""
+        """Parked sequences, the one that is parked longest first."""
         self._staying: Parked | None = None
         self.give_first: Callable[[], bool] = lambda: False
-        """Has what may be forgotten leave the pool, before what may not."""
+        """Called to move what may be forgotten out of the pool, before what may not be."""
         self._directory: Path | None = None
         if where.startswith(DISK) and where != DISK:
             self._directory = Path(where[len(DISK) :])
@@ -83,12 +83,12 @@ class Parking:
 
     @property
     def bytes(self) -> int:
-        """Of all that is parked now, besides the pool."""
+        """Return the bytes of all that is parked now, besides the pool."""
         return sum(each.n_bytes for each in self._parked if not each.spare)
 
     @property
     def count(self) -> int:
-        """Sequences that are parked now."""
+        """Return how many sequences are parked now."""
         return sum(not each.spare for each in self._parked)
 
     def hold(
@@ -99,7 +99,7 @@ class Parking:
         *,
         spare: bool = False,
     ) -> Parked:
-        """Keep a checkpoint in the pool until its pages are needed. PoolError as put()."""
+        """Keep a checkpoint in the pool until its pages are needed; raises PoolError as put()."""
         parked = _parked(position, leave(pages))
         parked.pages, parked.leave, parked.spare = pages, leave, spare
         try:
@@ -111,7 +111,7 @@ class Parking:
         return parked
 
     def put(self, position: int, shift: int, state: StoreState) -> Parked:
-        """Keep what a store holds. PoolError where there is no room, and nothing has changed."""
+        """Keep what a store holds; where there is no room, change nothing and raise PoolError."""
         parked = _parked(position, state)
         self._check_limit(parked)
         self._write(parked, shift, state)
@@ -119,7 +119,7 @@ class Parking:
         return parked
 
     def copy(self, parked: Parked) -> Parked:
-        """Keep the same once more, for a sequence. PoolError as put()."""
+        """Keep the same once more, for another sequence; raises PoolError as put()."""
         if parked.pages is not None and parked.leave is not None:
             return self.hold(parked.position, parked.pages.copy(), parked.leave)
         state = self.take(parked)
@@ -139,8 +139,9 @@ class Parking:
             )
 
     def make_room(self) -> bool:
-        """Have the one that is parked longest leave the pool; False where none is in it. PoolError
-        where it can be kept nowhere else: it is as it was then.
+        """Move the one that is parked longest out of the pool; returns False where none is in it.
+
+        Raises PoolError where nothing else has room for it: then nothing has changed.
         """
         if self.give_first():
             return True
@@ -151,7 +152,7 @@ class Parking:
         return False
 
     def leave_pool(self, parked: Parked) -> None:
-        """Copy what is in the pool to where parked sequences are kept. PoolError."""
+        """Copy what is in the pool to where parked sequences are kept; raises PoolError."""
         if parked.pages is None or parked.leave is None:
             return
         self._write(parked, parked.pages.shift, parked.leave(parked.pages))
@@ -159,12 +160,12 @@ class Parking:
         parked.pages = parked.leave = None
 
     def stays(self, parked: Parked) -> bool:
-        """Whether one cannot leave the pool now."""
+        """Tell whether a parked sequence cannot leave the pool now."""
         return parked is self._staying
 
     @contextmanager
     def staying(self, parked: Parked) -> Iterator[None]:
-        """Leave one in the pool while its sequence comes back."""
+        """Keep a parked sequence in the pool while its sequence comes back."""
         self._staying = parked
         try:
             yield
@@ -192,8 +193,9 @@ class Parking:
         return file
 
     def take(self, parked: Parked) -> SavedState:
-        """Return what was kept outside of the pool; drop() forgets it. PoolError where its file
-        cannot be read.
+        """Return what was kept outside of the pool; drop() forgets it.
+
+        Raises PoolError where its file cannot be read.
         """
         if parked.state is None:
             raise PoolError("a conversation that is in the pool has no other state")
@@ -206,7 +208,7 @@ class Parking:
         return replace(parked.state, sections=sections)
 
     def drop(self, parked: Parked) -> None:
-        """Forget what was kept."""
+        """Forget what was kept of a sequence."""
         self._parked.remove(parked)
         if parked.pages is not None:
             parked.pages.drop()

@@ -1,4 +1,4 @@
-"""Many conversations with one model, in one hard budget."""
+"""Hold many conversations with one model, in one hard budget."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from entropykv.settings.recovery import Recovery
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Figures of a pool at one moment."""
+    """Hold figures of a pool at one moment."""
 
     kv_bytes_budget: int
-    """What all conversations together can never exceed."""
+    """The bytes that all conversations together can never exceed."""
     kv_bytes_now: int
     kv_bytes_peak: int
-    """Most bytes that were in use."""
+    """The most bytes that were in use."""
     kv_bytes_staging: int
-    """Besides the pool: one micro-batch of one layer."""
+    """Bytes besides the pool: one micro-batch of one layer."""
     kv_bytes_scratch: int
-    """Besides both: what the threads of the attention op work with."""
+    """Bytes besides both: what the threads of the attention op work with."""
     sessions: int
-    """All that are open."""
+    """How many sessions are open."""
     live: int
-    """Those that hold entries in the pool."""
+    """How many of them hold entries in the pool."""
     parked: int
-    """Those that are kept outside of it."""
+    """How many of them are kept outside of it."""
     parked_bytes: int
     waiting: int
-    """Those whose next tokens wait to be read."""
+    """How many of them have tokens that wait to be read."""
     entries_kept: int
-    """Entries of all that are live, in all KV heads."""
+    """How many entries all that are live hold, in all KV heads."""
     evictions: int
-    """Entries evicted so far, of all that are or were open."""
+    """How many entries were evicted so far, of all that are or were open."""
     checkpoints: int
-    """Those that are kept, of all sessions."""
+    """How many checkpoints of all sessions are kept."""
     checkpoint_bytes: int
-    """What they take besides the pool."""
+    """The bytes that checkpoints take besides the pool."""
 
 
 class Pool:
@@ -70,7 +70,7 @@ class Pool:
     """
 
     _closed = True
-    """Until it holds something: close() works even where __init__ raises."""
+    """True until it holds something, so that close() works even where __init__ raises."""
 
     @shows(PoolArguments)
     def __init__(
@@ -81,7 +81,7 @@ class Pool:
         verbose: bool = False,
         **arguments: Unpack[PoolArguments],
     ) -> None:
-        """Load the model; `n_ubatch`: tokens of a prompt between two tokens of those who write."""
+        """Load the model; `n_ubatch` tokens of a prompt are read between two tokens of writers."""
         asked = CacheOptions.of(options, arguments).pooled()
         self._host = Host(model, asked, verbose=verbose)
         self._closed = False
@@ -95,12 +95,12 @@ class Pool:
         self.close()
 
     def __del__(self) -> None:
-        """Free what close() was not called for."""
+        """Free what nobody has closed."""
         self.close()
 
     @property
     def host(self) -> Host:
-        """The model, the context and the steps that the sessions share."""
+        """Return the model, the context and the steps that the sessions share."""
         return self._host
 
     def session(
@@ -119,7 +119,7 @@ class Pool:
         return PoolSession(self._host, weight=weight, recovery=recovery, on_climb=on_climb)
 
     def sessions(self) -> list[PoolSession]:
-        """Return those that are open, in the order in which they came."""
+        """Return the sessions that are open, in the order in which they came."""
         there = (reference() for reference in self._host.sessions.valuerefs())
         return [each for each in there if each is not None and not each.is_closed]
 
@@ -140,7 +140,7 @@ class Pool:
         self._host.resize(Budget.parse(kv_budget))
 
     def stats(self) -> PoolStats:
-        """Counts and bytes of the moment."""
+        """Return counts and bytes of the moment."""
         host, shared = self._host, self._host.shared
         if host.closed or shared is None:
             raise EntropyKVError("the pool is closed; make a new one")

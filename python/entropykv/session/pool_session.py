@@ -1,4 +1,4 @@
-"""A session of a pool: one conversation of several with a model."""
+"""Hold one conversation of several with a model, as a session of a pool."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from entropykv.settings.recovery import Recovery
 
 @dataclass(frozen=True)
 class Standing:
-    """How a session stands among the others of its pool."""
+    """Say how a session stands among the others of its pool."""
 
     state: Literal["active", "idle", "parked", "waiting"]
-    """`waiting`: its tokens wait for room in the pool; `idle`: it may be parked for another."""
+    """What it does; `waiting`: for room in the pool, `idle`: it may be parked for another."""
     idle_seconds: float
-    """Since tokens of it were read."""
+    """Seconds since tokens of it were read."""
     given_up: int
-    """Entries that left so far because its share became smaller, for the sake of others."""
+    """How many entries left because its share became smaller, for the sake of others."""
     is_parked: bool = False
-    """Whether it has no share; it may still wait for one."""
+    """True where it has no share; it may still wait for one."""
     parked_entries: int = 0
-    """Entries of all KV heads that come back with its next token."""
+    """How many entries of all KV heads come back with its next token."""
     pages_bytes: int = 0
-    """Bytes of pages that it still has in the pool while it is parked, shared ones included."""
+    """Bytes of pages that it has in the pool while it is parked, shared ones included."""
     parked_bytes: int = 0
     """Bytes that are kept outside of the pool meanwhile."""
 
 
 class PoolSession(Session):
-    """A Session whose entries are in a pool; see Pool.session(), which makes it."""
+    """Keep a Session's entries in a pool, whose session() makes it."""
 
     name: str | None = None
-    """What those who use it call it, for who looks at all sessions of a pool."""
+    """What those who use it call it, to find it among all sessions of a pool."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PoolSession(Session):
         on_climb: Callable[[Climb], object] | None = None,
         origin: Checkpoint | None = None,
     ) -> None:
-        """Take a seat; `origin`: what it goes on from, which is its own then."""
+        """Take a seat; `origin` is a parked state to go on from, which becomes its own."""
         host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
@@ -68,31 +68,31 @@ class PoolSession(Session):
 
     @property
     def _shared(self) -> SharedPool:
-        """The pages that it shares with the others of its pool."""
+        """Return the pages that it shares with the others of its pool."""
         return cast(SharedPool, self._host.shared)
 
     @property
     def weight(self) -> float:
-        """Its part of the pool, relative to those of the others."""
+        """Return its part of the pool, relative to those of the others."""
         return self._seat.weight
 
     @property
     def is_live(self) -> bool:
-        """Whether it holds entries in the pool, and is not parked or empty."""
+        """Tell whether it holds entries in the pool, and is not parked or empty."""
         return self._seat.live
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or its pool was."""
+        """Tell whether it was closed, or its pool was."""
         return self._closed or self._host.closed
 
     @property
     def number(self) -> int:
-        """How many sessions its pool had had before it."""
+        """Return how many sessions its pool had had before it."""
         return self._seat.number
 
     def standing(self) -> Standing:
-        """How it stands among the others of the pool."""
+        """Return how it stands among the others of the pool."""
         seat, scheduler, now = self._seat, self._host.scheduler, time.monotonic()
         idle_seconds = now - seat.last_step
         if seat.parked is not None:
@@ -113,7 +113,7 @@ class PoolSession(Session):
         return Standing("idle" if is_idle else "active", idle_seconds, seat.given_up)
 
     def park(self) -> None:
-        """Leave its part of the pool to the others until it is used again. PoolError."""
+        """Leave its part of the pool to others until it is used again; raises PoolError."""
         self._check_usable()
         with self._host.scheduler.between_steps():
             self._shared.park(self._seat)
@@ -155,7 +155,10 @@ class PoolSession(Session):
     def return_to_checkpoint(
         self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
     ) -> bool:
-        """See Session; of any session of the pool. With all of a text, `logits` are there again."""
+        """Go back as a Session does, to a checkpoint of any session of the pool.
+
+        With a checkpoint of all of the text, the logits are there again.
+        """
         host = self._host
         with host.scheduler.between_steps():
             found, position = host.checkpoints.nearest(tokens, repeatable=repeatable)
@@ -163,13 +166,13 @@ class PoolSession(Session):
                 return False
             try:
                 parked = self._shared.parking.copy(found.parked)
-            except PoolError:  # there is no room to park it
+            except PoolError:  # there is no room to park what it holds
                 return False
             self._go_on_from(replace(found, parked=parked))
         if position < self.position:
             try:
                 self.truncate(position)
-            except PoolError:  # there is no room to be live: what is waited for may be long
+            except PoolError:  # there is no room to be live, and waiting for it may take long
                 self.truncate(0)
                 return False
         return True

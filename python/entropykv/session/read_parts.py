@@ -1,4 +1,4 @@
-"""Where to read on from, so that reading a text again gives what reading it first gave, to the bit.
+"""Say where to read on from, so that reading a text again gives the same bits as reading it first.
 
 Sums in floating point depend on how a text is cut: a kernel for one token adds in another order
 than one for many, and so do matrix products of different sizes. A text that is read again from the
@@ -26,21 +26,21 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """Positions of one micro-batch: `begin` is the first, `end` follows the last."""
+    """Hold the positions of one micro-batch: `begin` is the first, `end` follows the last."""
 
     begin: int
     end: int
 
 
 class ReadParts:
-    """The micro-batches of more than one token that a session holds, and its last prompt's logits.
+    """Hold the micro-batches of several tokens that were read, and the last prompt's logits.
 
     Tokens that were read one by one, as generated ones are, need no place here: a text can be cut
     between any two of them.
     """
 
     def __init__(self, n_ubatch: int) -> None:
-        """Nothing is read yet; a micro-batch has up to `n_ubatch` tokens."""
+        """Begin with nothing read; a micro-batch has up to `n_ubatch` tokens."""
         self._n_ubatch = n_ubatch
         self._parts: list[_Part] = []
         self._end_of_prompt = 0
@@ -82,5 +82,5 @@ class ReadParts:
         return position
 
     def logits_at(self, position: int) -> npt.NDArray[np.float32] | None:
-        """Logits after a prompt that ended at `position`; None where they are not known."""
+        """Return the logits after a prompt that ended at `position`; None: they are not known."""
         return self._logits if position == self._end_of_prompt else None

@@ -1,4 +1,4 @@
-"""The recovery ladder: what to restore, and what to write again, where a model grows uncertain.
+"""Climb the recovery ladder: restore entries, or write again, where a model grows uncertain.
 
 Metinov et al., "Adaptive Soft Rolling KV Freeze with Entropy-Guided Recovery", section 3.6: soft
 reset, window reset, full reset, rewalk. The paper leaves open what a spike is; here it is a value
@@ -17,34 +17,37 @@ import numpy.typing as npt
 from entropykv.settings.recovery import Recovery, Rung
 
 LEAST_DEVIATION = 0.25
-"""Bits. Of a text that is nearly certain, all is within a hundredth of a bit: no reason to act."""
+"""The least deviation in bits. Where a text is nearly certain, all values are within a hundredth of
+a bit of each other, and a small step among them is no reason to act.
+"""
 
 _LEAST_LOGIT = -80.0
-"""Below the largest one. exp() of less is no normal float32, and times minus infinity not finite.
+"""The least logit, relative to the largest one: exp() of less is no normal float32, and times minus
+infinity not finite.
 """
 
 
 @dataclass(frozen=True)
 class Climb:
-    """One climb. `position`: tokens read when it was decided; entropies in bits."""
+    """Hold one climb: `position` is the tokens read when it was decided, entropies are in bits."""
 
     position: int
     rung: Rung
     entropy: float
     mean_entropy: float
-    """Of the tokens before this one."""
+    """The mean entropy of the tokens before this one."""
     top_probability: float
     restored: int = 0
-    """Entries, of all KV heads."""
+    """How many entries were restored, of all KV heads."""
 
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """Restore entries that were taken out of attention: a session with cold storage can."""
+    """Restore entries that were taken out of attention, as a session with cold storage can."""
 
     @property
     def recovery(self) -> Recovery | None:
-        """Settings of the ladder; None: it is off."""
+        """Return the settings of the ladder; None where it is off."""
 
     def thaw(self, rung: Rung, window: int) -> int:
         """Restore frozen entries: SOFT, WINDOW (frozen in the last `window` steps), or FULL.
@@ -57,19 +60,19 @@ class Recoverable(Protocol):
 
 
 class Ladder:
-    """Which rung to climb to, from the logits after every generated token."""
+    """Choose which rung to climb to, from the logits after every generated token."""
 
     def __init__(self, recovery: Recovery, n_vocab: int) -> None:
-        """At the bottom; nothing seen."""
+        """Begin at the bottom, with nothing seen."""
         self._recovery = recovery
         self._distribution = _Distribution(n_vocab)
         self._entropy = _Running(recovery)
         self._surprise = _Running(recovery)
         self._since_climb = recovery.refractory
         self._calm = 0
-        self._rewalked = -recovery.rewalk  # no place at all
+        self._rewalked = -recovery.rewalk  # no position was rewalked yet
         self.rung = Rung.NONE
-        """Where it stands; it goes up from here."""
+        """The rung where it stands; it goes up from here."""
 
     def observe(self, logits: npt.NDArray[np.float32], position: int) -> Climb | None:
         """Look at the logits, (n_vocab,), after `position` tokens; returns what to do about them.
@@ -78,7 +81,7 @@ class Ladder:
         """
         entropy, top_probability = self._distribution.measure(logits)
         if not math.isfinite(entropy):
-            return None  # no distribution: nothing to compare, and no mean would recover from it
+            return None  # no distribution: no mean would recover from such a value
         mean = self._entropy.mean
         spikes = self._entropy.take(entropy), self._surprise.take(-math.log2(top_probability))
         rung = self._next_rung(any(spikes), position)
@@ -97,7 +100,7 @@ class Ladder:
         self._since_climb = 0
         rung = Rung(min(self.rung + 1, self._recovery.top))
         if rung is Rung.REWALK and position - self._recovery.rewalk < self._rewalked:
-            rung = Rung.FULL  # once was enough for some of these tokens
+            rung = Rung.FULL  # a second rewalk of some of these tokens would find the same
         if rung is Rung.REWALK:
             self._rewalked = position
         self.rung = Rung.NONE if rung is Rung.REWALK else rung
@@ -105,10 +108,10 @@ class Ladder:
 
 
 class Watch:
-    """The ladder beside a generation, and the session that acts on it."""
+    """Hold the ladder beside a generation, and let its session act."""
 
     def __init__(self, session: Recoverable, recovery: Recovery, n_vocab: int) -> None:
-        """At the bottom of the ladder."""
+        """Begin at the bottom of the ladder."""
         self._session = session
         self._window = recovery.window
         self._ladder = Ladder(recovery, n_vocab)
@@ -124,26 +127,26 @@ class Watch:
 
 
 class _Distribution:
-    """The softmax of logits, measured in buffers of its own."""
+    """Measure the softmax of logits, in buffers of its own."""
 
     def __init__(self, n_vocab: int) -> None:
         self._logits = np.empty(n_vocab, np.float32)
         self._exponentials = np.empty(n_vocab, np.float32)
 
     def measure(self, logits: npt.NDArray[np.float32]) -> tuple[float, float]:
-        """Entropy in bits, and the top probability; nan for logits without a largest one."""
+        """Return entropy in bits, and the top probability; nan for logits without a largest one."""
         z, exponentials = self._logits, self._exponentials
         with np.errstate(invalid="ignore"):
             np.subtract(logits, logits.max(), out=z)
         np.maximum(z, _LEAST_LOGIT, out=z)
         np.exp(z, out=exponentials)
         total = float(exponentials.sum())
-        z *= exponentials  # not np.dot: threads of BLAS would wake beside those of llama.cpp
+        z *= exponentials  # not np.dot, whose BLAS threads would wake beside those of llama.cpp
         return (math.log(total) - float(z.sum()) / total) / math.log(2.0), 1.0 / total
 
 
 class _Running:
-    """Mean and deviation of what came before, with exponential decay; see Recovery."""
+    """Keep mean and deviation of what came before, with exponential decay; see Recovery."""
 
     def __init__(self, recovery: Recovery) -> None:
         self._recovery = recovery

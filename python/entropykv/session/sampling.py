@@ -1,4 +1,4 @@
-"""How the next token is chosen: a chain of llama.cpp's own samplers, in llama-cli's order."""
+"""Choose the next token by a chain of llama.cpp's own samplers, in llama-cli's order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLERS = (
     "xtc",
     "temperature",
 )
-"""Names and default order of the samplers, as llama-cli has them."""
+"""The samplers' names in their default order, as llama-cli has them."""
 
 _MIROSTAT_CANDIDATES = 100
 _IN_UNIT = ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
@@ -44,7 +44,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; llama-cli's names and defaults, but greedy unless asked.
+    """Say how the next token is chosen; llama-cli's names and defaults, but greedy unless asked.
 
     temperature 0 or less: the most probable token, after penalties and grammar. Off are: top_k 0,
     top_p 1, min_p 0, typical_p 1, top_n_sigma -1, xtc_probability 0, dynatemp_range 0, mirostat 0,
@@ -109,21 +109,21 @@ class Sampling:
 
     @property
     def needs_vocabulary(self) -> bool:
-        """Whether the chain reads the texts of tokens."""
+        """Tell whether the chain reads the texts of tokens."""
         return self.grammar is not None or self.dry_multiplier != 0.0
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that were read count."""
+        """Tell whether tokens that were read count."""
         penalties = (self.presence_penalty, self.frequency_penalty)
         return self.repeat_penalty != 1.0 or penalties != (0.0, 0.0)
 
 
 class SamplerChain:
-    """A llama_sampler chain; close() frees it."""
+    """Hold a llama_sampler chain; close() frees it."""
 
     def __init__(self, sampling: Sampling, n_vocab: int, n_ctx: int, vocabulary: Any) -> None:
-        """Make the samplers. SettingsError for a grammar that llama.cpp cannot read."""
+        """Make the samplers; raises SettingsError for a grammar that llama.cpp cannot read."""
         self._sampling = sampling
         self._n_vocab, self._n_ctx, self._vocabulary = n_vocab, n_ctx, vocabulary
         self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
@@ -142,12 +142,12 @@ class SamplerChain:
 
     @property
     def remembers(self) -> bool:
-        """Whether the chain depends on what was read before."""
+        """Tell whether the chain depends on what was read before."""
         return bool(self._remembering)
 
     @property
     def looks_back(self) -> int:
-        """How many tokens it remembers at most."""
+        """Return how many tokens it remembers at most."""
         windows = (self._sampling.repeat_last_n, self._sampling.dry_penalty_last_n)
         return max(self._window(window) for window in windows)
 

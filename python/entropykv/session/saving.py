@@ -1,4 +1,4 @@
-"""Saving: sessions on disk, and in memory."""
+"""Save sessions to disk or into memory, and load them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entropykv.session.state import load_state, saved_settings, write_state
 
 
 class Saving(GoingBack):
-    """A session that is written, and goes on from what was written."""
+    """Be a session that can be written, and that goes on from what was written."""
 
     def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
         """Write all that decoding depends on to a file, which appears complete or not at all.
@@ -36,7 +36,7 @@ class Saving(GoingBack):
         Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
         than what the file holds, it evicts. All of the file is read and checked before anything
         changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
-        is as it was before.
+        leaves the session as it was before.
         """
         with open_session(path) as reader:
             return self._load(reader)

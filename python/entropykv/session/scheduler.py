@@ -1,7 +1,7 @@
-"""Whose tokens are read next: one decision a step, for all sequences of a pool.
+"""Choose whose tokens are read next: one decision a step, for all sequences of a pool.
 
 Every thread that decodes hands in its next tokens and waits. One of them leads: it makes the step
-for all that are waiting, hers among them, until her own tokens are read, and then another leads. A
+for all that are waiting, its own tokens among them, until those are read, and then another leads. A
 step reads the single token of everybody who writes, and one piece of a prompt: that of who came
 first. So no stream stalls for more than one piece, and the products of many single tokens cost
 little more than those of one.
@@ -21,33 +21,33 @@ from entropykv.store.protocol import Part
 MOST_PATIENCE = 0.05
 """Seconds that a step waits, at most, for the next tokens of those who were in the last one."""
 PATIENCE = 0.5
-"""The same, as a part of what the last step took."""
+"""The same limit, as a part of what the last step took."""
 _LOOK_AGAIN = 0.02
 """Seconds after which a leader who cannot do anything looks whether somebody is idle."""
 
 
 @dataclass(eq=False)
 class Work:
-    """The next tokens of a sequence."""
+    """Hold the next tokens of a sequence."""
 
     owner: Hashable
     part: Part
     arrival: int
-    """Of the text that they are a part of: the number that arrive() gave it."""
+    """The number that arrive() gave the text that they are a part of: earlier texts come first."""
     thread: int = field(default_factory=threading.get_ident)
     done: bool = False
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one token, as those that are written."""
+        """Tell whether it is one token, as those that are written."""
         return self.part.is_single
 
 
 def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> list[Work]:
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
-    Not `together`: the one or the other, in turns. Recurrent layers take only sequences of one
-    length at a time.
+    Without `together`, it is the one or the other, in turns: recurrent layers take only sequences
+    of one length at a time.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]
@@ -58,7 +58,7 @@ def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> li
 
 
 class Scheduler:
-    """Steps of all sequences of a pool, one after the other."""
+    """Make the steps of all sequences of a pool, one after the other."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: list[Work] = []
         self._step: list[Work] = []
-        """What is being read."""
+        """The works that are being read."""
         self._expected: dict[Hashable, int] = {}
         """Owners that were in the last step, and their threads: they may come again at once."""
         self._leader: int | None = None
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def n_waiting(self) -> int:
-        """Sequences whose tokens wait to be read."""
+        """Return how many sequences have tokens that wait to be read."""
         return len(self._waiting)
 
     def arrive(self) -> int:
@@ -123,7 +123,7 @@ class Scheduler:
                 self._changed.notify_all()
 
     def cancel(self, owner: Hashable) -> None:
-        """Call off what of an owner waits to be read: its thread gets PoolError."""
+        """Call off what waits to be read of an owner: its thread gets PoolError."""
         self._drop(lambda work: work.owner is owner, PoolError("the decode was called off"))
 
     def refuse(self, error: EntropyKVError) -> None:
@@ -141,11 +141,11 @@ class Scheduler:
             self._changed.notify_all()
 
     def leads(self) -> bool:
-        """Whether the calling thread does a step, or something between two."""
+        """Tell whether the calling thread does a step, or something between two."""
         return self._leader == threading.get_ident()
 
     def is_waiting(self, owner: Hashable) -> bool:
-        """Whether tokens of an owner wait to be read."""
+        """Tell whether tokens of an owner wait to be read."""
         return any(work.owner is owner for work in self._waiting)
 
     @contextmanager
@@ -172,7 +172,8 @@ class Scheduler:
     def _lead(self) -> None:
         """Do one step, or wait for somebody to become idle."""
         self._gather()
-        if self._leader is not None or self._guests or not self._waiting:  # since it has waited
+        # All this may have changed while it waited.
+        if self._leader is not None or self._guests or not self._waiting:
             return
         self._leader = threading.get_ident()
         waiting = sorted(self._waiting, key=lambda work: work.arrival)

@@ -1,4 +1,4 @@
-"""TokenSequence: one text that a session has read, besides what the store keeps of it."""
+"""Hold one text that a session has read, besides what the store keeps of it: TokenSequence."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Logits = npt.NDArray[np.float32]
 
 
 class TokenSequence:
-    """Tokens, position and logits of a text, and from where on it can be read again.
+    """Hold tokens, position and logits of a text, and from where on it can be read again.
 
-    Plain values: who changes the store tells the sequence.
+    These are plain values: who changes the store tells the sequence.
     """
 
     def __init__(self, n_ubatch: int, tokens: Iterable[int] = ()) -> None:
-        """Begin with tokens that were read; `n_ubatch`: how many a micro-batch has, at most."""
+        """Begin with tokens that were read; a micro-batch has `n_ubatch` tokens at most."""
         self.tokens = array("i", tokens)
         """Every token read or generated so far, evicted or not."""
         self.position = len(self.tokens)
-        """Tokens read."""
+        """How many tokens were read."""
         self.logits: Logits | None = None
-        """Of the last token, (n_vocab,); None before one and after truncate()."""
+        """The logits of the last token, (n_vocab,); None before one and after truncate()."""
         self.echoed = 0
-        """Tokens from the first on whose entries echoes have scored: see echo.py."""
+        """How many tokens from the first on have entries that echoes have scored: see echo.py."""
         self.parts = ReadParts(n_ubatch)
         self.reusable_from = 0
         """The position at the end of what last evicted an entry; 0 if nothing ever did."""
         self.evicted_before = 0
-        """Entries evicted when it was last looked."""
+        """How many entries were evicted when it was last looked."""
 
     def add(self, tokens: list[int], logits: Logits | None) -> None:
-        """Add a micro-batch that was read; `logits`: those of its last token."""
+        """Add a micro-batch that was read; `logits` are those of its last token."""
         self.logits = logits
         self.parts.note(self.position, len(tokens), logits)
         self.position += len(tokens)
@@ -57,7 +57,7 @@ class TokenSequence:
         if position == 0:
             self.reusable_from = 0
         elif position < self.reusable_from:
-            self.reusable_from = n_ctx + 1  # what is missing stays so, wherever it goes
+            self.reusable_from = n_ctx + 1  # what is missing now stays so, wherever the text goes
 
     def begin_after_load(self, evicted: int) -> None:
         """Take over what a file tells of evictions: nobody knows when the last one was."""

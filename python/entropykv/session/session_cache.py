@@ -1,4 +1,4 @@
-"""SessionCache: look at what a session's cache holds, and change what it may hold."""
+"""Look at what a session's cache holds, and change what it may hold: SessionCache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from entropykv.store.protocol import CacheLook, Store
 
 
 class SessionCache(ModelText):
-    """A sequence, the store that keeps its entries, and the host that they share with others."""
+    """Hold a sequence, the store of its entries, and the host that they share with others."""
 
     recipe: Recipe
     """What was asked for, and what it means for the model."""
@@ -39,9 +39,9 @@ class SessionCache(ModelText):
     _counts: SessionCounts
     _echo: Echo | None
     _closed = True
-    """Until it holds something: close() works even where __init__ raises."""
+    """True until it holds something, so that close() works even where __init__ raises."""
     _broken = False
-    """Whether a decode has failed half-way."""
+    """True where a decode has failed half-way."""
 
     def _check_usable(self) -> None:
         if self._closed or self._host.closed:
@@ -51,61 +51,61 @@ class SessionCache(ModelText):
 
     @property
     def position(self) -> int:
-        """Tokens decoded so far."""
+        """Return how many tokens were decoded so far."""
         return self._sequence.position
 
     @property
     def n_ubatch(self) -> int:
-        """Tokens of text that are read at once, however many follow."""
+        """Return how many tokens of text are read at once, however many follow."""
         return self._echo.stretch if self._echo else self.recipe.n_ubatch
 
     @property
     def tokens(self) -> list[int]:
-        """Every token read or generated so far, evicted or not."""
+        """Return every token read or generated so far, evicted or not."""
         return self._sequence.tokens.tolist()
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """Logits of the last token, (n_vocab,), float32; None before one and after truncate()."""
+        """Return the last token's logits, (n_vocab,), float32; None before any token is read."""
         return self._sequence.logits
 
     @property
     def n_ctx(self) -> int:
-        """The longest sequence, in tokens."""
+        """Return the length of the longest sequence, in tokens."""
         return self.recipe.n_ctx
 
     @property
     def policy(self) -> Policy:
-        """The policy that shares the budget; never `auto`."""
+        """Return the policy that shares the budget; never `auto`."""
         return self.recipe.policy
 
     @property
     def profile(self) -> EntropyProfile | None:
-        """The entropy profile that was given or found, where the policy takes one."""
+        """Return the entropy profile that was given or found, where the policy takes one."""
         return self.recipe.profile
 
     @property
     def freezing(self) -> Freezing | None:
-        """Where evicted entries are kept; None: nowhere."""
+        """Return where evicted entries are kept; None where they are dropped."""
         return self.recipe.freezing
 
     @property
     def fallback(self) -> str | None:
-        """Why the flat store serves the model where either might."""
+        """Return why the flat store serves the model where either might."""
         return self.recipe.fallback
 
     @property
     def store(self) -> str:
-        """Which store serves the model: headwise or flat."""
+        """Return which store serves the model: headwise or flat."""
         return self._store.name
 
     @property
     def context(self) -> Any:
-        """The llama_context, for samplers of llama.cpp; its logits may be another session's."""
+        """Return the llama_context, for samplers; its logits may be another session's."""
         return self._store.context
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Positions that a KV head keeps, ascending. IndexError for a head that is not there."""
+        """Return the positions that a KV head keeps, ascending; IndexError for no such head."""
         budgets = self._store.budgets()
         if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
             raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
@@ -122,15 +122,15 @@ class SessionCache(ModelText):
         return self._store.cache_map()
 
     def budgets(self) -> list[tuple[int, ...]]:
-        """Entries that every KV head may keep, as `[layer][KV head]`."""
+        """Return the entries that every KV head may keep, as `[layer][KV head]`."""
         return self._store.budgets()
 
     def other_file(self) -> str | None:
-        """A sentence where the profile was made with another file of the model's shape."""
+        """Return a sentence where the profile was made with another file of the model's shape."""
         return None if self.profile is None else other_file(self.profile, self._model.geometry)
 
     def resize(self, kv_budget: Budget | str | float) -> None:
-        """Change the budget while running: it grows at once, and shrinks by evicting.
+        """Change the budget while running: a larger one holds at once, a smaller one evicts.
 
         BudgetError leaves the session as it was.
         """
@@ -144,16 +144,16 @@ class SessionCache(ModelText):
 
     @property
     def evicted(self) -> int:
-        """Entries evicted so far, of all KV heads: dropped for good."""
+        """Return how many entries of all KV heads were dropped for good so far."""
         return self._store.evicted
 
     @property
     def sure_entries(self) -> int:
-        """How many tokens every KV head keeps, whatever they are; n_ctx where none is evicted."""
+        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
         return self._store.sure_entries
 
     def stats(self) -> SessionStats:
-        """Counts, bytes and times so far."""
+        """Return counts, bytes and times so far."""
         store = self._store
         return SessionStats(
             model=self._model.name,

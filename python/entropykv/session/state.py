@@ -31,7 +31,7 @@ Logits = npt.NDArray[np.float32]
 
 
 def saved_settings(model: Model, recipe: Recipe, store: Store, budget: Budget) -> SavedSettings:
-    """Gather what a session was made with; `budget`: the one that it has now."""
+    """Gather what a session was made with; `budget` is the one that it has now."""
     freezing = recipe.freezing
     return SavedSettings(
         entropykv=VERSION,
@@ -61,7 +61,7 @@ def write_state(
 ) -> SavedContents:
     """Write a session to a binary file."""
     state = store.state()
-    # A copy: an error that somebody keeps would keep the array from growing.
+    # Copy the array: an error that somebody keeps would keep it from growing.
     tokens = np.array(sequence.tokens, "<i4")
     logits = np.empty(0) if sequence.logits is None else sequence.logits
     contents = SavedContents(
@@ -85,7 +85,7 @@ def load_state(
 ) -> TokenSequence:
     """Replace what a store holds by a saved session, and return its text.
 
-    Raises SessionFileError where it does not fit or is damaged: the store is as it was then.
+    Raises SessionFileError where it does not fit or is damaged, and leaves the store as it was.
     """
     check_settings(reader.settings, settings, reader.where)
     contents = reader.contents

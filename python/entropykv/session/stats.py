@@ -1,4 +1,4 @@
-"""SessionStats: figures of what a session did."""
+"""Hold the figures of what a session did: SessionStats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class SessionStats:
-    """Counts since the session began; bytes are bytes, times are seconds of the wall clock."""
+    """Hold counts since the session began; bytes are bytes, times are seconds of the wall clock."""
 
     model: str
     store: str
@@ -25,24 +25,26 @@ class SessionStats:
     kv_bytes_budget: int
     """What the pool (headwise) or the cache (flat) can never exceed."""
     kv_bytes_peak: int
-    """Most bytes that were in use."""
+    """The most bytes that were in use."""
     kv_bytes_now: int
     kv_bytes_full: int
-    """K and V of every token read or generated, for every KV head, in f16."""
+    """What K and V of every token read or generated would take, for every KV head, in f16."""
     kv_bytes_staging: int
-    """Besides the pool: one micro-batch of one layer (headwise). Besides the cache: the largest
-    copy that was made of it, for a moment: to compact it, to move or to save it (flat)."""
+    """Bytes besides the pool: one micro-batch of one layer (headwise). Or besides the cache: the
+    largest copy that was made of it, for a moment, to compact, move or save it (flat).
+    """
     kv_bytes_scratch: int
-    """Besides both: what the threads of the attention op work with. It grows with the budget of the
-    largest KV head, with the micro-batch and the threads, never with n_ctx."""
+    """Bytes besides both: what the threads of the attention op work with. They grow with the budget
+    of the largest KV head, with the micro-batch and the threads, never with n_ctx.
+    """
     entries_kept: int
-    """Entries of all KV heads now."""
+    """How many entries all KV heads hold now."""
     entries_full: int
-    """Entries that a full cache would hold: tokens times KV heads."""
+    """How many entries a full cache would hold: tokens times KV heads."""
     evictions: int
-    """Entries evicted, of all KV heads."""
+    """How many entries were evicted, of all KV heads."""
     eviction_seconds: float
-    """Time spent choosing and dropping entries, summed over threads."""
+    """Seconds spent choosing and dropping entries, summed over threads."""
     rebases: int
     """How often stored keys were rotated to positions that the model was trained for."""
     peak_rss_bytes: int
@@ -55,39 +57,39 @@ class SessionStats:
     freeze: str | None = None
     """Where evicted entries are frozen, ram or disk:DIR; None: they are dropped."""
     frozen_entries: int = 0
-    """Entries of all KV heads in cold storage now."""
+    """How many entries of all KV heads are in cold storage now."""
     frozen_bytes: int = 0
-    """Bytes of theirs, in memory or on disk; those of kv_bytes_* are hot entries only."""
+    """The bytes of them, in memory or on disk; kv_bytes_* count hot entries only."""
     frozen_bytes_peak: int = 0
-    """Most bytes that were in cold storage."""
+    """The most bytes that were in cold storage."""
     frozen_sketch_bytes: int = 0
     """Bytes of the sketches that queries are compared with, in memory, besides frozen_bytes."""
     entries_frozen: int = 0
-    """How often an entry went into cold storage, of all KV heads."""
+    """How often an entry of any KV head went into cold storage."""
     entries_restored: int = 0
-    """How often one came back."""
+    """How often an entry came back."""
     entries_recalled: int = 0
-    """How often of these because queries looked for it."""
+    """How many of these came back because queries looked for them."""
     cold_seconds: float = 0.0
-    """Time spent freezing, restoring, and looking through cold storage."""
+    """Seconds spent freezing, restoring, and looking through cold storage."""
     climbs: dict[str, int] = field(default_factory=dict)
     """How often each rung of the recovery ladder was climbed, by its name."""
 
     @property
     def prompt_speed(self) -> float:
-        """Tokens of the prompt per second."""
+        """Return the tokens of the prompt read per second."""
         return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def decode_speed(self) -> float:
-        """Generated tokens per second."""
+        """Return the tokens generated per second."""
         return self.generated_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set of this process so far, in bytes."""
+    """Return the largest resident set of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # VmHWM is of this program alone; getrusage() remembers its parent's
+    if status.exists():  # VmHWM is of this program alone, but getrusage() remembers its parent's
         for line in status.read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

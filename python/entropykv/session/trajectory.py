@@ -1,4 +1,4 @@
-"""Trajectory: entries in attention, and frozen ones, as a text grew."""
+"""Record entries in attention, and frozen ones, as a text grew: Trajectory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ MOST_POINTS = 100_000
 
 
 class Trajectory:
-    """Entries of all KV heads after every micro-batch, in bounded memory.
+    """Keep the entries of all KV heads after every micro-batch, in bounded memory.
 
     Where there are more than `most` points, every second is left out, and from then on only every
     second, fourth, eighth micro-batch is kept.
     """
 
     def __init__(self, n_kv_heads: int, most: int = MOST_POINTS) -> None:
-        """`n_kv_heads`: of all layers."""
+        """Begin with no points; `n_kv_heads` is the number of KV heads of all layers."""
         self.n_kv_heads = n_kv_heads
         self._most = most
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all points and climbs."""
         self.positions = array("q")
-        """Tokens read, ascending; a full cache holds that many entries in every KV head."""
+        """Tokens read at each point, ascending; a full cache holds as many in every KV head."""
         self.hot = array("q")
-        """Entries in attention, of all KV heads."""
+        """Entries in attention at each point, of all KV heads."""
         self.frozen = array("q")
-        """Entries in cold storage, of all KV heads."""
+        """Entries in cold storage at each point, of all KV heads."""
         self.climbs: list[tuple[int, str]] = []
-        """Position and rung of the recovery ladder."""
+        """Position and rung of each climb of the recovery ladder."""
         self._stride = 1
         self._n_seen = 0
 
@@ -60,12 +60,12 @@ class Trajectory:
         self.climbs = [(min(at, position), rung) for at, rung in self.climbs]
 
     def means(self) -> Iterator[tuple[int, float, float]]:
-        """Position, hot and frozen entries of a KV head on average."""
+        """Yield position, and a KV head's hot and frozen entries on average."""
         for position, hot, frozen in zip(*self._arrays(), strict=True):
             yield position, hot / self.n_kv_heads, frozen / self.n_kv_heads
 
     def to_json(self) -> dict[str, list[object]]:
-        """`positions`, means per KV head of `hot` and `frozen` entries, `climbs`."""
+        """Return `positions`, means per KV head of `hot` and `frozen` entries, and `climbs`."""
         rows = list(self.means())
         return {
             "positions": [position for position, _, _ in rows],
