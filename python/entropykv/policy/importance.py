@@ -52,7 +52,7 @@ class Importance:
 
     @staticmethod
     def parse(text: str) -> Importance:
-        """Read MEASURE[+MODIFIER...]; raises SettingsError for names that do not exist or repeat."""
+        """Read MEASURE[+MODIFIER...]; raises SettingsError for names unknown or given twice."""
         measure, *modifiers = text.split("+")
         if measure not in MEASURES:
             raise SettingsError(

@@ -66,7 +66,10 @@ class SessionCache(ModelText):
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """Return the last token's logits, (n_vocab,), float32; None before any token is read."""
+        """Return the last token's logits, (n_vocab,), float32.
+
+        They are None before the first token, and after truncate().
+        """
         return self._sequence.logits
 
     @property
