@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server of one model inside a KV budget; needs the extra `server`.
+"""Serve one model inside a KV budget, OpenAI-compatible; needs the extra `server`.
 
->>> from entropykv.server import ModelOptions, ServerOptions, create_app
->>> app = create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions())
->>> await app.state.engine.call(lambda llama: llama.kv_stats())
+>>> from entropykv.server import ModelOptions, ServerOptions, create_app >>> app =
+create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions()) >>> await
+app.state.engine.call(lambda llama: llama.kv_stats())
 """
 
 from entropykv.errors import MissingExtraError

@@ -1,4 +1,4 @@
-"""create_app(): the routes of llama_cpp.server, with an EntropyLlama behind them.
+"""Make the app: the routes of llama_cpp.server, with an EntropyLlama behind them.
 
 Settings and request types are llama_cpp.server's. Its app is not: it keeps the model in globals of
 its module, answers errors of a stream with 200, and cannot stop what a client no longer waits for.
@@ -63,7 +63,7 @@ def create_app(
         version=_version.VERSION,
         root_path=server.root_path,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own pages load scripts from the internet
+        docs_url=None,  # FastAPI's own pages would load scripts from the internet
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
@@ -99,7 +99,7 @@ def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
 
 
 def _extra_routes(engine: Engine) -> APIRouter:
-    """llama_cpp.server's; they only look at the vocabulary, and need not wait for their turn."""
+    """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
     router = APIRouter(prefix="/extras", tags=["Extras"])
 
     def ids(body: TokenizeInputRequest) -> list[int]:
@@ -123,7 +123,7 @@ def _extra_routes(engine: Engine) -> APIRouter:
 def _figures(engine: Engine) -> APIRouter:
     router = APIRouter(tags=["KV cache"])
 
-    # not in the event loop: the figures of a pool are those between two steps
+    # Ask outside of the event loop: the figures of a pool are those between two steps.
     @router.get("/v1/kv")
     def kv() -> dict[str, Any]:
         return as_json(engine)

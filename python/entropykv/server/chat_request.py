@@ -1,4 +1,4 @@
-"""A chat completion: messages, tools and response formats of OpenAI's clients."""
+"""Read a chat completion: messages, tools and response formats of OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TextFormat(BaseModel):
 
 
 class ObjectFormat(BaseModel):
-    """A JSON object; `schema` is llama_cpp.server's."""
+    """A JSON object; the field `schema` is llama_cpp.server's."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -67,7 +67,7 @@ class SchemaFormat(BaseModel):
 
 
 class ChatRequest(Request, CreateChatCompletionRequest):
-    """llama_cpp.server's, as OpenAI's clients know it today."""
+    """A chat completion of llama_cpp.server's, as OpenAI's clients know it today."""
 
     messages: list[Message] = Field(min_length=1)  # type: ignore[assignment]
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
@@ -86,7 +86,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     modalities: list[Literal["text"]] | None = None
 
     def call(self, llama: ServedLlama) -> Any:
-        """Generate: a response, or an iterator of chunks. RequestError."""
+        """Generate, and return a response or an iterator of chunks; raises RequestError."""
         check_logprobs(llama, bool(self.logprobs))
         use = self.tool_use()
         arguments = sampling_arguments(self, llama)
@@ -115,7 +115,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         return generations.whole()
 
     def tool_use(self) -> ToolUse | None:
-        """Return the tools that may be called, by their newer names. RequestError."""
+        """Return the tools that may be called, by their newer names; raises RequestError."""
         if self.functions is None:
             return ToolUse.of(self.tools, self.tool_choice)
         tools = [Tool(function=function) for function in self.functions]
@@ -124,7 +124,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         return ToolUse.of(tools, self.function_call)
 
     def shown_messages(self, llama: ServedLlama, use: ToolUse | None) -> list[dict[str, Any]]:
-        """Return the messages as the model's chat template is given them. RequestError."""
+        """Return the messages as the model's chat template gets them; raises RequestError."""
         told = use is not None and not llama.traits.shows_tools
         return template_messages(
             self.messages, llama.traits, use.instructions() if use is not None and told else None

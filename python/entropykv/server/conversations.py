@@ -1,4 +1,4 @@
-"""Conversations on disk: a model holds one at a time, and any replica can go on with any of them.
+"""Keep conversations on disk, so that any replica can go on with any of them, one at a time.
 
 After every turn, and before the client has the end of the answer, its session is saved: there is
 nothing left to save when a replica stops, however it stops.
@@ -19,9 +19,9 @@ _Stamp = tuple[int, int, int]
 
 
 class Conversations:
-    """Saved sessions in a directory, which replicas may share; the least recently used go first.
+    """Keep sessions in a directory that replicas may share; the least recently used go first.
 
-    `max_bytes`: of all files together. Raises SettingsError where the directory cannot be used.
+    `max_bytes` bounds all files together. Raises SettingsError where the directory cannot be used.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Conversations:
             ) from error
 
     def path(self, name: str) -> Path:
-        """Where a conversation is: names may hold anything, so the file has their digest."""
+        """Return where a conversation is: names may hold anything, so the file has their digest."""
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         return self._directory / f"{digest}.session"
 
@@ -51,7 +51,7 @@ class Conversations:
         self._held = None
         try:
             llama.load_session(path)
-        except EntropyKVError as error:  # it goes on without: the request has the whole text
+        except EntropyKVError as error:  # it goes on without, since the request has the whole text
             _logger.warning("%s", error)
         else:
             self._held = (name, stamp)
@@ -59,7 +59,7 @@ class Conversations:
     def leave(self, llama: EntropyLlama, name: str) -> None:
         """Save a conversation that was just read on; an error costs reading it again, no more."""
         self._held = None
-        if llama.n_tokens == 0:  # the generation failed: what the turn before saved is better
+        if llama.n_tokens == 0:  # the generation failed, and what the turn before saved is better
             return
         path = self.path(name)
         try:
@@ -79,7 +79,7 @@ class Conversations:
         files = []
         for path in self._directory.glob("*.session"):
             stamp = _stamp(path)
-            if stamp is not None:  # another replica may remove files, too
+            if stamp is not None:  # look again, since another replica may remove files, too
                 files.append((stamp, path))
         total = sum(size for (_, size, _), _ in files)
         for (_, size, _), path in sorted(files):
@@ -90,7 +90,7 @@ class Conversations:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """What differs between two versions of a file; the time of writing first."""
+    """Return what differs between two versions of a file, the time of writing first."""
     try:
         status = path.stat()
     except FileNotFoundError:

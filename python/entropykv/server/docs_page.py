@@ -1,4 +1,4 @@
-"""The page /docs: the server's OpenAPI description, readable without scripts or the internet."""
+"""Show the server's OpenAPI description at /docs, readable without scripts or the internet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads that do everything with the model: one, or one for every conversation at a time."""
+"""Run the threads that do all with the model: one, or one for each conversation at a time."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ Outcome = Literal["finished", "refused", "failed", "stopped"]
 
 
 class _StoppedError(Exception):
-    """The generation was told to stop; nothing is half-done."""
+    """Raised where the generation was told to stop; nothing is half-done."""
 
 
 class _LateError(Exception):
-    """The request has taken longer than it may; nothing is half-done."""
+    """Raised where the request has taken longer than it may; nothing is half-done."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests may take."""
+    """Say what requests may take."""
 
     max_waiting: int | None = None
-    """Requests that wait while others run; None: any number."""
+    """How many requests may wait while others run; None: any number."""
     request_seconds: float | None = None
-    """From a request's arrival to the end of its answer."""
+    """How many seconds a request may take from its arrival to the end of its answer."""
     drain_seconds: float = 0.0
-    """What running requests may take after stop()."""
+    """How many seconds running requests may take after stop()."""
     conversations: int = 64
-    """Kept for their next turn, where several are held."""
+    """How many conversations are kept for their next turn, where several are held."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits or runs."""
+    """Hold a request that waits or runs."""
 
     call: Callable[[ServedLlama], Any]
     emit: Callable[[Any], None] | None
@@ -61,16 +61,16 @@ class Job:
     conversation: str | None = None
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
-    """When its first chunk was there."""
+    """The time at which its first chunk was there."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raise where it was told to stop."""
+        """Raise an error where the request was told to stop, or is late."""
         if self.stop.is_set():
             raise _StoppedError
 
     def run(self, llama: ServedLlama) -> Any:
-        """Call; the chunks of a stream are emitted as they come."""
+        """Make the call; the chunks of a stream are emitted as they come."""
         result = self.call(llama)
         if self.emit is None:
             return result
@@ -83,7 +83,7 @@ class Job:
 
 
 class Engine:
-    """Owns a model, and the threads in which alone it runs; requests wait for their turn.
+    """Own a model, and the threads in which alone it runs; requests wait for their turn.
 
     A model with a pool answers as many requests at a time as the pool holds sequences.
     """
@@ -91,22 +91,22 @@ class Engine:
     def __init__(
         self, llama: ServedLlama, *, interrupt: bool = False, limits: Limits | None = None
     ) -> None:
-        """`interrupt`: a new request ends the streams that are being written."""
+        """Take a loaded model; with `interrupt`, a new request ends streams that are written."""
         self.llama = llama
-        """For those who look at the vocabulary."""
+        """The model, for those who look at the vocabulary only."""
         self.limits = limits or Limits()
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self.waiting = 0
-        """Requests that wait or run."""
+        """How many requests wait or run."""
         self.first_chunks = 0
-        """Streams whose first chunk was sent."""
+        """How many streams had their first chunk sent."""
         self.first_chunk_seconds = 0.0
-        """From their arrival to it, of all of them together."""
+        """Seconds from the arrival of those streams to their first chunk, all together."""
         self.shelf: Shelf | None = None
-        """Conversations between two requests, where several are held."""
+        """Where conversations are between two requests, if several are held."""
         self.workers = [llama] if llama.pool is None else self._workers_of(llama)
         self.running: dict[ServedLlama, Job] = {}
-        """Who answers what."""
+        """Which request each model answers."""
         self._free: queue.SimpleQueue[ServedLlama] = queue.SimpleQueue()
         for worker in self.workers:
             self._free.put(worker)
@@ -117,7 +117,7 @@ class Engine:
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
         self.looks = Looks(llama, self._thread.submit)
-        """What those who watch want to know, between two steps."""
+        """Answers those who watch, between two steps."""
         self.stats: SessionStats = self._figures()
         """Figures of the moment, no older than a quarter of a second during a generation."""
 
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def n_slots(self) -> int:
-        """Requests that are answered at a time."""
+        """Return how many requests are answered at a time."""
         return len(self.workers)
 
     async def generate(
@@ -232,7 +232,8 @@ class Engine:
         except _LateError:
             outcome = "stopped"
             raise RequestError(504, "the request took longer than the server lets it") from None
-        except Exception as error:  # whatever it is, the next request must not suffer from it
+        # The next request must not suffer from an error, whatever it is.
+        except Exception as error:
             if job.stop.is_set() and worker.shelf is not None:  # its decode was called off
                 outcome = "stopped"
                 return None

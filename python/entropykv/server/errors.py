@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Give errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from entropykv.errors import ContextError
 logger = logging.getLogger("entropykv.server")
 
 _TOO_LONG = "This model's maximum context length is"
-"""How OpenAI's servers begin; clients such as litellm tell by it that a prompt is too long."""
+"""How OpenAI's servers begin: clients such as litellm tell by it that a prompt is too long."""
 
 
 class RequestError(HTTPException):
-    """A request that gets an error as its answer: a status of 400 to 599, and one sentence."""
+    """Raised for a request whose answer is an error: a status of 400 to 599, one sentence."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class RequestError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        """`param` names the field that is wrong, `code` is one of OpenAI's.
+        """Take a status and a sentence; `param` is the wrong field, `code` one of OpenAI's.
 
-        `retry_after`: seconds after which it is worth another try.
+        `retry_after` says after how many seconds it is worth another try.
         """
         super().__init__(status, message)
         self.retry_after = retry_after
@@ -41,7 +41,7 @@ class RequestError(HTTPException):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """Return the answer that the client gets."""
         answer = JSONResponse(self.body, self.status_code)
         if self.retry_after is not None:
             answer.headers["retry-after"] = str(self.retry_after)
@@ -49,7 +49,7 @@ class RequestError(HTTPException):
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """What a client is told of an error during a generation; those that are ours are logged.
+    """Say what a client is told of an error during a generation; those that are ours are logged.
 
     llama-cpp-python and this package raise ValueError for what is wrong with the request.
     """

@@ -1,4 +1,4 @@
-"""What every request must pass before its body is read: the API key, and the limit of its size."""
+"""Check every request before its body is read: the API key, and the limit of its size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from entropykv.server.errors import RequestError
 from entropykv.server.web_files import page_files
 
 _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_files()})
-"""Paths that need no key: whether the server is there, how it is used, and the page that asks for
-the key."""
+"""Paths that need no key: health, documentation, and the page, which asks for the key."""
 
 
 class Gate:
-    """ASGI middleware: 401 without the right key, 413 for a body above `max_body` bytes."""
+    """Answer 401 without the right key, and 413 for a body above `max_body` bytes (ASGI)."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
         """Wrap an app; without a key, let everyone in."""
@@ -56,7 +55,7 @@ class Gate:
             )
 
     def _counted(self, receive: Receive) -> Receive:
-        """A body without a content-length is refused where it gets too long."""
+        """Pass on a body without a content-length, and refuse it where it gets too long."""
         n_bytes = 0
 
         async def counted() -> Message:

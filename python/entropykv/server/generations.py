@@ -1,4 +1,4 @@
-"""The generations of one request: several prompts, or several choices of one, as one answer."""
+"""Answer one request with several generations: of several prompts, or several choices of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SEEDS = 2**32
 
 @dataclass(frozen=True)
 class Generations:
-    """`n` choices of every prompt, written one after the other.
+    """Write `n` choices of every prompt, one after the other.
 
     `generate(prompt, seed)` makes one: a response of llama-cpp-python, or an iterator of chunks.
     """

@@ -1,4 +1,4 @@
-"""Who holds entries of the KV cache: the one conversation of a server, or all of its pool."""
+"""Find who holds entries of the KV cache: the one conversation of a server, or all of its pool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COUNTERS = (
 
 @contextlib.contextmanager
 def between_steps(llama: EntropyLlama) -> Iterator[None]:
-    """Have no sequence read anything meanwhile; one that is alone reads in the calling thread."""
+    """Keep every sequence from reading meanwhile; one that is alone reads in the calling thread."""
     if llama.pool is None:
         yield
         return
@@ -38,7 +38,7 @@ def between_steps(llama: EntropyLlama) -> Iterator[None]:
 def conversations(llama: EntropyLlama) -> dict[str, Session]:
     """Return the sessions that have read something, by the id that routes know them by.
 
-    The one of a server that has no pool is there before.
+    Without a pool there is one, which is there even before it has read anything.
     """
     if llama.pool is None:
         return {_ALONE: llama._session}
@@ -47,14 +47,14 @@ def conversations(llama: EntropyLlama) -> dict[str, Session]:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """A conversation's figures at one moment."""
+    """Hold a conversation's figures at one moment."""
 
     id: str
     name: str | None
     """What its client calls it."""
     position: int
     standing: Standing | None
-    """Among the others of a pool; None: it is alone."""
+    """How it stands among the others of a pool; None: it is alone."""
     stats: SessionStats
 
     @classmethod
@@ -67,7 +67,7 @@ class Holder:
 
     @property
     def is_parked(self) -> bool:
-        """Whether it holds nothing that can be looked at until its next turn."""
+        """Tell whether it holds nothing that can be looked at until its next turn."""
         return self.standing is not None and self.standing.is_parked
 
     def key(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Pictures of the KV cache: what every KV head holds over the positions of a text."""
+"""Picture the KV cache: what every KV head holds over the positions of a text."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def about(llama: EntropyLlama) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Positions that a viewer wants to see, and in how many columns at most."""
+    """Say which positions a viewer wants to see, and in how many columns at most."""
 
     first: int = 0
     last: int | None = None
-    """Not included; None: as far as the text goes."""
+    """The end of the positions, not included; None: as far as the text goes."""
     columns: int = 512
 
     def fit(self, position: int) -> tuple[int, int, int]:
@@ -58,13 +58,13 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """What the KV heads of one conversation hold, as a thread of the model sees it."""
+    """Hold what the KV heads of one conversation hold, as a thread of the model sees it."""
 
     id: str
     first: int
     per_column: int
     planes: Sequence[Shares]
-    """What is held, frozen, and came back since the picture before: (rows, columns)."""
+    """What is held, is frozen, and came back since the picture before: (rows, columns)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON, in which the planes are deflated bytes in base64, one after the other."""
@@ -82,14 +82,14 @@ class Map:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """All that is shown at one moment."""
+    """Hold all that is shown at one moment."""
 
     pool: dict[str, Any]
     conversations: Sequence[Holder]
     map: Map | None
-    """Of the conversation that is looked at; None where it is parked, or there is none."""
+    """The map of the conversation that is looked at; None where it is parked, or there is none."""
     seconds: float
-    """CPU time that the thread of the model spent on it."""
+    """CPU seconds that the thread of the model spent on it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON for the page."""
@@ -102,10 +102,10 @@ class Picture:
 
 
 class Camera:
-    """Takes pictures for one viewer, who is shown nothing twice."""
+    """Take pictures for one viewer, who is shown nothing twice."""
 
     def __init__(self, window: Window, conversation: str | None = None) -> None:
-        """`window`: what the viewer sees of a conversation; None: of the latest, while it is there.
+        """Look at the `window` of a conversation; None: of the latest, while it is there.
 
         The figures of the others are in the picture, too.
         """

@@ -1,4 +1,4 @@
-"""Routes for those who watch the KV cache: pictures of it as events, and the text that it holds."""
+"""Route those who watch the KV cache: pictures of it as events, and the text that it holds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from entropykv.server.kv_pictures import Camera, Picture, Window, about
 from entropykv.server.kv_text import held_tokens
 
 INTERVAL = 0.25
-"""Seconds between two pictures at least."""
+"""The least seconds between two pictures."""
 MOST_SHARE = 0.02
-"""Of the model's time that a viewer may cost: where pictures take long, there are fewer."""
+"""The part of the model's time that a viewer may cost: where pictures take long, they are fewer."""
 MOST_VIEWERS = 16
 MOST_COLUMNS = 2048
 MOST_TOKENS = 4096
@@ -41,7 +41,7 @@ def kv_stream_routes(engine: Engine) -> APIRouter:
         last: Annotated[int | None, Query(ge=1)] = None,
         conversation: str | None = None,
     ) -> StreamingResponse:
-        """Server-sent events: `model` once, then `kv` where something has changed.
+        """Send server-sent events: `model` once, then `kv` where something has changed.
 
         Every `kv` has the figures of all conversations, and the `map` of one: of that which is
         asked for, or the latest. Its `planes` are a byte for every KV head and column of positions,
@@ -61,7 +61,7 @@ def kv_stream_routes(engine: Engine) -> APIRouter:
         first: Annotated[int, Query(ge=0)] = 0,
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
     ) -> dict[str, Any]:
-        """Tokens of a conversation, and how many KV heads hold each of them, or have it frozen."""
+        """Return tokens of a conversation, and how many KV heads hold or have frozen each."""
         look = partial(held_tokens, name=conversation, first=first, count=count)
         return (await engine.looks.look(look)).to_json()
 

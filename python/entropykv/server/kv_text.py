@@ -1,4 +1,4 @@
-"""The text that the KV cache holds: tokens, and how many KV heads hold each of them."""
+"""Show the text that the KV cache holds: tokens, and how many KV heads hold each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entropykv.session.session import Session
 
 @dataclasses.dataclass(frozen=True)
 class HeldTokens:
-    """Tokens of a range of positions, and how many KV heads hold each of them."""
+    """Hold tokens of a range of positions, and how many KV heads hold each of them."""
 
     session: Session
     position: int
@@ -27,7 +27,7 @@ class HeldTokens:
     held: list[int]
     frozen: list[int]
     parked: bool
-    """Whether its conversation is parked: no KV head is counted then."""
+    """True where its conversation is parked, so that no KV head is counted."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON; a character of several tokens is in the text of the last one."""
@@ -45,9 +45,9 @@ class HeldTokens:
 
 
 def held_tokens(llama: EntropyLlama, name: str | None, first: int, count: int) -> HeldTokens:
-    """Look at a range of positions. RequestError where there is no such conversation.
+    """Look at a range of positions; raises RequestError where there is no such conversation.
 
-    `name`: its id; None: the first that there is.
+    `name` is the conversation's id; None takes the first that there is.
     """
     with between_steps(llama):
         sessions = conversations(llama)

@@ -1,4 +1,4 @@
-"""Routes of llama-server that its clients and those who operate it know."""
+"""Offer routes of llama-server that its clients and those who operate it know."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def llama_server_routes(engine: Engine) -> APIRouter:
 
 
 def text_of(engine: Engine, tokens: list[int]) -> str:
-    """Return the text of tokens. RequestError for those that are not in the vocabulary."""
+    """Return the text of tokens; raises RequestError for those that the vocabulary lacks."""
     check_tokens(tokens, engine.llama, "tokens")
     return engine.llama.detokenize(tokens).decode("utf-8", errors="replace")
 
@@ -78,7 +78,7 @@ def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Return a token's text; its bytes where they are a part of a character, as llama-server."""
+    """Return a token's text, or its bytes where they are a part of a character."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
@@ -96,7 +96,7 @@ def _props(engine: Engine) -> dict[str, Any]:
         },
         "total_slots": engine.n_slots,
         "model_alias": llama.served_name,
-        "model_path": llama.served_name,  # no path of the machine
+        "model_path": llama.served_name,  # a name instead of a path of the machine
         "modalities": {"vision": False, "audio": False},
         "chat_template": template_of(llama) or "",
         "bos_token": _symbol(engine, llama.token_bos()),
@@ -107,7 +107,7 @@ def _props(engine: Engine) -> dict[str, Any]:
 
 
 def _slot(engine: Engine, number: int) -> dict[str, Any]:
-    """Return what one that answers requests is doing, by llama-server's names."""
+    """Return what one of those that answer requests is doing, by llama-server's names."""
     worker = engine.workers[number]
     busy = worker in engine.running
     return {

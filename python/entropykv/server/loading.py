@@ -30,7 +30,7 @@ _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).paramet
 # 20,000 groups overflow a stack of 8 MiB, 5,000 groups and 50,000 rules do not.
 _MOST_GROUPS = 5_000
 _MOST_RULES = 50_000
-# What a client has read cannot be written again: the server has no rewalk.
+# A server has no rewalk: it cannot write again what a client has read.
 _RUNGS = [name for name, rung in RUNGS.items() if rung is not Rung.REWALK]
 _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: text.lower() in ("true", "1"),
@@ -41,7 +41,7 @@ _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
 
 
 class ServedLlama(EntropyLlama):
-    """An EntropyLlama that can be stopped, and whose grammars cannot end the process."""
+    """Run an EntropyLlama that can be stopped, and whose grammars cannot end the process."""
 
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
@@ -54,13 +54,13 @@ class ServedLlama(EntropyLlama):
     served_name: str = ""
     """What clients call the model; never a path."""
     prompt_size: int = 0
-    """Tokens of the prompt of the latest generation."""
+    """How many tokens the prompt of the latest generation has."""
     generated: int = 0
-    """Tokens that the latest generation has written so far, without the one that ends a text."""
+    """How many tokens the latest generation has written so far, without one that ends a text."""
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the model's chat template shows of tools."""
+        """Return what the model's chat template shows of tools."""
         return traits_of(self)
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -88,11 +88,11 @@ class ServedLlama(EntropyLlama):
         return counted.prompt_tokens, counted.generated_tokens
 
     def interrupt(self) -> None:
-        """Call off what waits to be read, in whichever thread."""
+        """Call off what waits to be read, whichever thread waits for it."""
         self._session.interrupt()
 
     def serve_from(self, shelf: Shelf) -> None:
-        """Take a request's conversation from a shelf, and put it back, from now on."""
+        """From now on, take a request's conversation from a shelf, and put it back."""
         self.shelf = shelf
         self.totals = Totals()
         self._idle = self._session
@@ -126,7 +126,7 @@ class ServedLlama(EntropyLlama):
         grammar: Any = None,
         **options: Any,
     ) -> Any:
-        """Yield tokens; see EntropyLlama.generate. RequestError for what llama.cpp would die of."""
+        """Yield tokens as EntropyLlama does; raises RequestError for what would end the process."""
         if grammar is not None:
             self._check_grammar(grammar, logits_processor or ())
         self.prompt_size, self.generated = len(tokens), 0
@@ -141,10 +141,11 @@ class ServedLlama(EntropyLlama):
             yield token
 
     def _check_grammar(self, grammar: LlamaGrammar, processors: Iterable[Any]) -> None:
-        """Here because a response_format and a tool are grammars, too.
+        """Raise RequestError for a grammar that would end the process.
 
-        llama-cpp-python uses one that llama.cpp cannot read, which is a null pointer; llama.cpp
-        aborts where a grammar allows nothing but the end, and min_tokens forbids that.
+        It is checked here because a response_format and a tool are grammars, too. llama-cpp-python
+        uses one that llama.cpp cannot read, which is a null pointer; llama.cpp aborts where a
+        grammar allows nothing but the end, and min_tokens forbids that.
         """
         if any(isinstance(each, llama_cpp.MinTokensLogitsProcessor) for each in processors):
             raise RequestError(
@@ -204,7 +205,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
 
 
 def _cache_options(options: ModelOptions) -> CacheOptions:
-    """Return what is asked of the cache. SettingsError."""
+    """Return what is asked of the cache; raises SettingsError."""
     if options.parallel == 1:
         return cache_options_of(options, rungs=_RUNGS)
     if options.cache:

@@ -1,4 +1,4 @@
-"""Looks at the model between two steps of whatever runs, for those who watch."""
+"""Answer those who watch the model, between two steps of whatever runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Result = TypeVar("Result")
 
 
 class Looks:
-    """Calls that change nothing, and need not wait for the end of a generation.
+    """Make calls that change nothing, and need not wait for the end of a generation.
 
     A thread of the model answers them: between two micro-batches, or at once where nothing runs.
     Without any, a step costs one look at an empty queue.
     """
 
     def __init__(self, llama: EntropyLlama, submit: Callable[[Callable[[], None]], object]) -> None:
-        """`submit` has the model's thread call something once nothing runs."""
+        """Take the model; `submit` lets its thread call something once nothing runs."""
         self._llama = llama
         self._submit = submit
         self._waiting: deque[tuple[Callable[[EntropyLlama], Any], Future[Any]]] = deque()
@@ -34,7 +34,7 @@ class Looks:
         self._is_closed = True
 
     async def look(self, function: Callable[[EntropyLlama], Result]) -> Result:
-        """Return what the function returns. RequestError once the server shuts down."""
+        """Return what the function returns; raises RequestError once the server shuts down."""
         if self._is_closed:
             raise RequestError(503, "the server is shutting down; try again later")
         future: Future[Result] = Future()
@@ -49,7 +49,7 @@ class Looks:
         self.answer()
 
     def answer(self) -> None:
-        """Make the calls that wait; of a thread of the model, between two micro-batches of its own.
+        """Make the calls that wait, in a thread of the model, between two of its micro-batches.
 
         Where several answer requests, steps of the others may run: a look waits for their end.
         """
@@ -62,5 +62,5 @@ class Looks:
                 continue
             try:
                 future.set_result(function(self._llama))
-            except Exception as error:  # it is for whoever looks
+            except Exception as error:  # the error is for whoever looks
                 future.set_exception(error)

@@ -1,4 +1,4 @@
-"""The messages of a chat as clients send them, and as a chat template can show them."""
+"""Read the messages of a chat as clients send them, and turn them into what a template can show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entropykv.server.errors import RequestError
 from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a content part that is text -> the field that has it."""
+"""The field that has the text of a content part, by the part's type."""
 
 
 class CalledFunction(BaseModel):
@@ -33,7 +33,7 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     """One message; `content` is text, a list of text parts, or null beside tool calls."""
 
-    model_config = ConfigDict(extra="allow")  # templates may show what some clients add
+    model_config = ConfigDict(extra="allow")  # templates may show fields that only some clients add
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -60,7 +60,7 @@ class Message(BaseModel):
         )
 
     def calls(self) -> list[ToolCall]:
-        """Return the calls, those of the older `function_call` too."""
+        """Return the calls, also those of the older `function_call`."""
         if self.tool_calls:
             return self.tool_calls
         return [ToolCall(function=self.function_call)] if self.function_call else []
@@ -85,7 +85,7 @@ def _text_of(part: dict[str, Any], place: str) -> str:
 def template_messages(
     messages: Sequence[Message], traits: TemplateTraits, instructions: str | None
 ) -> list[dict[str, Any]]:
-    """Return what the chat template is given. RequestError for what cannot be shown.
+    """Return what the chat template is given; raises RequestError for what cannot be shown.
 
     `instructions` go before everything else, into the system message. The role developer is the
     newer name of system. A template that does not know tools is shown calls and results as text.

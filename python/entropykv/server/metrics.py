@@ -1,4 +1,4 @@
-"""The engine's figures, as JSON and as Prometheus reads them."""
+"""Give the engine's figures, as JSON and as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _METRICS = (
 
 
 def as_json(engine: Engine) -> dict[str, Any]:
-    """All figures: those of SessionStats, and requests by their outcome."""
+    """Return all figures: those of SessionStats, and requests by their outcome."""
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
     figures: dict[str, Any] = {
         **dataclasses.asdict(engine.stats),
@@ -45,7 +45,7 @@ def as_json(engine: Engine) -> dict[str, Any]:
 
 
 def as_prometheus(engine: Engine) -> str:
-    """The text format of Prometheus."""
+    """Return the figures in the text format of Prometheus."""
     lines = []
     for name, kind, field, text in _METRICS:
         lines += _head(name, kind, text)

@@ -1,4 +1,4 @@
-"""OpenAI's routes: completions, chats, responses and models."""
+"""Offer OpenAI's routes: completions, chats, responses and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entropykv.server.responses import ResponsesRequest
 from entropykv.server.streaming import stream, whole
 
 SESSION_HEADER = "x-session-id"
-"""Names a conversation; without it, `user` does."""
+"""The header that names a conversation; without it, the field `user` does."""
 _Body = CompletionRequest | ChatRequest | ResponsesRequest
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -27,7 +27,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
-    """Return the routes. `ping`: keep silent streams alive by comments."""
+    """Return the routes; `ping` keeps silent streams alive by comments."""
     router = APIRouter(prefix="/v1", tags=["OpenAI V1"])
 
     async def answer(request: Request, body: _Body) -> Response:

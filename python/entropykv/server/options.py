@@ -1,4 +1,4 @@
-"""What the server is asked for: llama_cpp.server's settings, and the budget's."""
+"""Hold what the server is asked for: llama_cpp.server's settings, and the budget's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
 
 
 class ModelOptions(ModelSettings):
-    """The model and its budget; see EntropyLlama for what the budget's fields mean.
+    """Name the model and its budget; see EntropyLlama for what the budget's fields mean.
 
     What is not given comes from environment variables such as ENTROPYKV_MODEL.
     """
@@ -67,7 +67,7 @@ class ModelOptions(ModelSettings):
         default=64, ge=1, description="Conversations that are kept for their next turn."
     )
     recovery: Literal["soft", "window", "full"] | None = None
-    """Not rewalk: an answer that is sent as it is written cannot be taken back."""
+    """The highest rung; no rewalk, since an answer that was sent cannot be taken back."""
     recovery_deviations: float | None = None
     recovery_window: int | None = None
 
@@ -89,12 +89,12 @@ class ModelOptions(ModelSettings):
 
     @property
     def served_name(self) -> str:
-        """What clients call the model: its alias, or its file's name without a folder."""
+        """Return what clients call the model: its alias, or its file's name without a folder."""
         return self.model_alias or Path(self.model).name
 
 
 class ServerOptions(ServerSettings):
-    """Where and how to serve; what is not given comes from variables such as ENTROPYKV_API_KEY."""
+    """Say where and how to serve; variables such as ENTROPYKV_API_KEY have the rest."""
 
     model_config = _PREFIX
 

@@ -1,4 +1,4 @@
-"""Replicas of the server under Ray Serve, every conversation pinned to the one that holds it.
+"""Run replicas of the server under Ray Serve, every conversation pinned to the one that holds it.
 
 A conversation is what the header X-Session-Id names. Ray Serve's own ConsistentHashRouter sends it
 to the same replica as long as that one lives. Where the replicas change (scaling, a rolling
@@ -41,20 +41,20 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas there are, and what they share. Raises SettingsError."""
+    """Say how many replicas there are, and what they share; raises SettingsError."""
 
     replicas: int = 2
-    """At first, and at least."""
+    """How many replicas there are at first, and at least."""
     max_replicas: int | None = None
-    """At most, as requests queue up; None: always `replicas`."""
+    """How many there are at most, as requests queue up; None: always `replicas`."""
     target_ongoing_requests: float = 2.0
-    """Requests that a replica has, waiting ones too, before another replica is started."""
+    """How many requests a replica has, waiting ones too, before another replica is started."""
     sessions: str | None = None
     """The directory of saved conversations, which every node must see; None: a temporary one."""
     sessions_bytes: int = 8 << 30
-    """Of all saved conversations: beyond it, the least recently used are removed."""
+    """Bytes of all saved conversations: beyond it, the least recently used are removed."""
     num_cpus: float = 1.0
-    """CPUs that Ray reserves for a replica."""
+    """How many CPUs Ray reserves for a replica."""
 
     def __post_init__(self) -> None:
         """Check every number."""
@@ -116,7 +116,8 @@ def _builder(
             conversations=Conversations(sessions, sessions_bytes),
             replica=serve.get_replica_context().replica_id.unique_id,
         )
-        app.user_middleware.append(turns)  # innermost: what is refused costs no other one's turn
+        # Innermost, so that what is refused costs no other one's turn.
+        app.user_middleware.append(turns)
         return app
 
     return build
@@ -132,10 +133,11 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
         raise SettingsError("replicas need a port of their own; give --port")
     http = {name: getattr(server, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     with _sessions(options) as shared:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray's reports home: opt in, not out
+        # Ray sends reports home unless told not to.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(include_dashboard=False, log_to_driver=False)
         try:
-            with _signals() as next_signal:  # ray.init() has set its own
+            with _signals() as next_signal:  # after ray.init(), which sets its own
                 serve.start(http_options=http)
                 number = signal.SIGHUP.value
                 while number == signal.SIGHUP:

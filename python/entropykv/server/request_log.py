@@ -1,4 +1,4 @@
-"""ASGI middleware: one line about every request, with nothing of what it says."""
+"""Log one line about every request, with nothing of what it says; ASGI middleware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = logging.getLogger("entropykv.server.requests")
 
 
 class RequestLog:
-    """Logs client, method, path, status, seconds and tokens after the answer; no query, no body.
+    """Log client, method, path, status, seconds and tokens after the answer; no query, no body.
 
     A request that has no answer, since its client was gone, has status 499.
     """

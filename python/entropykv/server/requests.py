@@ -1,4 +1,4 @@
-"""What requests have in common, and completions: the arguments of llama-cpp-python they become."""
+"""Read what all requests share, and completions: the arguments of llama-cpp-python they become."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entropykv.server.generations import Generations
 from entropykv.server.loading import ServedLlama
 
 MOST_CHOICES = 128
-"""Choices of one prompt, as OpenAI has it."""
+"""The most choices of one prompt, as OpenAI has it."""
 _ARGUMENTS = frozenset(
     {"model", "suffix", "max_tokens", "temperature", "top_p", "min_p", "echo", "stop", "stream"}
     | {"logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "top_k"}
@@ -47,7 +47,7 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request, CreateCompletionRequest):
-    """llama_cpp.server's, without values that it would misunderstand or leave out."""
+    """A completion of llama_cpp.server's, without values that it would misunderstand."""
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(  # type: ignore[assignment]
         description="A text or its tokens, or a list of those."
@@ -58,7 +58,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
     stream_options: StreamOptions = StreamOptions()
 
     def call(self, llama: ServedLlama) -> Any:
-        """Generate: a response, or an iterator of chunks. RequestError."""
+        """Generate, and return a response or an iterator of chunks; raises RequestError."""
         if self.best_of not in (None, 1, self.n):
             raise RequestError(400, "best_of: choices are not compared here", param="best_of")
         prompts = [_checked(prompt, llama) for prompt in self._prompts()]
@@ -88,7 +88,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
 
 
 def _checked(prompt: str | list[int], llama: ServedLlama) -> str | list[int]:
-    """Return a prompt of at least one token, all of them in the vocabulary. RequestError."""
+    """Return a prompt of one token or more, all in the vocabulary; raises RequestError."""
     if isinstance(prompt, list):
         check_tokens(prompt, llama, "prompt")
     begins = llama._model.add_bos_token() and llama.token_bos() != -1
@@ -131,7 +131,7 @@ def sampling_arguments(
     if request.min_tokens > 0:
         processors.append(llama_cpp.MinTokensLogitsProcessor(request.min_tokens, llama.token_eos()))
     if processors:
-        # not as logit_bias: llama-cpp-python drops both where there is another processor
+        # Not as logit_bias: llama-cpp-python drops both where there is another processor.
         arguments["logits_processor"] = llama_cpp.LogitsProcessorList(processors)
     if request.grammar is not None:
         arguments["grammar"] = LlamaGrammar.from_string(request.grammar, verbose=False)
@@ -149,7 +149,7 @@ def check_logprobs(llama: EntropyLlama, wanted: bool) -> None:
 def _token_biases(
     request: CompletionRequest | CreateChatCompletionRequest, llama: EntropyLlama
 ) -> dict[int, float]:
-    """Token id -> what is added to its logit; RequestError for what is not in the vocabulary."""
+    """Return what is added to the logits of tokens; raises RequestError for unknown ones."""
     biases: dict[int, float] = {}
     for key, bias in (request.logit_bias or {}).items():
         if request.logit_bias_type == "tokens":

@@ -1,4 +1,4 @@
-"""What a response of the Responses API consists of, and the events of one that is streamed."""
+"""Make what a response of the Responses API consists of, and the events of a streamed one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def message_item(item_id: str, text: str | None) -> dict[str, Any]:
-    """Return a message; one that has only begun where there is no text."""
+    """Return a message; without text, one that has only begun."""
     return {
         "id": item_id,
         "type": "message",
@@ -61,7 +61,7 @@ def events(head: dict[str, Any], chunks: Iterator[dict[str, Any]]) -> Iterator[d
 
 
 class _Events:
-    """The events of one response: those of its text as it is written, then its calls."""
+    """Make the events of one response: those of its text as it is written, then its calls."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self._head = head

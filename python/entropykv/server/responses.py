@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as the chat completion that it asks for.
+"""Serve OpenAI's Responses API, as the chat completion that it asks for.
 
 Nothing is kept: each request has the whole conversation. What needs a store, or a tool of OpenAI's,
 is refused by name.
@@ -74,7 +74,7 @@ class ResponsesRequest(Request):
     background: bool = False
 
     def call(self, llama: ServedLlama) -> Any:
-        """Generate: a response, or an iterator of events. RequestError."""
+        """Generate, and return a response or an iterator of events; raises RequestError."""
         for name in _NOT_HERE:
             if getattr(self, name):
                 raise RequestError(
@@ -192,7 +192,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finished(head: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the response that a chat completion is."""
+    """Return the response that holds the answer of a chat completion."""
     choice = answer["choices"][0]
     message = choice["message"]
     output = []

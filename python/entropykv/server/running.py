@@ -19,7 +19,7 @@ from entropykv.server.starting import Starting
 from entropykv.server.web_page import WebDefaults
 
 _SECONDS_TO_FINISH = 10
-"""For a client that does not read the end of its answer."""
+"""Seconds that a client may take to read the end of its answer."""
 
 
 def serve(
@@ -28,7 +28,7 @@ def serve(
     page: WebDefaults | None = None,
     when_listening: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve until a signal. SettingsError for an address that is taken, and as create_app().
+    """Serve until a signal; raises SettingsError for an address that is taken, and as create_app().
 
     `when_listening` is called with the address once requests are answered, which is before the
     model is loaded.
@@ -67,7 +67,7 @@ class _Server(uvicorn.Server):
         self._app = app
         self._app.when_done = self._loaded
         self._url = url
-        # uvicorn raises the signal again after its shutdown, for the handlers that were there
+        # uvicorn raises the signal again after its shutdown, for the handlers that were there.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._leave)
 
@@ -89,13 +89,13 @@ class _Server(uvicorn.Server):
         sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._app.loaded is not None:  # or uvicorn would wait for the longest answer
+        if self._app.loaded is not None:  # otherwise uvicorn would wait for the longest answer
             self._app.loaded.state.engine.stop()
         await super().shutdown(sockets)
 
 
 def _listening_socket(server: ServerOptions) -> socket.socket:
-    """Bound before the model is loaded: a taken port is known at once."""
+    """Bind a socket before the model is loaded, so that a taken port is known at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""Grammars of JSON schemas: of response_format, and of the tools that may be called."""
+"""Make grammars of JSON schemas: of response_format, and of the tools that may be called."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NOT_ENFORCED = frozenset(
     | {"patternProperties", "propertyNames", "minProperties", "maxProperties", "contains", "not"}
     | {"if", "then", "else", "dependentRequired", "dependentSchemas", "unevaluatedProperties"}
 )
-"""Keywords that llama-cpp-python's grammars leave out."""
+"""Keywords of a schema that llama-cpp-python's grammars leave out."""
 _MOST_VALUES = 512
-"""Integers that are listed one by one, to keep between a minimum and a maximum."""
+"""The most integers that are listed one by one, to keep between a minimum and a maximum."""
 
 
 def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar:
     """Return the grammar of the JSON texts that a schema allows.
 
-    `strict`: refuse what the grammar would not enforce. RequestError, with `param` as its field,
-    for that and for a schema that no grammar can be made of.
+    With `strict`, refuse what the grammar would not enforce. Raises RequestError, with `param` as
+    its field, for that and for a schema that no grammar can be made of.
     """
     schema = _with_ranges(schema)
     ignored = sorted(set(_keywords(schema)) & _NOT_ENFORCED)
@@ -38,7 +38,7 @@ def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar
         )
     try:
         return LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
-    except Exception as error:  # it asserts, and takes what a schema has for granted
+    except Exception as error:  # it asserts, and takes much of a schema for granted
         reason = str(error) or type(error).__name__
         raise RequestError(
             400, f"{param}: no grammar can be made of this schema ({reason})", param=param

@@ -1,4 +1,4 @@
-"""Conversations of a pool that nobody is writing in, found by how their texts begin."""
+"""Keep conversations of a pool that nobody is writing in, found by how their texts begin."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
 _GOES_ON = 0.5
-"""A prompt that has so much of a conversation's text goes on with it, and not with a copy."""
+"""A prompt with so much of a conversation's text goes on with it, and not with a copy."""
 _WORTH_WAITING = 64
-"""Tokens in common with a prompt that is being read, from which waiting is worth it."""
+"""Tokens in common with a prompt that is being read, from which waiting for it is worth it."""
 _LOOK_AGAIN = 0.05
-"""Seconds after which who waits looks whether it still does."""
+"""Seconds after which one who waits checks whether it still has to."""
 
 
 @dataclass
@@ -32,26 +32,26 @@ class _Conversation:
 
 
 class Shelf:
-    """Conversations between two requests; the least recently used are forgotten first.
+    """Keep conversations between two requests; the least recently used are forgotten first.
 
     What is forgotten is read again when somebody goes on with it: requests have the whole text.
     """
 
     def __init__(self, pool: Pool, most: int) -> None:
-        """`most`: conversations that are kept."""
+        """Take a pool; `most` conversations of it are kept."""
         self._pool = pool
         self._most = most
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._reading: dict[Session, list[int]] = {}
-        """Prompts that are being read."""
+        """The prompts that are being read, by their sessions."""
         self._free: list[_Conversation] = []
         self.forgotten = 0
-        """How many were, so far."""
+        """How many conversations were forgotten so far."""
         self.forked = 0
-        """Requests that went on from a copy of another conversation."""
+        """How many requests went on from a copy of another conversation."""
         self.resumed = 0
-        """Requests that went on with one."""
+        """How many requests went on with a conversation itself."""
 
     def take(
         self, tokens: list[int], name: str | None, check: Callable[[], object] | None = None
@@ -88,7 +88,7 @@ class Shelf:
             try:
                 fork = near.session.fork()
             except PoolError:
-                return session  # there is no room for one: the text is read
+                return session  # there is no room for a copy: the text is read
             session.close()
             near.last_use = time.monotonic()
             self.forked += 1
@@ -96,7 +96,7 @@ class Shelf:
         return session
 
     def _is_being_read(self, tokens: list[int], name: str | None) -> bool:
-        """Whether somebody reads more of a prompt now than anybody has read."""
+        """Tell whether somebody reads more of a prompt now than anybody has read."""
         if self._pool.host.recurrent:
             return False  # what it will have read in the end cannot be cut
         shared = (
@@ -111,7 +111,7 @@ class Shelf:
         known = 0 if best is None else common_prefix(best.tokens, tokens)
         with self._pool.host.scheduler.between_steps():
             _, spared = self._pool.host.checkpoints.nearest(tokens, repeatable=True)
-        piece = self._pool.host.recipe.n_ubatch  # up to so much of it is read again
+        piece = self._pool.host.recipe.n_ubatch  # up to so many tokens of it are read again
         return most >= max(known, spared) + max(_WORTH_WAITING, piece)
 
     def has_read(self, session: Session) -> None:
@@ -148,7 +148,7 @@ class Shelf:
             pass
 
     def forget_one(self) -> bool:
-        """Close the least recently used conversation; False where there is none."""
+        """Close the least recently used conversation; returns False where there is none."""
         with self._lock:
             if not self._free:
                 return False
@@ -165,6 +165,6 @@ class Shelf:
         return [(each.name, each.session.stats(), each.session.is_live) for each in kept]
 
     def close(self) -> None:
-        """Forget all."""
+        """Forget all conversations."""
         while self.forget_one():
             self.forgotten -= 1

@@ -1,4 +1,4 @@
-"""What those who answer requests side by side have read and written, and how it adds up."""
+"""Add up what those who answer requests side by side have read and written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entropykv.session.stats import SessionStats
 
 @dataclass
 class Totals:
-    """Tokens and seconds of one that answers one request after the other."""
+    """Count tokens and seconds of one that answers one request after the other."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -27,7 +27,7 @@ class Totals:
 
 
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
-    """Return the figures of all conversations as if they were one; `one`: those of any of them."""
+    """Return the figures of all conversations as if they were one; `one` are those of any."""
     now = pool.stats()
     return dataclasses.replace(
         one,

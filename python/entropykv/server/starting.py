@@ -1,4 +1,4 @@
-"""The server before its model is loaded: it listens at once, and says that it is loading."""
+"""Listen before the model is loaded, and say that it is loading."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from entropykv.server.web_files import page_file, page_files
 
 
 class Starting:
-    """An ASGI app that makes another one in a thread, and passes everything on to it then.
+    """Make an ASGI app in a thread, and pass everything on to it once it is there.
 
-    Until that has happened every request is answered with 503, as llama-server does: but for the
-    page, which waits for the model.
+    Until then every request is answered with 503, as llama-server does, except for the page, which
+    waits for the model.
     """
 
     def __init__(self, make: Callable[[], FastAPI], *, page: bool = True) -> None:
-        """Nothing is made before the server's lifespan begins."""
+        """Make nothing yet: `make` is called when the server's lifespan begins."""
         self._make = make
         self.page = page
-        """Whether there is one at /."""
+        """True where there is a page at /."""
         self.when_done: Callable[[], None] = lambda: None
         """Called in the event loop once the app is there, or has failed."""
         self.loaded: FastAPI | None = None
         """The app, once it is there."""
         self.error: Exception | None = None
-        """Why there is none."""
+        """Why there is no app."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the life of the server."""
@@ -53,7 +53,7 @@ class Starting:
         """Start loading with the server, and free the model with it."""
         await receive()
         loop = asyncio.get_running_loop()
-        # a daemon: a server that is told to stop does not wait for the end of a long loading
+        # a daemon, since a server that is told to stop does not wait for the end of a long loading
         threading.Thread(target=self._load, args=(loop,), daemon=True).start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
@@ -64,7 +64,7 @@ class Starting:
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self.loaded = self._make()
-        except Exception as error:  # whatever it is, it is raised again by whoever serves
+        except Exception as error:  # whoever serves raises it again, whatever it is
             self.error = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server was stopped
+        with contextlib.suppress(RuntimeError):  # the loop is closed where the server was stopped
             loop.call_soon_threadsafe(self.when_done)

@@ -1,4 +1,4 @@
-"""Answers of a generation, whole or as server-sent events, as long as the client is there."""
+"""Answer with a generation, whole or as server-sent events, as long as the client is there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def whole(
     call: Callable[[ServedLlama], Any],
     conversation: str | None = None,
 ) -> Response:
-    """The response of a call, which stops where the client goes."""
+    """Return the response of a call, which stops where the client goes."""
     note = note_tokens(request.scope)
     done, answer = await _unless_gone(
         request.receive, engine.generate(call, note=note, conversation=conversation)
@@ -45,7 +45,7 @@ async def stream(
     *,
     ping: bool,
 ) -> Response:
-    """The chunks of a call as events. RequestError where it fails before the first."""
+    """Return the chunks of a call as events; raises RequestError if it fails before the first."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -57,7 +57,8 @@ async def stream(
 
     def ended(task: asyncio.Task[Any]) -> None:
         chunks.put_nowait(_END)
-        _ = task.cancelled() or task.exception()  # else asyncio logs it where the client is gone
+        # Otherwise asyncio logs it where the client is gone.
+        _ = task.cancelled() or task.exception()
 
     work.add_done_callback(ended)
     events = _Events(chunks, work, ping=ping)
@@ -84,7 +85,7 @@ class _Events(Response):
         self._first: Any = None
 
     async def wait_for_first(self) -> None:
-        """Until there is a chunk, or it takes long; raises what the work raises before."""
+        """Wait until there is a chunk, or it takes long; raises what the work raises before."""
         self._first = await self._next(_PATIENCE)
         if self._first is _END:
             self._work.result()
@@ -114,8 +115,8 @@ class _Events(Response):
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _next(self, seconds: float | None) -> Any:
-        """The next chunk or the end; None where there is none for so long."""
-        # not wait_for(): before Python 3.12 a chunk that comes with a cancellation swallows it
+        """Return the next chunk or the end; None where there is none for so many seconds."""
+        # Not wait_for(): before Python 3.12 a chunk that comes with a cancellation is lost.
         chunk = asyncio.ensure_future(self._chunks.get())
         try:
             done, _ = await asyncio.wait({chunk}, timeout=seconds)
@@ -131,7 +132,7 @@ def _event(item: Any) -> str:
 
 
 async def _unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-    """Whether the client stayed until the coroutine was done, and what it returned."""
+    """Return whether the client stayed until the coroutine was done, and what that returned."""
     work = asyncio.ensure_future(coroutine)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

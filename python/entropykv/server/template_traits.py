@@ -1,4 +1,4 @@
-"""What the chat template of a model shows of tools, found by rendering it.
+"""Find out what a model's chat template shows of tools, by rendering it.
 
 Templates differ: some show no tools at all, some need the arguments of a call as an object, some
 cannot take a message without text. llama.cpp finds out in the same way (common/chat).
@@ -16,7 +16,7 @@ from llama_cpp import llama_chat_format
 from entropykv.llama.entropy_llama import EntropyLlama
 
 _NAME, _VALUE, _RESULT = "probed_function", "probed_value", "probed_result"
-_ID = "call00001"  # Mistral's templates want nine characters
+_ID = "call00001"  # nine characters, as Mistral's templates want
 _TOOL = {
     "type": "function",
     "function": {
@@ -30,20 +30,20 @@ _OWN_TOOLS = ("functionary", "functionary-v1", "functionary-v2", "chatml-functio
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """What a template, or a format of llama-cpp-python, shows. The default: text alone."""
+    """Say what a template, or a format of llama-cpp-python, shows; by default text alone."""
 
     shows_tools: bool = False
-    """The definitions of the tools."""
+    """True where it shows the definitions of the tools."""
     shows_calls: bool = False
-    """Calls of an assistant's message, and messages of role tool."""
+    """True where it shows an assistant's calls, and messages of role tool."""
     object_arguments: bool = False
-    """Arguments of a call must be objects: JSON text would be quoted a second time."""
+    """True where arguments of a call must be objects: JSON text would be quoted a second time."""
     null_content: bool = False
-    """A message with tool calls may have null as its content."""
+    """True where a message with tool calls may have null as its content."""
     shows_every_message: bool = False
-    """False: all system messages but the first would be left out."""
+    """False where all system messages but the first would be left out."""
     own_tools: bool = False
-    """A format of llama-cpp-python that writes and reads tool calls by itself."""
+    """True for a format of llama-cpp-python that writes and reads tool calls by itself."""
 
 
 def template_of(llama: EntropyLlama) -> str | None:
@@ -67,7 +67,7 @@ def traits_of(llama: EntropyLlama) -> TemplateTraits:
 
 
 class _Probe:
-    """A template, and what it makes of a conversation with one tool and one call of it."""
+    """Render a template with a conversation that has one tool, and one call of it."""
 
     def __init__(self, template: str) -> None:
         self._formatter = llama_chat_format.Jinja2ChatFormatter(
@@ -89,7 +89,7 @@ class _Probe:
         )
 
     def _shows(self, arguments: Any) -> bool:
-        """Whether the arguments of a call appear, quoted once, and the result of the call."""
+        """Tell whether a call's arguments appear, quoted once, and the result of the call."""
         shown = self._with_call(arguments, "")
         return bool(re.search(rf"""(?<!\\)["']{_VALUE}(?!\\)["']""", shown)) and _RESULT in shown
 
@@ -104,9 +104,9 @@ class _Probe:
         return self._render(messages, [_TOOL])
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
-        """Return the prompt; nothing where the template refuses the messages, however it does."""
+        """Return the prompt; empty where the template refuses the messages, however it does."""
         format_messages: Any = self._formatter
         try:
             return str(format_messages(messages=messages, tools=tools).prompt)
-        except Exception:  # a template is a program of the model's maker: it may raise anything
+        except Exception:  # a template is a program of the model's maker, and may raise anything
             return ""

@@ -1,4 +1,4 @@
-"""Tools: what the model is told of them, what it may write, and the calls in what it wrote."""
+"""Handle tools: what the model is told of them, what it may write, and the calls that it wrote."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tool(BaseModel):
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Return the function's name."""
         return self.function.name
 
 
@@ -66,7 +66,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of one request, all of which the model is told of.
+    """Hold the tools of one request, all of which the model is told of.
 
     `required`: the answer is a call, and no text. `only`: the name of the tool that it must call.
     """
@@ -79,7 +79,7 @@ class ToolUse:
     def of(cls, tools: list[Tool] | None, choice: ToolChoice | None) -> ToolUse | None:
         """Return what a request asks for; None where no tool may be called.
 
-        RequestError for a choice that is not among the tools.
+        Raises RequestError for a choice that is not among the tools.
         """
         if isinstance(choice, NamedTool):
             name = choice.function.name
@@ -96,7 +96,7 @@ class ToolUse:
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that may be called."""
+        """Return the tools that may be called."""
         return [tool for tool in self.tools if self.only in (None, tool.name)]
 
     def definitions(self) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class ToolUse:
         return _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, self.definitions())))
 
     def grammar(self) -> LlamaGrammar | None:
-        """Return what the answer must be; None where it may be text. RequestError as grammar_of."""
+        """Return what the answer must be; None where it may be text. Raises as grammar_of()."""
         if not self.required:
             return None
         definitions: dict[str, Any] = {}
@@ -149,7 +149,7 @@ class ToolUse:
         names = {tool.name for tool in self.callable_tools}
         if not isinstance(item, dict) or item.get("name") not in names:
             return None
-        arguments = item.get("arguments", item.get("parameters", {}))  # the latter: Llama 3
+        arguments = item.get("arguments", item.get("parameters", {}))  # Llama 3 writes `parameters`
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         function = {"name": item["name"], "arguments": text}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
@@ -157,7 +157,7 @@ class ToolUse:
 
 @dataclass
 class CallReader:
-    """Reads an answer as it is written; text goes on as soon as it cannot be a call any more."""
+    """Read an answer as it is written; text goes on as soon as it cannot be a call any more."""
 
     use: ToolUse
     _held: str = ""

@@ -1,4 +1,4 @@
-"""ASGI middleware: the turns of conversations, one after the other, on one model."""
+"""Let conversations take turns on one model, one after the other; ASGI middleware."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
 
 
 class TurnMiddleware:
-    """Loads a request's conversation before it is answered, and saves it before the answer ends.
+    """Load a request's conversation before it is answered, and save it before the answer ends.
 
     A conversation is what the header X-Session-Id names. Every response to a POST says which
     replica gave it, and, if it is not streamed, how many tokens of the prompt were read for it.
@@ -42,13 +42,13 @@ class TurnMiddleware:
             await self._engine.call(turn.begin)
             try:
                 await self._app(scope, receive, turn.send)
-            finally:  # after a cancelled one, too, what it read is of this conversation
+            finally:  # also after a cancelled one: what it read is of this conversation
                 await self._engine.call(turn.end)
             await turn.finish()
 
 
 class _Turn:
-    """One request to the model."""
+    """Hold one request to the model."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _Turn:
         self._before = _counts(llama)
 
     def end(self, llama: EntropyLlama) -> None:
-        if _counts(llama) == self._before:  # a refused request: the model is as it was
+        if _counts(llama) == self._before:  # a refused request has left the model as it was
             return
         if self._name is None:
             self._conversations.forget()
@@ -80,7 +80,7 @@ class _Turn:
             self._conversations.leave(llama, self._name)
 
     async def send(self, message: Message) -> None:
-        """Send on, but the last message: a client that has it may ask another replica."""
+        """Send a message on, but hold the last: a client that has it may ask another replica."""
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", ())]
             message = {**message, "headers": [*headers, *await self._headers(dict(headers))]}
@@ -96,7 +96,7 @@ class _Turn:
     async def _headers(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         own = [(REPLICA_HEADER, self._replica)]
         if headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            return own  # the model may be at work
+            return own  # the model may be at work, and asking it would wait
         prompt_tokens, _ = await self._engine.call(_counts)
         return [*own, (TOKENS_READ_HEADER, str(prompt_tokens - self._before[0]).encode())]
 

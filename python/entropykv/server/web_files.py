@@ -1,4 +1,4 @@
-"""The files of the page at /, which come with the package, and what a browser lets them do."""
+"""Read the files of the page at /, and limit what a browser lets them do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at /: its routes, and what a conversation of it begins with."""
+"""Route the page at /, and say what a conversation of it begins with."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from entropykv.server.web_files import page_file, page_files
 
 
 class WebDefaults(BaseModel):
-    """What the page begins a conversation with; None: as the server's routes have it."""
+    """Say what the page begins a conversation with; None: as the server's routes have it."""
 
     system: str | None = None
     question: str | None = None
-    """One that the page proposes."""
+    """A question that the page proposes."""
     sampling: dict[str, Any] = {}
-    """Fields of a request for a chat completion."""
+    """The fields of a request for a chat completion."""
 
 
 def web_routes(engine: Engine, defaults: WebDefaults) -> APIRouter:
