@@ -14,7 +14,7 @@ from gguf import GGUFValueType, GGUFWriter
 
 from tests.architectures.description import Architecture, Value
 from tests.architectures.tensors import tensors_of
-from tests.support.tiny_models import (
+from tests.support.tiny_writer import (
     DOWN_SCALE,
     KEY_SCALE,
     LOGIT_SCALE,

@@ -10,7 +10,8 @@ from typing import Any
 
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.architectures.description import model
-from tests.support.tiny_models import TinyRope, write_bitnet, write_llama
+from tests.support.tiny_models import write_bitnet, write_llama
+from tests.support.tiny_writer import TinyRope
 
 SERVED = ("plain", "windowed", "shared keys", "hybrid", "latent", "latent hybrid", "ALiBi")
 """Kinds that the headwise store serves."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from entropykv.session.memory_plan import make_plan
 from entropykv.settings.cache_options import CacheOptions
 from tests.architectures import ARCHITECTURES, Architecture, write_architecture
 from tests.support.architecture_reading import decided, greedy, next_logits, read, stock
+from tests.support.cached_bytes import bytes_cached_for_a_token
 from tests.support.logits import relative_error, tokens_for
 from tests.support.releases import write_known
 
@@ -26,11 +26,12 @@ REFUSALS = {
     "unfused": "not one flash attention node per layer",
     "diffusion": "diffusion model",
 }
+
+
 ALL = [(kind, model) for kind, models in ARCHITECTURES.items() for model in models]
 SERVED = [model for kind, model in ALL if kind not in REFUSALS]
 WINDOWED = [model for model in SERVED if model in ARCHITECTURES["windowed"]]
 CACHED = [model for kind, model in ALL if kind != "diffusion"]
-
 every_model = pytest.mark.parametrize(("kind", "model"), ALL, ids=[model.name for _, model in ALL])
 
 
@@ -260,17 +261,6 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
     if model not in ARCHITECTURES["shared keys"]:  # a header does not tell which have windows
         assert plan.budget_bytes == stats.kv_bytes_budget
         assert stats.kv_bytes_budget < 0.6 * n_ctx * (full[1] + 8 * n_heads)
-
-
-def bytes_cached_for_a_token(path: Path) -> float:
-    """By llama.cpp's own cache: what its state grows by."""
-    model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, flash_attn=True, verbose=False)
-    sizes = []
-    for n_tokens in (8, 16):
-        model.eval(tokens_for(n_tokens))
-        sizes.append(llama_cpp.llama_state_seq_get_size(model.ctx, 0))
-    model.close()
-    return (sizes[1] - sizes[0]) / 16
 
 
 @pytest.mark.parametrize(

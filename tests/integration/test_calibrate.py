@@ -1,22 +1,14 @@
-"""Calibration of real GGUF files: entropies and curves against numpy and transformers."""
+"""Calibration of real GGUF files: entropies and curves against numpy."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGUFReader
 
 from entropykv import EntropyProfile, ProfileError, Session
 from entropykv.calibration.measure import (
@@ -24,23 +16,15 @@ from entropykv.calibration.measure import (
     calibrate,
     correlation,
     excerpts_of,
-    measure,
 )
 from entropykv.calibration.observe import Observer
-from entropykv.calibration.texts import Text, read_texts
 from entropykv.profile.curves import CurveRules, average_curves
 from tests.support import reference
+from tests.support.calibration_texts import QUICK, some_texts
 from tests.support.command import assert_refused, entropykv
 from tests.support.logits import tokens_for
 from tests.support.model_reference import ModelReference
 from tests.support.tiny_models import write_llama
-
-SCRIPT = Path(__file__).resolve().parents[2] / "calibration" / "calibrate_entropy.py"
-WORDS = "the and of to in ion an he on at "
-QUICK = CalibrationSettings(n_sequences=4, max_length=64, curve_length=96, n_threads=2)
-
-
-HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 
 def attention_of(path: Path, tokens: list[int]) -> list[tuple[npt.NDArray[Any], ...]]:
@@ -57,15 +41,6 @@ def entropies_of(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
     for *_, p in attention_of(path, tokens):
         rows.append(-(p * np.log2(np.maximum(p, 1e-300))).sum(axis=2).T)
     return np.array(rows)
-
-
-def some_texts(n: int = 6) -> list[Text]:
-    rng = np.random.default_rng(4)
-    words = WORDS.split()
-    return [
-        Text(f"{i}.txt", " ".join(words[int(w)] for w in rng.integers(0, len(words), 120)))
-        for i in range(n)
-    ]
 
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_bitnet"])
@@ -202,197 +177,3 @@ def test_the_profile_of_another_model_is_refused(tmp_path: Path, tiny_llama: Pat
     for store in ("headwise", "flat"):
         with pytest.raises(ProfileError, match="head_dim_k 16"):
             Session(tiny_llama, n_ctx=64, entropy_config=profile, store=store)
-
-
-# the command line
-
-
-def test_calibrate_writes_a_profile(tiny_llama: Path, tmp_path: Path) -> None:
-    output, text = tmp_path / "out.json", tmp_path / "text.txt"
-    text.write_text(WORDS * 60, encoding="utf-8")
-    arguments = ("-m", tiny_llama, "-o", output, "--text", text, "--n-sequences", 3)
-    result = entropykv("calibrate", *arguments, "--curve-length", 128, "-t", 2)
-    assert result.returncode == 0, result.stderr
-    assert "mean entropy" in result.stdout
-    profile = EntropyProfile.load(output)
-    assert profile.measurement is not None
-    assert [name for name, _ in profile.measurement.texts] == [
-        "text.txt",
-        "text.txt from token 128",
-        "text.txt from token 256",
-    ]
-    assert sorted(os.listdir(tmp_path)) == ["out.json", "text.txt"]
-    shown = entropykv("profile", output)
-    assert shown.returncode == 0, shown.stderr
-    assert "policy profile" in shown.stdout
-    compared = entropykv("profile", output, output)
-    assert "correlation 1.0000" in compared.stdout
-
-
-def test_an_old_profile_is_converted(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    content = {"n_layer": 1, "n_head": 2, "n_head_kv": 1, "n_ctx": 64}
-    content["head_entropies"] = {"L0_H0": 1, "L0_H1": 2.5}  # type: ignore[assignment]
-    old.write_text(json.dumps(content), encoding="utf-8")
-    result = entropykv("profile", old, "--convert", new)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(new.read_text(encoding="utf-8"))["format_version"] == 2
-    assert EntropyProfile.load(new).to_dict() == EntropyProfile.load(old).to_dict()
-
-
-def test_bad_arguments_of_calibrate(tiny_llama: Path, tmp_path: Path) -> None:
-    model, out = ("-m", tiny_llama), ("-o", tmp_path / "a.json")
-    calls: list[tuple[tuple[object, ...], str]] = [
-        ((*model, "-o", tmp_path / "none" / "a.json"), "cannot be written"),
-        ((*model, "-o", tmp_path), "cannot be written"),
-        ((*model, *out, "--text", tmp_path / "none.txt"), "none.txt"),
-        (("-m", tmp_path / "none.gguf", *out), "none.gguf"),
-        ((*model, *out, "--max-length", 4096), "--max-length"),
-        ((*model, *out, "--plot", tmp_path / "a.pdf"), "a.pdf"),
-        (("--from-results", tmp_path / "none.json", *out), "none.json"),
-        (("--hf", tmp_path / "nowhere", *out), "nowhere" if HAS_TRANSFORMERS else "entropykv[hf]"),
-    ]
-    for arguments, word in calls:
-        assert_refused(entropykv("calibrate", *arguments), word)
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_interrupt_leaves_nothing(smollm2: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "entropykv.cli", "calibrate", "-m", str(smollm2), "-t", "1"]
-    process = subprocess.Popen(
-        [*command, "-o", str(tmp_path / "out.json")],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    seen = ""
-    deadline = time.monotonic() + 60
-    while not re.search(r"[1-9]\d*/", seen) and time.monotonic() < deadline:
-        seen += process.stderr.read(1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_documents_command_line(tiny_llama: Path, tmp_path: Path) -> None:
-    def script(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-
-    output, results = tmp_path / "a.json", tmp_path / "results.json"
-    length = ("--n-sequences", 2, "--max-length", 32)
-    result = script("--model", tiny_llama, "--output", output, *length, "--device", "cpu")
-    assert result.returncode == 0, result.stderr
-    assert EntropyProfile.load(output).n_layer == 3
-    results.write_text('{"head_entropies": {"L0_H0": 1.5}}', encoding="utf-8")
-    result = script("--from-results", results, f"--output={output}")
-    assert result.returncode == 0, result.stderr
-    assert EntropyProfile.load(output).mean == 1.5
-    word = "no_model" if HAS_TRANSFORMERS else "entropykv[hf]"
-    assert_refused(script("--model", tmp_path / "no_model", "--output", output), word)
-
-
-# transformers
-
-
-def hf_llama(path: Path, directory: Path) -> Path:
-    """The tiny llama of a GGUF file as a checkpoint, with a tokenizer of words."""
-    torch = pytest.importorskip("torch", reason="the reference is transformers")
-    transformers = pytest.importorskip("transformers", reason="the reference is transformers")
-    tokenizers = pytest.importorskip("tokenizers", reason="the reference is transformers")
-    reader = GGUFReader(path)
-    weights = {t.name.removesuffix(".weight"): torch.tensor(t.data) for t in reader.tensors}
-    config = transformers.LlamaConfig(
-        vocab_size=320,
-        hidden_size=192,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=2048,
-    )
-    model = transformers.LlamaForCausalLM(config).float()
-
-    def halves(weight: Any, n_head: int) -> Any:
-        """Pairs of neighbours, as GGUF has them, become first and second half."""
-        return weight.reshape(n_head, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-    state = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for i in range(3):
-        names = {
-            "input_layernorm": "attn_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.k_proj": "attn_k",
-            "self_attn.v_proj": "attn_v",
-            "self_attn.o_proj": "attn_output",
-            "mlp.gate_proj": "ffn_gate",
-            "mlp.up_proj": "ffn_up",
-            "mlp.down_proj": "ffn_down",
-        }
-        state |= {f"model.layers.{i}.{hf}": f"blk.{i}.{ours}" for hf, ours in names.items()}
-        weights[f"blk.{i}.attn_q"] = halves(weights[f"blk.{i}.attn_q"], 6)
-        weights[f"blk.{i}.attn_k"] = halves(weights[f"blk.{i}.attn_k"], 2)
-    model.load_state_dict({f"{hf}.weight": weights[ours] for hf, ours in state.items()})
-    model.save_pretrained(directory)
-    words = {word: 3 + i for i, word in enumerate(sorted(set(WORDS.split())))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="the"))  # noqa: S106
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.reference
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_transformers_agrees(tiny_llama: Path, tmp_path: Path) -> None:
-    directory = hf_llama(tiny_llama, tmp_path / "hf")
-    from entropykv.calibration.hf import (  # noqa: PLC0415
-        calibrate_hf,
-        eager_entropies,
-        load_eager,
-    )
-
-    model, tokenizer = load_eager(str(directory), "cpu")
-    tokens = tokens_for(120)
-    with Observer(tiny_llama, n_ctx=128, n_threads=2) as observer:
-        ours = observer.entropies(tokens)
-        theirs = eager_entropies(model, tokens)  # K and V in f32
-        np.testing.assert_allclose(ours.mean(axis=1), theirs.mean(axis=1), atol=1e-3)
-        np.testing.assert_allclose(ours, theirs, atol=1e-2)
-        texts = some_texts()
-        profile = calibrate_hf(str(directory), texts, QUICK)
-        excerpts = excerpts_of(texts, lambda text: tokenizer(text)["input_ids"], QUICK)
-        expected = measure(observer.entropies, excerpts, lambda _: None)
-    np.testing.assert_allclose(profile.head_entropies, expected.quarters.mean(axis=0), atol=1e-3)
-    assert (profile.n_head_kv, profile.n_ctx, profile.curves) == (2, 2048, None)
-
-
-@pytest.mark.reference
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_smollm2_is_near_its_dequantised_weights(smollm2: Path) -> None:
-    """On 4 texts; benchmarks/calibration.py does the same on all 20."""
-    for package in ("torch", "transformers", "accelerate"):
-        pytest.importorskip(package, reason="the reference is transformers")
-    from entropykv.calibration.hf import eager_entropies, load_eager  # noqa: PLC0415
-
-    pytest.importorskip("torch").set_num_threads(1)
-    settings = CalibrationSettings(n_sequences=4, n_threads=2)
-    model, _ = load_eager(str(smollm2.parent), "cpu", gguf_file=smollm2.name)
-    with Observer(smollm2, n_ctx=128, n_threads=2) as observer:
-        excerpts = excerpts_of(read_texts(None), observer.tokenize, settings)
-        ours = measure(observer.entropies, excerpts, lambda _: None).quarters.mean(axis=0)
-    theirs = measure(lambda ids: eager_entropies(model, ids), excerpts, lambda _: None)
-    expected = theirs.quarters.mean(axis=0)
-    r = correlation(ours, expected)
-    assert r is not None
-    assert r >= 0.995
-    assert np.abs(ours - expected).mean() <= 0.02

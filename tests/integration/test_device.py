@@ -16,7 +16,8 @@ from entropykv import EntropyLlama, Session
 from entropykv.llamacpp.model import captured_log
 from tests.support.logits import relative_error, tokens_for
 from tests.support.rpc_device import built_with_rpc, rpc_device
-from tests.support.tiny_models import TinyRope, write_gemma, write_llama
+from tests.support.tiny_models import write_gemma, write_llama
+from tests.support.tiny_writer import TinyRope
 
 pytestmark = [
     pytest.mark.device,

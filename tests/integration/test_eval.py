@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,10 @@ import pytest
 
 from entropykv import Session
 from entropykv.cli import main
-from entropykv.cli.progress import ProgressBar
-from entropykv.evaluation.dataset import Question, dataset_items
 from entropykv.evaluation.metrics import compare, equal_share
-from entropykv.evaluation.recall import RecallPart, recall_items
-from entropykv.evaluation.texts import EvaluationText
-from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.shipped import DEMOS
-from tests.support.eval_command import Command
-from tests.support.tiny_models import write_llama
-
-PHRASES = ["the and of ", "to in on at. ", "The end, then another. ", "Is it an ocean? ", "of the "]
-
-
-def words(seed: int, n: int) -> str:
-    return "".join(np.random.default_rng(seed).choice(PHRASES, n // 3))
+from tests.support.eval_command import SHORT, Command, words
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +30,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def command(tiny_llama: Path, tmp_path: Path) -> Command:
     return Command(tiny_llama, tmp_path)
-
-
-SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)
 
 
 def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
@@ -158,152 +142,6 @@ def test_the_shipped_model_and_its_profile(texts: list[Path], tmp_path: Path) ->
     assert content["model"]["architecture"] == "bitnet"
     assert len(content["items"]) == 2 * 5
     assert "profile, q8_0" in plot.read_text(encoding="utf-8")
-
-
-# --- facts ----------------------------------------------------------------------------------------
-
-
-def test_every_question_is_asked_from_the_same_state(tiny_llama: Path, texts: list[Path]) -> None:
-    with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
-        prose = [EvaluationText("a", texts[0].read_text(encoding="utf-8"))]
-        items = recall_items(prose, model, n_cases=2, n_tokens=600, facts_per_text=3, seed=1)
-    part = RecallPart(items)
-    with Session(tiny_llama, n_ctx=part.n_ctx, kv_budget=80, n_threads=1) as session:
-        for item in items:
-            session.reset()
-            values = part.measure(session, item, lambda _: None)
-            by_hand = []
-            for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):
-                session.reset()
-                session.decode(item.tokens)
-                by_hand.append(session.detokenize(list(session.generate(question, n_tokens))))
-            assert values["answers"] == by_hand
-    with closing(StockSession(tiny_llama, n_ctx=part.n_ctx, n_threads=1)) as stock:
-        theirs = part.reference(stock, items[0], lambda _: None)
-    assert len(theirs["answers"]) == len(theirs["right"]) == 3
-
-
-def test_a_real_model_recalls_facts_with_the_full_cache(smollm2: Path, tmp_path: Path) -> None:
-    prose = Path(__file__).resolve().parents[2] / "benchmarks" / "texts" / "heldout_prose_01.txt"
-    stock, full, small = Command(smollm2, tmp_path).rows(
-        *("--text", prose, "--continuation", 0, "--passkeys", 2, "--passkey-tokens", 300),
-        *("--kv-type", "f16", "--kv-budget", "1.0,0.05"),
-    )
-    assert stock["questions"] == 8
-    assert stock["recall"] >= 0.75
-    assert full["recall"] >= 0.75
-    assert small["recall"] < full["recall"]
-
-
-# --- data sets ------------------------------------------------------------------------------------
-
-
-def test_a_data_set_is_answered_by_all(command: Command, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    lines = [
-        {"context": words(number, 60 * number), "input": "What?", "answers": ["the end", "an"]}
-        for number in (1, 2)
-    ]
-    data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    rows = command.rows(
-        *("--dataset", data, "--max-tokens", 8, "--kv-type", "f16", "--kv-budget", "1.0,0.2"),
-        *("--policy", "uniform"),
-        *("--prompt-template", "{context}\nQ: {input} A:"),
-    )
-    assert [row["answers"] for row in rows] == [2, 2, 2]
-    assert rows[0]["rouge1"] == rows[1]["rouge1"]
-    answers = [item["values"]["answer"] for item in command.result()["items"]]
-    assert answers[0:2] == answers[2:4]
-    assert rows[1]["kept"] == 1.0
-    assert rows[2]["kept"] == pytest.approx(0.2, abs=0.005)
-    assert all(0.0 <= row["rouge_l"] <= 1.0 for row in rows)
-
-
-def test_the_middle_of_a_long_context_is_left_out(smollm2: Path) -> None:
-    context = " ".join(f"{number}th" for number in range(900))
-    with closing(Model(smollm2, n_gpu_layers=0, verbose=False)) as model:
-        long, short = dataset_items(
-            [Question("1", context, "Why?", ("a",)), Question("2", "Short.", "Why?", ("a",))],
-            model,
-            template="Read: {context} {input}",
-            max_tokens=20,
-            n_ctx=400,
-        )
-        text = model.detokenize(long.tokens, special=True)
-        brief = model.detokenize(short.tokens, special=True)
-    assert 360 < len(long.tokens) <= 380
-    assert text.startswith("<|im_start|>")
-    assert "Read: 0th 1th 2th" in text
-    assert "898th 899th Why?" in text
-    assert " 450th" not in text
-    assert "Read: Short. Why?" in brief
-
-
-# --- going on -------------------------------------------------------------------------------------
-
-
-def test_what_was_measured_is_not_measured_again(
-    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = tmp_path / "log.jsonl"
-    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", log)
-    first = command.rows(*options, "--kv-budget", "0.5")
-    table = capsys.readouterr().out
-    content = log.read_bytes()
-    assert len(content.splitlines()) == 1 + 2 * 3
-    assert command.rows(*options, "--kv-budget", "0.5") == first
-    assert capsys.readouterr().out == table
-    assert log.read_bytes() == content
-    log.write_bytes(content[:-30])
-    again = command.rows(*options, "--kv-budget", "0.5,0.2")
-    assert [row["kl"] for row in again[:2]] == [row["kl"] for row in first]
-    assert again[0] == first[0]
-    assert len(log.read_bytes().splitlines()) == 1 + 3 * 3
-    assert log.read_bytes().startswith(content[: content[:-1].rindex(b"\n")])
-
-
-def test_results_of_another_model_are_not_gone_on_with(
-    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log, other = tmp_path / "log.jsonl", tmp_path / "other.gguf"
-    options = ("--text", *texts[:1], *SHORT, "--kv-type", "f16", "--resume", log)
-    assert command.code(*options) == 0
-    write_llama(other, seed=3)
-    assert Command(other, tmp_path).code(*options) == 2
-    assert "another model" in capsys.readouterr().err
-    assert command.code(*options, "--sinks", 2) == 2
-    assert "n_sinks was 4, now it is 2" in capsys.readouterr().err
-
-
-def test_an_interrupt_keeps_what_is_known(
-    command: Command,
-    texts: list[Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", tmp_path / "log.jsonl")
-    n_tokens = 0
-    update = ProgressBar.update
-
-    def interrupting(bar: ProgressBar, n: int = 1) -> None:
-        nonlocal n_tokens
-        n_tokens += n
-        if n_tokens > 3 * 150 + 200:  # in the second text of the first budget
-            signal.raise_signal(signal.SIGINT)
-        update(bar, n)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ProgressBar, "update", interrupting)
-        assert command.code(*options, "--kv-budget", "0.5,0.2") == 130
-    out, err = capsys.readouterr()
-    assert "interrupted" in err
-    assert "Traceback" not in err
-    assert len(out.strip().splitlines()) == 2 + 2
-    content = command.result()
-    assert not content["complete"]
-    assert [row["texts"] for row in content["rows"]] == [3, 1, 0]
-    assert [row["texts"] for row in command.rows(*options, "--kv-budget", "0.5,0.2")] == [3, 3, 3]
 
 
 # --- refusals -------------------------------------------------------------------------------------

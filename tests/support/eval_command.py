@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from entropykv.cli import main
 
 
@@ -27,3 +29,13 @@ class Command:
         assert self.code(*options) == 0
         rows: list[dict[str, Any]] = self.result()["rows"]
         return rows
+
+
+PHRASES = ["the and of ", "to in on at. ", "The end, then another. ", "Is it an ocean? ", "of the "]
+
+
+def words(seed: int, n: int) -> str:
+    return "".join(np.random.default_rng(seed).choice(PHRASES, n // 3))
+
+
+SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)

@@ -15,3 +15,10 @@ def content(response: Any) -> Any:
 
 def answer(response: Any) -> str:
     return str(response["choices"][0]["message"]["content"])
+
+
+PROMPT = "the winding road to the land of "
+GRAMMAR = 'root ::= [a-z]{3} " " [0-9]{2}'
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}

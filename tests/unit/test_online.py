@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.policy.layer_entropies import LAYER_RANGE, LayerEntropies, layer_weights
 from entropykv.policy.names import POLICIES, BudgetRule
 from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
-from entropykv.policy.plan import HeadwisePlan, plan_headwise
-from entropykv.settings.options import Budget
+from entropykv.policy.plan import HeadwisePlan
 from tests.support import reference
-from tests.support.reference import Options, ReferenceHead, Rules
+from tests.support.online_layers import Layers, plan_for
+from tests.support.reference import Rules
 from tests.support.stores import (
     HEADS,
     LAYERS,
@@ -26,14 +24,11 @@ from tests.support.stores import (
     N_SINKS,
     RECENT,
     SHAPES,
-    importance_of,
-    pages_of,
 )
 
 ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
 KNOTS = (0, 1, 5, 20, 70, 300)
 RULES = (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
-
 finite = st.floats(0.0, 100.0, width=32)
 
 
@@ -47,179 +42,6 @@ def test_losses_are_those_of_the_oracle(scores: list[float], knots: list[int]) -
 def test_losses_by_hand() -> None:
     assert _core.losses_at([3.0, 1.0, 4.0, 2.0], [0, 1, 3, 4, 9]).tolist() == [10, 6, 1, 0, 0]
     assert _core.losses_at([], [0, 2]).tolist() == [0, 0]
-
-
-# --- a store whose heads choose together ----------------------------------------------------------
-
-
-@dataclass
-class Layers:
-    """A store and the oracle of its heads; with `shared`, those of a layer choose together."""
-
-    rules: Rules
-    budgets: list[int]
-    """Of every layer."""
-    shared: bool = False
-    knots: tuple[int, ...] = ()
-    quiet: int = -1
-    """The layer whose queries attend to everything alike, if any."""
-    seed: int = 0
-    position: int = 0
-    store: _core.HeadwiseStore = field(init=False)
-    heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
-    losses: list[Any] = field(default_factory=list)
-    """By the oracle, of the last micro-batch."""
-
-    def __post_init__(self) -> None:
-        """Both empty."""
-        self.random = np.random.default_rng(self.seed)
-        self.store = self.new_store()
-        self.heads = {
-            (layer, head): ReferenceHead(self.rules, *SHAPES[layer][2:], budget=MAX_ENTRIES)
-            for layer, head in HEADS
-        }
-        self.set_budgets(self.budgets)
-
-    def new_store(self) -> _core.HeadwiseStore:
-        store = _core.HeadwiseStore(
-            LAYERS,
-            self.rules.kv_type,
-            importance_of(self.rules),
-            n_sinks=N_SINKS,
-            recent_window=RECENT,
-            max_tokens=MAX_TOKENS,
-            max_entries=MAX_ENTRIES,
-            n_threads=1,
-            own_windows=self.rules.own_windows,
-            shared_choice=self.shared,
-        )
-        store.measure_losses(self.knots)
-        return store
-
-    def set_budgets(self, budgets: list[int]) -> None:
-        self.budgets = budgets
-        self.apply_budgets()
-        for (layer, head), oracle in self.heads.items():
-            oracle.set_budget(budgets[layer], self.store.positions(layer, head))
-
-    def apply_budgets(self) -> None:
-        of_heads = [self.budgets[layer] for layer, _ in HEADS]
-        pages = pages_of(of_heads, self.rules.kv_type)
-        self.store.set_budgets(of_heads, pages, N_SINKS, RECENT)
-
-    def attend(self, n_tokens: int) -> None:
-        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
-        if n_tokens == 0:
-            return
-        self.losses = []
-        for layer in range(len(SHAPES)):
-            self.attend_layer(layer, n_tokens)
-        self.position += n_tokens
-
-    def attend_layer(self, layer: int, n: int) -> None:
-        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
-        q, k, v = (
-            self.random.standard_normal((n, heads, dim), np.float32)
-            for heads, dim in ((n_head, k_dim), (n_head_kv, k_dim), (n_head_kv, v_dim))
-        )
-        v *= 1 + np.arange(n_head_kv, dtype=np.float32)[:, None] * 2
-        options = Options((0.02 if layer == self.quiet else 2) * k_dim**-0.5)
-        self.store.attend(layer, q, k, v, options.scale, position=self.position)
-        group = n_head // n_head_kv
-        oracles = [self.heads[layer, head] for head in range(n_head_kv)]
-        results = [
-            oracle.attend(
-                q[:, i * group : (i + 1) * group], k[:, i], v[:, i], self.position, options
-            )
-            for i, oracle in enumerate(oracles)
-        ]
-        together = np.sum([result.observed for result in results], axis=0) if self.shared else None
-        for head, (oracle, result) in enumerate(zip(oracles, results, strict=True)):
-            oracle.give(result.observed if together is None else together, self.position)
-            self.losses.append(oracle.losses(self.knots, result.outputs))
-            oracle.settle(n, self.store.positions(layer, head))
-
-    def truncate(self, position: int) -> None:
-        self.position = min(position, self.position)
-        self.store.truncate(self.position)
-        for oracle in self.heads.values():
-            oracle.truncate(self.position)
-
-    def reload(self) -> None:
-        """Go on in a new store with what this one saved."""
-        states = [bytearray(self.store.save_head(*key)) for key in HEADS]
-        counts = [self.store.count(*key) for key in HEADS]
-        evicted = self.store.evicted
-        self.store = self.new_store()
-        self.apply_budgets()
-        budgets = [self.store.budget(*key) for key in HEADS]
-        self.store.begin_load(counts, states, budgets)
-        self.store.set_evicted(evicted)
-        for (layer, head), count, state in zip(HEADS, counts, states, strict=True):
-            self.store.load_head(layer, head, count, state)
-
-    def check(self) -> None:
-        for layer, shape in enumerate(SHAPES):
-            kept = [self.store.positions(layer, head).tolist() for head in range(shape[1])]
-            for head, positions in enumerate(kept):
-                assert positions == self.heads[layer, head].positions.tolist()
-                if self.shared:
-                    assert positions == kept[0]
-
-
-budgets_of_layers = st.lists(st.integers(2 * (N_SINKS + 1), 150), min_size=3, max_size=3)
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("attend"), st.integers(1, MAX_TOKENS)),
-        st.tuples(st.just("decode"), st.integers(1, 20)),
-        st.tuples(st.just("resize"), budgets_of_layers),
-        st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
-        st.tuples(st.just("reload"), st.just(0)),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("measure", ["attention", "mass", "products"])
-@settings(max_examples=25, deadline=None)
-@given(
-    budgets=budgets_of_layers,
-    todo=steps,
-    decay=st.sampled_from([0.0, 0.99, 1.0]),
-    by_exposure=st.booleans(),
-    shared=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_heads_of_a_layer_choose_together(
-    measure: str,
-    kv_type: str,
-    budgets: list[int],
-    todo: list[tuple[str, Any]],
-    decay: float,
-    by_exposure: bool,
-    shared: bool,
-    seed: int,
-) -> None:
-    """By the sum of what they observed, half of the budget for sinks and the recent window."""
-    rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
-    rules.by_exposure, rules.observation_window = by_exposure, 128
-    layers = Layers(rules, budgets, shared=shared, seed=seed)
-    for action, value in [("attend", 60), *todo]:
-        match action:
-            case "attend":
-                layers.attend(value)
-            case "decode":
-                for _ in range(value):
-                    layers.attend(1)
-            case "resize":
-                layers.set_budgets(value)
-            case "truncate":
-                layers.truncate(round(value * layers.position))
-            case "reload":
-                layers.reload()
-        layers.check()
 
 
 # --- measured losses ------------------------------------------------------------------------------
@@ -265,15 +87,6 @@ def test_knots_without_sense_are_refused(knots: list[int]) -> None:
     layers = Layers(Rules("mass"), [40, 30, 50])
     with pytest.raises(ValueError, match="knots must ascend"):
         layers.store.measure_losses(knots)
-
-
-# --- what follows ---------------------------------------------------------------------------------
-
-
-def plan_for(policy: str, budget: float | str, n_ctx: int = MAX_ENTRIES) -> HeadwisePlan:
-    return plan_headwise(
-        Budget.parse(budget), LAYERS, n_ctx, "f16", POLICIES[policy], None, N_SINKS, None
-    )
 
 
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
@@ -436,66 +249,3 @@ def test_budgets_change_every_so_many_tokens_where_micro_batches_are_small(n_uba
     assert [end // LEAST_TOKENS for end in ends] == list(range(1, len(ends) + 1))
     assert ends[-1] > 288
     assert not any(changes_budgets(n_ubatch - 1, p, n_ubatch) for p in range(64))
-
-
-# --- the layer document ---------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0.01, 15.0), min_size=2, max_size=40))
-def test_layer_weights_are_the_shares_of_the_document(bits: list[float]) -> None:
-    entropies = np.array(bits)
-    for limits in (None, LAYER_RANGE) if entropies.min() < entropies.max() else (None,):
-        weights = np.array(layer_weights(entropies, in_range=limits is not None))
-        expected = reference.layer_shares(entropies, 1000.0, limits)
-        np.testing.assert_allclose(1000.0 * weights / weights.sum(), expected, rtol=1e-9)
-
-
-def test_layer_weights_by_hand() -> None:
-    assert layer_weights(np.array([1.0, 2.0, 5.0]), in_range=False) == [1, 2, 5]
-    assert layer_weights(np.array([1.0, 2.0, 5.0]), in_range=True) == [8, 38, 128]
-    for in_range in (False, True):
-        assert len(set(layer_weights(np.full(3, 2.0), in_range=in_range))) == 1
-        assert len(set(layer_weights(np.zeros(3), in_range=in_range))) == 1
-
-
-@pytest.mark.parametrize("policy", ["layer", "layer-range"])
-def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
-    plan = plan_for(policy, 100)
-    layers = Layers(Rules("attention", decay=1.0, own_windows=True), [400] * 3, shared=True)
-    layers.quiet = 1
-    online = LayerEntropies(layers.store, LAYERS, MAX_ENTRIES, POLICIES[policy].rule)
-    assert online.budgets(plan) is None
-    observed: list[Any] = [[] for _ in LAYERS]
-    for n_tokens in (96, 40, 7, 1, 64):  # too short ones do not count
-        before = layers.position
-        layers.attend(n_tokens)
-        if changes_budgets(n_tokens, before, MAX_TOKENS):
-            online.observe(n_tokens, budgets_change=True)
-            for layer in range(len(LAYERS)):
-                observed[layer].append(layers.store.row_entropies(layer))
-    means = np.array([np.concatenate(rows).mean() for rows in observed])
-    seen, followed = np.split(online.state(), 2)
-    np.testing.assert_array_equal(seen, followed)
-    rows, *sums = seen
-    assert rows == 200
-    np.testing.assert_allclose(np.array(sums) / rows, means, rtol=1e-6)
-    shares = online.budgets(plan)
-    assert shares is not None
-    pages = [*plan.entries_per_page]
-    reference.check_shares(shares, 100, MAX_ENTRIES, plan.floor_entries, pages)
-    budgets = dict(zip(HEADS, shares, strict=True))
-    for layer, shape in enumerate(SHAPES):
-        assert len({budgets[layer, head] for head in range(shape[1])}) == 1
-    by_layer = [budgets[layer, 0] for layer in range(3)]
-    assert means.argmax() == 1
-    assert by_layer[1] > max(by_layer[0], by_layer[2])
-    twin = LayerEntropies(Layers(Rules("mass"), [40] * 3).store, LAYERS, 400, POLICIES[policy].rule)
-    layers.attend(1)
-    online.observe(1, budgets_change=False)
-    assert online.budgets(plan) == shares  # until they change
-    twin.load(online.state())
-    assert twin.budgets(plan) == shares
-    np.testing.assert_array_equal(twin.state(), online.state())
-    online.forget()
-    assert online.budgets(plan) is None

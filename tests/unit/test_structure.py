@@ -18,7 +18,9 @@ MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_METHODS_OF_A_CLASS = 25
 
-LONG_FILES: dict[str, int] = {}
+LONG_FILES: dict[str, int] = {
+    "tests/integration/test_pool.py": 529,
+}
 """What is still too long, and how long it may be: shrink it, and take it out of here."""
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {
@@ -26,6 +28,7 @@ LARGE_CLASSES: dict[str, int] = {
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def rows() -> list[list[str]]:
@@ -92,9 +95,11 @@ def test_a_folder_imports_those_below_it(file: Path) -> None:
 
 
 def test_no_file_is_too_long() -> None:
+    """Neither one of the package nor one of its tests."""
     lengths = {
-        file.relative_to(PACKAGE).as_posix(): len(file.read_text(encoding="utf-8").splitlines())
-        for file in FILES
+        file.relative_to(folder).as_posix(): len(file.read_text(encoding="utf-8").splitlines())
+        for folder, files in ((PACKAGE, FILES), (ROOT, TESTS))
+        for file in files
     }
     too_long = {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE}
     assert too_long.keys() == LONG_FILES.keys()

@@ -1,0 +1,146 @@
+"""`entropykv chat` in a terminal: Ctrl-C, and lines that are too long for it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropykv import Session
+from entropykv.cli import main
+from tests.support.chats import GREEDY, Chat, open_plain
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """Run a piped conversation to its end; returns stdout and stderr."""
+
+    def run(model: Path, lines: str | bytes, *options: object) -> tuple[str, str]:
+        data = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        capsys.readouterr()
+        assert main(["chat", "-m", str(model), *GREEDY, *map(str, options)]) == 0
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err
+        return shown.out, shown.err
+
+    return run
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Press Ctrl-C in one call of a function."""
+    calls = []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(*arguments, **options)
+
+    return call
+
+
+def test_ctrl_c_stops_the_answer_only(
+    tiny_llama: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = chat(tiny_llama, "the and of\n", "-n", 5)
+    monkeypatch.setattr(Session, "token_bytes", interrupting(Session.token_bytes, 5))
+    out, errors = chat(tiny_llama, "the and of\n/stats\nto in\n", "-n", 12)
+    answers = out.split("\n")
+    assert answers[0].rstrip("\ufffd") == whole.rstrip("\n\ufffd")  # half a character or not
+    assert answers[1]
+    with open_plain(tiny_llama) as session:
+        n_read = len(session.tokenize("the and of")) + 5
+    assert f"context  {n_read} of" in errors
+
+
+def test_ctrl_c_while_a_turn_is_read_takes_it_back(
+    tiny_llama: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Session._decode_micro_batch
+    long = " ".join(["the and of to in"] * 20)
+    n_calls = 1 + 12 + 2  # the first turn, its answer, and a part of the second turn
+    monkeypatch.setattr(Session, "_decode_micro_batch", interrupting(decode, n_calls))
+    out, errors = chat(tiny_llama, f"the\n{long}\n/history\nof\n", "-ub", 32)
+    assert "interrupted while the turn was read: it does not count" in errors
+    assert long not in errors
+    monkeypatch.setattr(Session, "_decode_micro_batch", decode)
+    expected, _ = chat(tiny_llama, "the\nof\n", "-ub", 32)
+    answers = out.split("\n")
+    assert [answers[0], *answers[2:]] == expected.split("\n")
+
+
+# --- a terminal -----------------------------------------------------------------------------------
+
+
+_IN_TERMINAL = """
+import fcntl, sys, termios
+from entropykv.cli import main
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # or Ctrl-C would be no signal
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class _Terminal:
+    """A process in a terminal of 40 columns."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _IN_TERMINAL, *map(str, arguments)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**environment, "TERM": "dumb"},
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def until(self, end: str) -> str:
+        """What is shown until it ends like this."""
+        shown = ""
+        limit = time.monotonic() + 60
+        while not shown.endswith(end):
+            ready, _, _ = select.select([self.master], [], [], limit - time.monotonic())
+            assert ready, shown
+            shown += os.read(self.master, 1).decode("utf-8", errors="replace")
+        return shown
+
+    def type(self, text: str) -> str:
+        """Type, and return what is shown until the next prompt."""
+        os.write(self.master, text.encode())
+        return self.until("> ")
+
+
+def test_a_narrow_terminal() -> None:
+    terminal = _Terminal("chat", "--demo", "bitnet", *GREEDY)
+    terminal.until("Say something; /help shows the commands.\r\n> ")
+    assert "Ines lives in" in terminal.type("Where does Ines live?\n")
+    for command in ("/stats", "/help"):
+        shown = terminal.type(f"{command}\n").replace("\r", "").split("\n")
+        assert len(shown) > 8
+        assert max(map(len, shown)) <= 40, shown
+    assert "ends the conversation" in terminal.type("\x03").replace("\r\n", " ")
+    assert "turns  1" in terminal.type("/stats\n")  # one Ctrl-C alone does nothing
+    terminal.type("half a line\x03")
+    os.write(terminal.master, b"\x03")
+    assert terminal.process.wait(timeout=30) == 0
+    os.close(terminal.master)

@@ -1,0 +1,93 @@
+"""`entropykv eval` that goes on from a log, and is interrupted."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from entropykv.cli.progress import ProgressBar
+from tests.support.eval_command import SHORT, Command, words
+from tests.support.tiny_models import write_llama
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("texts")
+    files = [folder / f"{number}.txt" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_text(words(number, 400), encoding="utf-8")
+    return files
+
+
+@pytest.fixture
+def command(tiny_llama: Path, tmp_path: Path) -> Command:
+    return Command(tiny_llama, tmp_path)
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_not_measured_again(
+    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", log)
+    first = command.rows(*options, "--kv-budget", "0.5")
+    table = capsys.readouterr().out
+    content = log.read_bytes()
+    assert len(content.splitlines()) == 1 + 2 * 3
+    assert command.rows(*options, "--kv-budget", "0.5") == first
+    assert capsys.readouterr().out == table
+    assert log.read_bytes() == content
+    log.write_bytes(content[:-30])
+    again = command.rows(*options, "--kv-budget", "0.5,0.2")
+    assert [row["kl"] for row in again[:2]] == [row["kl"] for row in first]
+    assert again[0] == first[0]
+    assert len(log.read_bytes().splitlines()) == 1 + 3 * 3
+    assert log.read_bytes().startswith(content[: content[:-1].rindex(b"\n")])
+
+
+def test_results_of_another_model_are_not_gone_on_with(
+    command: Command, texts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, other = tmp_path / "log.jsonl", tmp_path / "other.gguf"
+    options = ("--text", *texts[:1], *SHORT, "--kv-type", "f16", "--resume", log)
+    assert command.code(*options) == 0
+    write_llama(other, seed=3)
+    assert Command(other, tmp_path).code(*options) == 2
+    assert "another model" in capsys.readouterr().err
+    assert command.code(*options, "--sinks", 2) == 2
+    assert "n_sinks was 4, now it is 2" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_is_known(
+    command: Command,
+    texts: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ("--text", *texts, *SHORT, "--kv-type", "f16", "--resume", tmp_path / "log.jsonl")
+    n_tokens = 0
+    update = ProgressBar.update
+
+    def interrupting(bar: ProgressBar, n: int = 1) -> None:
+        nonlocal n_tokens
+        n_tokens += n
+        if n_tokens > 3 * 150 + 200:  # in the second text of the first budget
+            signal.raise_signal(signal.SIGINT)
+        update(bar, n)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ProgressBar, "update", interrupting)
+        assert command.code(*options, "--kv-budget", "0.5,0.2") == 130
+    out, err = capsys.readouterr()
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert len(out.strip().splitlines()) == 2 + 2
+    content = command.result()
+    assert not content["complete"]
+    assert [row["texts"] for row in content["rows"]] == [3, 1, 0]
+    assert [row["texts"] for row in command.rows(*options, "--kv-budget", "0.5,0.2")] == [3, 3, 3]

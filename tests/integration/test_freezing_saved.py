@@ -1,0 +1,165 @@
+"""Sessions with cold storage on disk and beyond the trained context."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import Freezing, Session, SessionFileError
+from tests.support.freezing import frozen_entries
+from tests.support.frozen_sessions import (
+    KV_TYPES,
+    check_all_is_there,
+    least_limit,
+    session_of,
+    where,
+)
+from tests.support.logits import tokens_for
+from tests.support.saved_sessions import (
+    all_entries,
+    assert_load_refused,
+    sections_start,
+    signed,
+)
+from tests.support.tiny_models import write_llama
+
+# --- sessions on disk -----------------------------------------------------------------------------
+
+
+ON_DISK = [("uniform", "ram"), ("uniform", "disk"), ("freeze", "ram"), ("freeze", "disk")]
+
+
+def after(session: Session) -> tuple[Any, ...]:
+    """All that a session can be asked for, now and later."""
+    state = (session.position, session.tokens, all_entries(session), frozen_entries(session))
+    rows = session.decode(tokens_for(70, seed=9), all_logits=True)
+    single = [session.decode([token]).tobytes() for token in tokens_for(30, seed=8)]
+    return (*state, rows.tobytes(), single, all_entries(session), frozen_entries(session))
+
+
+@pytest.mark.parametrize(("policy", "place"), ON_DISK)
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_a_saved_session_goes_on_with_what_was_frozen(
+    tiny_llama: Path, tmp_path: Path, policy: str, place: str, kv_type: str
+) -> None:
+    options = {"policy": policy, "kv_type": kv_type, "kv_budget": 40}
+    with session_of(tiny_llama, freeze=where(place, tmp_path), **options) as session:
+        session.decode(tokens_for(200))
+        list(session.generate([7], 30))
+        assert session.stats().frozen_entries > 0
+        session.save(tmp_path / "x.ekv")
+        expected = after(session)
+    with session_of(tiny_llama, freeze=where(place, tmp_path), **options) as session:
+        session.decode(tokens_for(120, seed=8))  # forgotten by the load
+        session.load(tmp_path / "x.ekv")
+        check_all_is_there(session)
+        assert after(session) == expected
+    with session_of(tiny_llama, freeze="ram", **{**options, "kv_budget": 24}) as session:
+        session.load(tmp_path / "x.ekv")
+        check_all_is_there(session)
+        assert all(len(entries) <= 24 for entries in all_entries(session))
+        session.decode(tokens_for(80))
+        check_all_is_there(session)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+def test_a_smaller_limit_drops_on_loading(tiny_llama: Path, policy: str) -> None:
+    least = least_limit(tiny_llama)
+    with session_of(tiny_llama, policy=policy, kv_budget=60) as session:
+        session.decode(tokens_for(400))
+        for token in tokens_for(40):
+            session.decode([token])
+        assert session.stats().entries_recalled > 0
+        data = session.save_state()
+    freezing = Freezing(limit=least)
+    with session_of(tiny_llama, policy=policy, kv_budget=60, freeze=freezing) as session:
+        session.load_state(data)
+        assert session.stats().frozen_bytes <= least
+        check_all_is_there(session)
+        for token in tokens_for(60):
+            session.decode([token])
+            check_all_is_there(session)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+def test_damaged_frozen_entries_under_a_right_digest(tiny_llama: Path, policy: str) -> None:
+    chance = random.Random(3)
+    refused = 0
+    with session_of(tiny_llama, policy=policy, kv_budget=40) as session:
+        session.decode(tokens_for(250))
+        data = session.save_state()
+        start = sections_start(data)
+        for _ in range(80):
+            damaged = bytearray(data)
+            for _ in range(chance.randint(1, 40)):
+                damaged[chance.randrange(start, len(data) - 16)] = chance.randrange(256)
+            before = session.save_state()
+            try:
+                session.load_state(signed(bytes(damaged)))
+            except SessionFileError:
+                refused += 1
+                assert session.save_state() == before
+            session.decode(tokens_for(5))
+            session.truncate(session.position - 2)
+            session.load_state(data)
+        assert session.save_state() == data
+    assert 0 < refused <= 80
+
+
+def test_other_frozen_types_and_sessions_that_do_not_freeze(tiny_llama: Path) -> None:
+    with session_of(tiny_llama, kv_type="f16") as session:
+        session.decode(tokens_for(200))
+        data = session.save_state()
+    for freeze in (None, Freezing(kv_type="q8_0")):
+        with session_of(tiny_llama, kv_type="f16", freeze=freeze) as session:
+            session.decode(tokens_for(20))
+            assert_load_refused(session, data, "--freeze")
+
+
+# --- beyond the trained context -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["ram", "disk"])
+def test_frozen_keys_move_beyond_the_trained_context(tmp_path: Path, place: str) -> None:
+    """Frozen and restored keys are those of a session that never froze."""
+    model = tmp_path / "short.gguf"
+    write_llama(model, head_dim=32, n_ctx_train=256, weight_type="F32")
+    options = {"n_ctx": 1024, "kv_budget": 200, "kv_type": "f16", "n_ubatch": 32}
+    options |= {"policy": "streaming"}
+    keys = []
+    for freeze in (None, Freezing(where(place, tmp_path), recall_interval=0)):
+        with session_of(model, freeze=freeze, **options) as session:
+            session.decode(tokens_for(230))
+            core = session._store.core  # type: ignore[attr-defined]
+            if freeze:
+                core.freeze_all(229)
+                core.restore(229, frozen_after=-1)
+                core.freeze_all(229)
+            session._store._rebase(64)  # type: ignore[attr-defined]
+            if freeze:
+                core.restore(229)
+            assert core.frozen == (30 if freeze else 0) * session._store.n_kv_heads
+            keys.append([core.rows(0, head) for head in range(2)])
+    for ours, theirs in zip(*keys, strict=True):
+        positions, _, k, v = ours
+        both = np.isin(positions, theirs[0])
+        mine = np.isin(theirs[0], positions)
+        assert both.sum() > 150
+        np.testing.assert_array_equal(k[both], theirs[2][mine])
+        np.testing.assert_array_equal(v[both], theirs[3][mine])
+
+
+@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+def test_long_texts_go_on_beyond_the_trained_context(tmp_path: Path, policy: str) -> None:
+    model = tmp_path / "short.gguf"
+    write_llama(model, head_dim=32, n_ctx_train=256, weight_type="F32")
+    with session_of(model, n_ctx=1024, n_ubatch=32, policy=policy) as session:
+        rows = session.decode(tokens_for(900), all_logits=True)
+        assert np.isfinite(rows).all()
+        assert session.stats().rebases > 0
+        assert session.stats().entries_recalled > 0
+        check_all_is_there(session)

@@ -1,0 +1,134 @@
+"""Pictures of the cache: the same as the session itself holds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import Session
+from entropykv.server.errors import RequestError
+from entropykv.server.kv_pictures import Window
+from entropykv.server.looks import Looks
+from entropykv.store.headwise import HeadwiseStore
+
+
+def shares(positions: Any, first: int, per_column: int, n_columns: int) -> Any:
+    """Return the shares of columns, in 255ths, rounded up."""
+    counts = [
+        sum(first + i * per_column <= p < first + (i + 1) * per_column for p in positions)
+        for i in range(n_columns)
+    ]
+    return np.ceil(255 * np.array(counts) / per_column).astype(np.uint8)
+
+
+def frozen_of(session: Session) -> list[set[int]]:
+    store = session._store
+    assert isinstance(store, HeadwiseStore)
+    return [
+        set(store.core.frozen_positions(layer, head).tolist())
+        for layer, heads in enumerate(session.budgets())
+        for head in range(len(heads))
+    ]
+
+
+def held_by(session: Session) -> list[set[int]]:
+    return [
+        set(session.entries(layer, head).tolist())
+        for layer, heads in enumerate(session.budgets())
+        for head in range(len(heads))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "per_column", "n_columns"), [(0, 8, 40), (37, 1, 30), (64, 3, 5)]
+)
+def test_a_map_shows_what_is_held_frozen_and_back(
+    tiny_llama: Path, first: int, per_column: int, n_columns: int
+) -> None:
+    random = np.random.default_rng(3)
+    came_back = 0
+    with Session(tiny_llama, n_ctx=512, kv_budget=48, freeze="ram", n_threads=1) as session:
+        look, was_frozen = session.cache_map(), [set[int]()] * 6
+        for _ in range(12):
+            session.decode(random.integers(0, session.n_vocab, 24).tolist())
+            held, frozen, restored = look(first, per_column, n_columns)
+            for row, positions in enumerate(held_by(session)):
+                back = positions & was_frozen[row]
+                came_back += len(back)
+                for plane, expected in (
+                    (held, positions),
+                    (frozen, frozen_of(session)[row]),
+                    (restored, back),
+                ):
+                    columns = shares(expected, first, per_column, n_columns)
+                    np.testing.assert_array_equal(plane[row], columns)
+            was_frozen = frozen_of(session)
+    assert came_back > 0, "nothing came back: the test shows nothing"
+
+
+def test_of_a_flat_store_there_is_one_row(tiny_llama: Path) -> None:
+    with Session(tiny_llama, n_ctx=512, kv_budget=40, store="flat", n_threads=1) as session:
+        session.decode(list(range(200)))
+        held, frozen, restored = session.cache_map()(0, 4, 50)
+        expected = shares(session.entries(0, 0).tolist(), 0, 4, 50)
+    np.testing.assert_array_equal(held, expected[np.newaxis])
+    assert not frozen.any()
+    assert not restored.any()
+
+
+@pytest.mark.parametrize(
+    ("window", "position", "expected"),
+    [
+        (Window(0, None, 512), 0, (0, 1, 1)),
+        (Window(0, None, 512), 512, (0, 1, 512)),
+        (Window(0, None, 512), 513, (0, 2, 257)),
+        (Window(0, None, 512), 131072, (0, 256, 512)),
+        (Window(100, 200, 512), 131072, (100, 1, 100)),
+        (Window(100, 5000, 64), 131072, (100, 128, 39)),
+        (Window(500, 600, 64), 300, (300, 1, 1)),
+    ],
+)
+def test_columns_are_of_a_power_of_two(
+    window: Window, position: int, expected: tuple[int, int, int]
+) -> None:
+    assert window.fit(position) == expected
+
+
+# --- between two steps ----------------------------------------------------------------------------
+
+
+def test_looks_are_answered_between_steps_or_at_once() -> None:
+    threads: list[int] = []
+
+    def look(llama: Any) -> str:
+        threads.append(threading.get_ident())
+        return str(llama)
+
+    async def use() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            looks = Looks("the model", pool.submit)  # type: ignore[arg-type]
+            assert await looks.look(look) == "the model"
+            go_on = threading.Event()
+
+            def generation() -> None:
+                while not go_on.wait(0.001):
+                    looks.answer()
+
+            running = pool.submit(generation)
+            assert await looks.look(look) == "the model"
+            with pytest.raises(ZeroDivisionError):
+                await looks.look(lambda _: 1 / 0)
+            go_on.set()
+            running.result()
+        assert len(set(threads)) == 1
+        looks.close()
+        with pytest.raises(RequestError, match="shutting down"):
+            await looks.look(look)
+
+    asyncio.run(use())

@@ -1,0 +1,95 @@
+"""The stream of pictures of a pool: all that are in it, and what a newcomer costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.kv_events import PROMPT, events
+from tests.support.running_server import KEY, Server
+
+# --- of a pool ------------------------------------------------------------------------------------
+
+
+POOL = ("--parallel", 2, "--kv-budget", "512KiB", "--n_ctx", 32768, "-t", 1)
+
+
+@pytest.fixture(scope="module")
+def pooled() -> Iterator[Server]:
+    running = Server(usual=POOL, ENTROPYKV_API_KEY=KEY)
+    yield running
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
+
+
+def say(server: Server, name: str, text: str, **options: Any) -> None:
+    body = {"prompt": text, "max_tokens": 9, "temperature": 0, "user": name, **options}
+    assert server.post("/v1/completions", json.dumps(body)).status_code == 200
+
+
+def of_name(picture: Any, name: str) -> Any:
+    (found,) = [each for each in picture["conversations"] if each["name"] == name]
+    return found
+
+
+def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
+    assert events(pooled, most=1)[0][2]["shared"]
+    for name, text in (
+        ("anna", PROMPT),
+        ("ben", "A quiet market. " * 9),
+        ("cleo", "In May " * 9),
+    ):
+        say(pooled, name, text)
+    (_, (_, _, picture)) = events(pooled, "columns=64", most=2)
+    states = {each["name"]: each["state"] for each in picture["conversations"]}
+    assert states == {"anna": "parked", "ben": "parked", "cleo": "idle"}
+    anna, cleo = of_name(picture, "anna"), of_name(picture, "cleo")
+    assert picture["map"]["id"] == cleo["id"], "the latest is not the one that is shown"
+    there = sum(each["bytes"] for each in picture["conversations"])
+    assert cleo["bytes"] < there <= picture["pool"]["used"], "checkpoints have the rest, if any"
+    assert anna["bytes"] == 0 < of_name(picture, "ben")["bytes"], "only who filled the pool left it"
+    assert cleo["budget"] <= picture["pool"]["budget"]
+    assert anna["budget"] == 0
+    assert (anna["parked"], cleo["parked"]) == (True, False)
+    assert anna["entries"] > 0
+    parked = [each["parked_bytes"] for each in picture["conversations"]]
+    assert sum(parked) == picture["pool"]["parked_bytes"]
+    chosen = events(pooled, f"conversation={anna['id']}", most=2)[1][2]
+    assert chosen["map"] is None, "what is parked holds nothing in the pool"
+    text = pooled.get(f"/v1/kv/text?conversation={anna['id']}&count=4096").json()
+    assert text["parked"]
+    assert "".join(text["texts"]).removeprefix("<s>").strip().startswith("The old garden")
+
+
+def test_what_a_newcomer_costs_is_counted(pooled: Server) -> None:
+    body = {"prompt": PROMPT, "user": "dora", "stream": True, "max_tokens": 30000, "temperature": 0}
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = f"{pooled.url}/v1/completions"
+    with httpx.stream(
+        "POST", url, json=body | {"min_tokens": 30000}, headers=headers, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()  # once it is gone, the answer is closed
+        next(lines)
+        alone = of_name(events(pooled, most=2)[1][2], "dora")
+        assert (alone["state"], alone["given_up"]) == ("active", 0)
+        say(pooled, "emil", "A quiet market. " * 90)
+        beside = of_name(events(pooled, most=2)[1][2], "dora")
+    assert beside["given_up"] > 0
+    assert beside["budget"] <= alone["budget"] // 2
+    assert beside["bytes"] <= beside["budget"]
+
+
+def test_several_look_while_several_write(pooled: Server) -> None:
+    with ThreadPoolExecutor(6) as threads:
+        written = [
+            threads.submit(say, pooled, f"user {i}", PROMPT[i:], max_tokens=400) for i in range(4)
+        ]
+        seen = [threads.submit(events, pooled, most=4) for _ in range(2)]
+        for each in (*written, *seen):
+            each.result()

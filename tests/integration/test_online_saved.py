@@ -1,0 +1,129 @@
+"""Budgets that follow the text, in saved sessions: what was seen goes on, and damage is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.logits import tokens_for
+from tests.support.online_sessions import BY_LAYER, MEASURED, are_equal, check, each_policy
+from tests.support.saved_sessions import (
+    all_entries,
+    assert_load_refused,
+    future,
+    sections_start,
+    session_of,
+    signed,
+    with_contents,
+)
+
+# --- on disk --------------------------------------------------------------------------------------
+
+
+@each_policy
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_a_loaded_session_goes_on_as_saved(
+    uneven_llama: Path, policy: str, kv_type: str, tmp_path: Path
+) -> None:
+    options = {"policy": policy, "kv_type": kv_type}
+    file = tmp_path / "x.ekv"
+    with session_of(uneven_llama, **options) as session:
+        session.decode(tokens_for(200))
+        list(session.generate([7], 30))
+        session.save(file)
+        assert session.stats().evictions > 0
+        assert not are_equal(session)
+        expected = (future(session), session.save_state())
+    for read_before in (0, 120):
+        with session_of(uneven_llama, **options) as session:
+            if read_before:  # forgotten by the load
+                session.decode(tokens_for(read_before, seed=8))
+                session.decode([5] * 7)
+            session.load(file)
+            stats = session.stats()
+            assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
+            assert session.save_state() == file.read_bytes()
+            assert (future(session), session.save_state()) == expected
+
+
+@each_policy
+def test_other_budgets(uneven_llama: Path, policy: str) -> None:
+    """A smaller one evicts as resize() does; a larger one keeps all."""
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+        data, kept = session.save_state(), all_entries(session)
+        session.resize(50)
+        budgets, evicted = session.budgets(), all_entries(session)
+    with session_of(uneven_llama, policy=policy, kv_budget=50) as session:
+        session.load_state(data)
+        assert (session.budgets(), all_entries(session)) == (budgets, evicted)
+        check(session)
+        session.decode(tokens_for(80))
+        check(session)
+    for larger in (1.0, 400):
+        with session_of(uneven_llama, policy=policy, kv_budget=larger, n_ctx=400) as session:
+            session.load_state(data)
+            assert all_entries(session) == kept
+            session.decode(tokens_for(80))
+            check(session)
+
+
+@each_policy
+def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
+    def last_section(size: int) -> Any:
+        return lambda contents: contents["sections"].__setitem__(-1, size)
+
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+        data = session.save_state()
+        size = json.loads(data[16 : sections_start(data) - 16])["contents"]["sections"][-1]
+        start = len(data) - 16 - size
+        session.decode(tokens_for(70, seed=2))
+        seen = np.frombuffer(data[start:-16], "<f8")
+        for place in (0, 1, len(seen) - 1):
+            for value in (float("nan"), -1.0, float("inf")):
+                changed = bytearray(data)
+                changed[start + 8 * place : start + 8 * place + 8] = struct.pack("<d", value)
+                assert_load_refused(session, signed(bytes(changed)), "that cannot be")
+        for cut in (1, 8, size):
+            body = data[: -16 - cut] + bytes(16)
+            if cut == size and policy in MEASURED:
+                continue  # nothing seen is possible
+            words = "a cut number" if cut == 1 else "that cannot be"
+            assert_load_refused(session, with_contents(body, last_section(size - cut)), words)
+        body = data[:start] + bytes(16)
+        without = with_contents(body, lambda contents: contents["sections"].pop())
+        assert_load_refused(session, without, "other KV heads")
+        check(session)
+        session.load_state(data)
+
+
+@pytest.mark.parametrize("policy", MEASURED)
+def test_knots_that_do_not_ascend_are_refused(uneven_llama: Path, policy: str) -> None:
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+        data = session.save_state()
+        size = json.loads(data[16 : sections_start(data) - 16])["contents"]["sections"][-1]
+        start = len(data) - 16 - size
+        changed = data[: start + 8] + data[start + 16 : start + 24] + data[start + 8 : start + 16]
+        changed += data[start + 24 :]
+        assert_load_refused(session, signed(changed), "losses that cannot be")
+
+
+@pytest.mark.parametrize("policy", BY_LAYER)
+def test_heads_of_a_layer_that_hold_different_numbers_are_refused(
+    uneven_llama: Path, policy: str
+) -> None:
+    with session_of(uneven_llama, policy=policy) as session:
+        session.decode(tokens_for(200))
+
+        def change(contents: dict[str, Any]) -> None:
+            contents["entries"][0][0] -= 1
+
+        lie = with_contents(session.save_state(), change)
+        assert_load_refused(session, lie, "KV heads of a layer that keep different positions")

@@ -1,0 +1,40 @@
+"""Hold conversations with `entropykv chat`, and say what it should have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from entropykv import Session
+
+GREEDY = ("--temp", "0", "-t", "1", "-n", "12")
+Chat = Callable[..., tuple[str, str]]
+
+
+def plain(session: Session, *turns: str) -> list[str]:
+    """Answers to turns of plain text, 12 tokens each."""
+    answers = []
+    for text in turns:
+        first = session.position == 0
+        tokens = session.tokenize(text if first else f"\n{text}", add_bos=first)
+        answers.append(answer_to(session, tokens))
+    return answers
+
+
+def answer_to(session: Session, tokens: list[int]) -> str:
+    """The line that chat writes after these tokens; every token of it is read."""
+    answer = list(session.generate(tokens, 12))
+    if len(answer) == 12:
+        session.decode(answer[-1:])
+    return session.detokenize(answer) + "\n"
+
+
+def open_plain(model: Path, **options: Any) -> Session:
+    return Session(model, **{"n_ctx": 1_000_000, "kv_budget": 1024, "n_threads": 1, **options})
+
+
+def sentences(errors: str) -> list[str]:
+    """What chat says, besides the figures of files."""
+    lines = [line for line in errors.splitlines() if line.startswith("entropykv: ")]
+    return [line.removeprefix("entropykv: ") for line in lines if "raise -n" not in line]

@@ -1,0 +1,285 @@
+"""A headwise store with cold storage beside the numpy oracle, and operations on both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from entropykv import _core
+from tests.support.reference import (
+    FreezingHead,
+    Options,
+    Rules,
+    stored,
+)
+from tests.support.stores import importance_of
+
+MAX_TOKENS = 40
+MAX_ENTRIES = 300
+N_SINKS = 3
+RECENT = 6
+FLOOR = N_SINKS + RECENT
+SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # pages of 16 entries, and of more
+LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
+HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
+KV_TYPES = ("f16", "q8_0")
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # as in test_attention.py
+
+
+def pages_of(budgets: list[int], kv_type: str, shapes: Any = SHAPES) -> int:
+    _, per_page = _core.page_geometry([_core.LayerShape(*shape) for shape in shapes], kv_type)
+    layers = [layer for layer, shape in enumerate(shapes) for _ in range(shape[1])]
+    return sum(
+        _core.pages_for(budget, per_page[layer])
+        for layer, budget in zip(layers, budgets, strict=True)
+    )
+
+
+def freeze_settings(recall: int = 0, limit: int = 0, **more: Any) -> _core.FreezeSettings:
+    kv_type = more.pop("kv_type", "as stored")
+    return _core.FreezeSettings(kv_type, limit, recall, **more)
+
+
+def store_of(
+    rules: Rules, freezing: _core.FreezeSettings | None, shapes: Any = SHAPES
+) -> _core.HeadwiseStore:
+    layers = [_core.LayerShape(*shape) for shape in shapes]
+    return _core.HeadwiseStore(
+        layers,
+        rules.kv_type,
+        importance_of(rules),
+        n_sinks=N_SINKS,
+        recent_window=RECENT,
+        max_tokens=MAX_TOKENS,
+        max_entries=MAX_ENTRIES,
+        n_threads=1,
+        freezing=freezing,
+    )
+
+
+@dataclass
+class Pair:
+    """A store that freezes and the oracle of each of its heads, doing the same; no recall."""
+
+    rules: Rules
+    budgets: list[int]
+    seed: int = 0
+    position: int = 0
+    descriptor: int = -1
+    store: _core.HeadwiseStore = field(init=False)
+    heads: dict[tuple[int, int], FreezingHead] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Both empty, with the same budgets."""
+        self.random = np.random.default_rng(self.seed)
+        schedule = self.rules.schedule and _core.FreezeSchedule(*self.rules.schedule)
+        self.store = store_of(
+            self.rules, freeze_settings(schedule=schedule, descriptor=self.descriptor)
+        )
+        self.heads = {
+            (layer, head): FreezingHead(self.rules, *SHAPES[layer][2:], budget=budget)
+            for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
+        }
+        self.set_budgets(self.budgets)
+
+    def set_budgets(self, budgets: list[int]) -> None:
+        self.store.set_budgets(budgets, pages_of(budgets, self.rules.kv_type), N_SINKS, RECENT)
+        for key, budget in zip(HEADS, budgets, strict=True):
+            self.heads[key].set_budget(budget, self.store.positions(*key))
+        self.check()
+
+    def attend(self, n_tokens: int) -> None:
+        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
+        if n_tokens == 0:
+            return
+        for layer in range(len(SHAPES)):
+            self.attend_layer(layer, n_tokens)
+        self.position += n_tokens
+        self.check()
+
+    def attend_layer(self, layer: int, n_tokens: int) -> None:
+        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
+        normal = self.random.standard_normal
+        q = normal((n_tokens, n_head, k_dim), np.float32) * 2
+        k = normal((n_tokens, n_head_kv, k_dim), np.float32)
+        v = normal((n_tokens, n_head_kv, v_dim), np.float32)
+        options = Options(k_dim**-0.5)
+        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        group = n_head // n_head_kv
+        for head in range(n_head_kv):
+            heads = slice(head * group, (head + 1) * group)
+            oracle = self.heads[layer, head]
+            expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
+            atol = OUTPUT_TOLERANCE[self.rules.kv_type]
+            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
+            oracle.settle(n_tokens, self.store.positions(layer, head))
+
+    def truncate(self, position: int) -> None:
+        self.position = min(position, self.position)
+        self.store.truncate(self.position)
+        for oracle in self.heads.values():
+            oracle.truncate(self.position)
+        self.check()
+
+    def freeze_all(self) -> None:
+        self.store.freeze_all(self.position - 1)
+        for oracle in self.heads.values():
+            oracle.freeze_all(self.position - 1)
+        self.check()
+
+    def restore(self, frozen_before: int, due_within: int, *, forget: bool) -> None:
+        now = self.position - 1
+        asked = {"frozen_after": now - frozen_before, "due_after": now + due_within}
+        n = self.store.restore(now, **asked, forget=forget)
+        assert n == sum(
+            oracle.restore(now, self.store.positions(*key), **asked, forget=forget)
+            for key, oracle in self.heads.items()
+        )
+        self.check()
+
+    def check(self) -> None:
+        """Everything that holds after every operation."""
+        for key, oracle in self.heads.items():
+            np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
+            frozen = self.store.frozen_positions(*key)
+            np.testing.assert_array_equal(frozen, sorted(oracle.frozen))
+            both = [*oracle.positions, *frozen]
+            assert sorted(both) == list(range(self.position))  # nothing lost, nothing twice
+            assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
+            _, importance, k, v = self.store.rows(*key)
+            np.testing.assert_array_equal(k, oracle.k.astype(np.float32))
+            np.testing.assert_array_equal(v, oracle.v.astype(np.float32))
+            if self.rules.observes:
+                tolerance = self.rules.tolerance
+                np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
+        assert self.store.frozen == sum(len(oracle.frozen) for oracle in self.heads.values())
+        assert self.store.evicted == 0
+        assert self.store.used_bytes <= self.store.budget_bytes
+        assert self.store.cold_failure is None
+
+
+budget_lists = st.lists(st.integers(FLOOR, 120), min_size=len(HEADS), max_size=len(HEADS))
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("attend"), st.integers(1, MAX_TOKENS)),
+        st.tuples(st.just("decode"), st.integers(1, 20)),
+        st.tuples(st.just("set_budgets"), budget_lists),
+        st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
+        st.tuples(st.just("freeze_all")),
+        st.tuples(st.just("restore"), st.integers(0, 80), st.integers(-1, 4), st.booleans()),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
+    match operation:
+        case ("attend", n_tokens):
+            pair.attend(n_tokens)
+        case ("decode", n_steps):
+            for _ in range(n_steps):
+                pair.attend(1)
+        case ("set_budgets", budgets):
+            pair.set_budgets(budgets)
+        case ("truncate", fraction):
+            pair.truncate(round(fraction * pair.position))
+        case ("freeze_all",):
+            pair.freeze_all()
+        case ("restore", frozen_before, due_within, forget):
+            pair.restore(frozen_before, due_within, forget=forget)
+
+
+# --- recall ---------------------------------------------------------------------------------------
+
+
+ONE = ((2, 1, 32, 32),)
+
+
+@dataclass
+class Reader:
+    """Reads random micro-batches whose queries look for earlier keys; checks what always holds."""
+
+    store: _core.HeadwiseStore
+    rules: Rules
+    budgets: list[int]
+    seed: int
+    exact: bool
+    limit: int
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        """Nothing was read yet."""
+        self.random = np.random.default_rng(self.seed)
+        self.k = [np.zeros((0, *shape[1:3])) for shape in SHAPES]
+        self.set_budgets(self.budgets)
+
+    def set_budgets(self, budgets: list[int]) -> None:
+        pages = pages_of(budgets, self.rules.kv_type)
+        self.store.set_budgets(budgets, pages, N_SINKS, RECENT)
+        self.budgets = budgets
+
+    def all(self, todo: list[tuple[Any, ...]]) -> None:
+        for operation in todo:
+            match operation:
+                case ("attend", n_tokens):
+                    self.attend(n_tokens)
+                case ("decode", n_steps):
+                    for _ in range(n_steps):
+                        self.attend(1)
+                case ("set_budgets", budgets):
+                    self.set_budgets(budgets)
+                case ("truncate", fraction):
+                    self.position = round(fraction * self.position)
+                    self.store.truncate(self.position)
+                    self.k = [k[: self.position] for k in self.k]
+                case ("freeze_all",):
+                    self.store.freeze_all(self.position - 1)
+                case ("restore", frozen_before, due_within, forget):
+                    now = self.position - 1
+                    frozen_after, due_after = now - frozen_before, now + due_within
+                    self.store.restore(now, frozen_after, due_after, forget)
+            self.check()
+
+    def attend(self, n_tokens: int) -> None:
+        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
+        if n_tokens == 0:
+            return
+        new = set(range(self.position, self.position + n_tokens))
+        before = {key: set(self.store.positions(*key).tolist()) | new for key in HEADS}
+        for layer, (n_head, n_head_kv, k_dim, v_dim) in enumerate(SHAPES):
+            normal = self.random.standard_normal
+            k = normal((n_tokens, n_head_kv, k_dim), np.float32)
+            v = normal((n_tokens, n_head_kv, v_dim), np.float32)
+            self.k[layer] = np.concatenate([self.k[layer], stored(k, self.rules.kv_type)])
+            wanted = self.random.integers(0, len(self.k[layer]), n_tokens)
+            q = np.repeat(self.k[layer][wanted], n_head // n_head_kv, axis=1).astype(np.float32)
+            output = self.store.attend(layer, q, k, v, 1.0, position=self.position)
+            assert np.isfinite(output).all()
+        self.position += n_tokens
+        protected = {*range(N_SINKS), *range(self.position - RECENT, self.position)}
+        for key, held in before.items():
+            assert held & protected <= set(self.store.positions(*key).tolist())
+
+    def check(self) -> None:
+        lost = 0
+        for (layer, head), budget in zip(HEADS, self.budgets, strict=True):
+            active, importance, k, _ = self.store.rows(layer, head)
+            frozen = self.store.frozen_positions(layer, head)
+            assert len(active) <= budget
+            held = [*active.tolist(), *frozen.tolist()]
+            assert len(set(held)) == len(held)
+            assert not held or max(held) < self.position
+            lost += self.position - len(held)
+            expected = self.k[layer][active, head]
+            if self.exact:
+                np.testing.assert_array_equal(k, expected.astype(np.float32))
+            assert np.isfinite(importance).all()
+            assert (importance >= 0.0).all()
+        assert self.limit or lost == 0
+        assert self.store.evicted >= lost  # what was dropped may be truncated later
+        assert not self.limit or self.store.cold_bytes <= self.limit
+        assert self.store.cold_failure is None

@@ -1,0 +1,158 @@
+"""Logits that climb the recovery ladder, and a session that gives them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from entropykv.errors import ContextError, EntropyKVError
+from entropykv.session.generate import generate
+from entropykv.session.recovery import Climb, Ladder
+from entropykv.session.sampling import Sampling
+from entropykv.settings.recovery import Recovery, Rung
+from tests.support.climbs import ClimbCounts
+
+N_VOCAB = 64
+WARM_UP = 8
+GREEDY = Sampling()
+LADDER = [Rung.SOFT, Rung.WINDOW, Rung.FULL, Rung.REWALK]
+SILENT = 10**6
+"""A warm-up in which nothing counts."""
+
+
+def peaked(token: int, logit: float = 12.0) -> np.ndarray:
+    """Logits of one token that is as good as certain, or (0.01) of one that is not."""
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[token] = logit
+    return logits
+
+
+def logits_of(probabilities: Sequence[float]) -> np.ndarray:
+    """Of the first tokens; what is left belongs to the others alike."""
+    rest = (1.0 - sum(probabilities)) / (N_VOCAB - len(probabilities))
+    full = np.full(N_VOCAB, max(rest, 1e-12))
+    full[: len(probabilities)] = probabilities
+    return np.log(full).astype(np.float32)
+
+
+CALM, SPIKE = peaked(0), peaked(0, 0.01)
+
+
+def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict[int, Rung]:
+    """Of positions up to `end`, with spikes at some."""
+    seen = {}
+    for position in range(1, end + 1):
+        climb = ladder.observe(SPIKE if position in spikes else calm, position)
+        if climb is not None:
+            assert climb.position == position
+            seen[position] = climb.rung
+    return seen
+
+
+# --- a generation ---------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeSession:
+    """A session whose logits a function makes of what it has read, and of what was thawed."""
+
+    function: Callable[[FakeSession], np.ndarray]
+    recovery: Recovery | None = None
+    n_ctx: int = 1000
+    end: int = -1
+    """The token that ends."""
+    fails_at: int = -1
+    """The position at which no token can be read."""
+    breaks: bool = False
+    """Then nothing works any more."""
+    tokens: list[int] = field(default_factory=list)
+    logits: np.ndarray | None = None
+    broken: bool = False
+    thaws: list[tuple[Rung, int]] = field(default_factory=list)
+    climbs: list[Climb] = field(default_factory=list)
+    counts: ClimbCounts = field(default_factory=ClimbCounts)
+    decoded: list[tuple[int, int]] = field(default_factory=list)
+    """Position and token of everything that was ever read."""
+    generated: int = 0
+    n_vocab: int = N_VOCAB
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_full(self) -> int:
+        return sum(rung is Rung.FULL for rung, _ in self.thaws)
+
+    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[None]:
+        assert not all_logits
+        for token in tokens:
+            if self.position == self.fails_at:
+                self.broken = self.breaks
+                raise ContextError("no room here")
+            assert self.position < self.n_ctx
+            self.decoded.append((self.position, token))
+            self.tokens.append(token)
+            self.logits = self.function(self)
+        yield
+
+    def truncate(self, position: int) -> None:
+        if self.broken:
+            raise EntropyKVError("reset it first")
+        assert 0 <= position <= self.position
+        if position < self.position:
+            del self.tokens[position:]
+            self.logits = None
+
+    def is_end(self, token: int) -> bool:
+        return token == self.end
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"%d " % token
+
+    def count_prompt(self, n_tokens: int, seconds: float) -> None:
+        pass
+
+    def count_generated(self, n_tokens: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.generated += n_tokens
+
+    def thaw(self, rung: Rung, window: int) -> int:
+        self.thaws.append((rung, window))
+        return 10 * rung
+
+    def note_climb(self, climb: Climb) -> None:
+        self.climbs.append(climb)
+        self.counts.note(climb)
+
+
+def token_at(position: int, n_full: int = 0) -> int:
+    """The most probable one, after so many full resets."""
+    return (7 * position + n_full) % N_VOCAB
+
+
+def planned(spikes: set[int]) -> Callable[[FakeSession], np.ndarray]:
+    """One token for every position; spikes where so many tokens have been read, some twice."""
+
+    def function(session: FakeSession) -> np.ndarray:
+        token = token_at(session.position, session.n_full)
+        return peaked(token, 0.01 if len(session.decoded) in spikes else 12.0)
+
+    return function
+
+
+def stopped_after(session: FakeSession, n: int | None, *arguments: Any) -> list[int]:
+    """Tokens of a generation that the consumer stops after `n` of them, or not at all."""
+    yielded: list[int] = []
+    start = session.position + len(arguments[0])
+    with closing(generate(session, *arguments)) as stream:
+        for token in itertools.islice(stream, n):
+            yielded.append(token)
+            # what has been yielded stays
+            assert session.tokens[start : start + len(yielded) - 1] == yielded[:-1]
+    return yielded

@@ -1,0 +1,29 @@
+"""Policies whose budgets follow the text, and what their sessions must keep to."""
+
+from __future__ import annotations
+
+import pytest
+
+from entropykv import Session
+
+ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
+MEASURED = ("adaptive", "adaptive-heads")
+BY_LAYER = ("layer", "layer-range")
+each_policy = pytest.mark.parametrize("policy", ONLINE)
+
+
+def check(session: Session) -> None:
+    """Everything that holds at any time."""
+    stats = session.stats()
+    assert stats.kv_bytes_now <= stats.kv_bytes_peak
+    assert stats.kv_bytes_now <= stats.kv_bytes_budget
+    for layer, budgets in enumerate(session.budgets()):
+        kept = [session.entries(layer, head).tolist() for head in range(len(budgets))]
+        assert all(len(k) <= budget for k, budget in zip(kept, budgets, strict=True))
+        if session.policy.name in BY_LAYER:
+            assert len(set(budgets)) == 1
+            assert all(positions == kept[0] for positions in kept)
+
+
+def are_equal(session: Session) -> bool:
+    return len({budget for layer in session.budgets() for budget in layer}) == 1

@@ -1,0 +1,108 @@
+"""The numpy oracle: every algorithm of the C++ core, written to be read, in float64.
+
+Arrays are named as in cpp/: n tokens of a micro-batch, T entries, `group` query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from tests.support.reference.attending import (
+    NEIGHBOURHOOD,
+    SCORING_INTERVAL,
+    WINDOW_MARGIN,
+    Attention,
+    Options,
+    attend_kv_head,
+    attend_layer,
+    biased,
+    given,
+    oldest_seen,
+    visible,
+)
+from tests.support.reference.freezing import Detections, FreezingHead, FrozenEntry, Undecided
+from tests.support.reference.heads import ReferenceHead, Rules, Schedule, losses_at
+from tests.support.reference.ranking import (
+    CONTEST,
+    DECODE_ROOM,
+    SIMILAR,
+    QueryStatistics,
+    distinctness,
+    entries_to_keep,
+    expected_attention,
+    exposure,
+    protected,
+    recency_score,
+    select_survivors,
+    updated_importance,
+)
+from tests.support.reference.rope import Rope, rope_frequencies, rope_pairs, rope_positions, rotated
+from tests.support.reference.sharing import (
+    check_shares,
+    convex_hull_at,
+    curve_losses,
+    curve_shares,
+    layer_shares,
+    pages_for,
+)
+from tests.support.reference.values import (
+    F16_LARGEST,
+    QUANT_BLOCK,
+    Bools,
+    Floats,
+    Ints,
+    round_f16,
+    round_q8_0,
+    stored,
+)
+
+__all__ = [
+    "CONTEST",
+    "DECODE_ROOM",
+    "F16_LARGEST",
+    "NEIGHBOURHOOD",
+    "QUANT_BLOCK",
+    "SCORING_INTERVAL",
+    "SIMILAR",
+    "WINDOW_MARGIN",
+    "Attention",
+    "Bools",
+    "Detections",
+    "Floats",
+    "FreezingHead",
+    "FrozenEntry",
+    "Ints",
+    "Options",
+    "QueryStatistics",
+    "ReferenceHead",
+    "Rope",
+    "Rules",
+    "Schedule",
+    "Undecided",
+    "attend_kv_head",
+    "attend_layer",
+    "biased",
+    "check_shares",
+    "convex_hull_at",
+    "curve_losses",
+    "curve_shares",
+    "distinctness",
+    "entries_to_keep",
+    "expected_attention",
+    "exposure",
+    "given",
+    "layer_shares",
+    "losses_at",
+    "oldest_seen",
+    "pages_for",
+    "protected",
+    "recency_score",
+    "rope_frequencies",
+    "rope_pairs",
+    "rope_positions",
+    "rotated",
+    "round_f16",
+    "round_q8_0",
+    "select_survivors",
+    "stored",
+    "updated_importance",
+    "visible",
+]

@@ -1,0 +1,140 @@
+"""Attention of a micro-batch over entries: outputs, entropies, and what entries were given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.reference.values import Bools, Floats, Ints
+
+
+class Attention(NamedTuple):
+    """Outputs [n][heads][v_dim], entropies in bits [n][heads], what entries were given."""
+
+    outputs: Floats
+    entropies: Floats
+    observed: Floats
+    """Of a KV head: [n][T], summed over its query heads. Of a layer: [n_head_kv][n][T]."""
+
+
+NEIGHBOURHOOD = 32  # queries nearer to an entry do not score it
+SCORING_INTERVAL = 4
+WINDOW_MARGIN = 32  # entries that stay beyond a sliding window where there is room
+
+
+@dataclass(frozen=True)
+class Options:
+    """Constants of a layer's attention."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    sinks: npt.NDArray[Any] | None = None
+    """One logit per query head."""
+    chunked: bool = False
+    """The window begins at multiples of its size."""
+    slopes: npt.NDArray[Any] | None = None
+    """What logits fall by per position, one per query head."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What HeadwiseStore.attend takes; the window is the layer's."""
+        names = ("scale", "softcap", "sinks", "slopes")
+        return {name: getattr(self, name) for name in names}
+
+    def of_heads(self, heads: slice) -> Options:
+        """The same, with the sinks of those query heads."""
+        sinks = None if self.sinks is None else self.sinks[heads]
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return replace(self, sinks=sinks, slopes=slopes)
+
+
+def oldest_seen(query_position: int, window: int, chunked: bool) -> int:
+    """The first position that a query sees."""
+    if window == 0:
+        return 0
+    return query_position // window * window if chunked else query_position - window + 1
+
+
+def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
+    """[n][T]: whether a query sees an entry: not a later one, nor one that left its window."""
+    window = (options.window, options.chunked)
+    oldest = np.array([oldest_seen(int(query), *window) for query in query_positions])
+    seen = positions[None, :] <= query_positions[:, None]
+    return seen & (positions[None, :] >= oldest[:, None])
+
+
+def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> Floats:
+    """ALiBi: logits [n][group][T] fall linearly with the distance."""
+    if options.slopes is None:
+        return logits
+    distance = queries[:, None, None] - positions[None, None, :]
+    biased: Floats = logits - options.slopes.astype(np.float64)[None, :, None] * distance
+    return biased
+
+
+def given(measure: str, weights: Floats, logits: Floats) -> Floats:
+    """What a query gives to an entry, by measure; to one that it does not see: nothing."""
+    return {
+        "mass": weights**2,
+        "attention": weights,
+        "products": np.where(np.isfinite(logits), np.abs(logits), 0.0),
+    }[measure]
+
+
+def attend_kv_head(
+    q: npt.NDArray[Any],
+    k: Floats,
+    v: Floats,
+    positions: Ints,
+    first_query: int,
+    options: Options,
+    measure: str = "mass",
+    neighbourhood: int = NEIGHBOURHOOD,
+) -> Attention:
+    """One KV head: q [n][group][k_dim] at positions first_query.., k [T][k_dim], v [T][v_dim]."""
+    logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
+    if options.softcap > 0.0:
+        logits = options.softcap * np.tanh(logits / options.softcap)
+    logits = biased(logits, first_query + np.arange(len(q)), positions, options)
+    seen = visible(first_query + np.arange(len(q)), positions, options)
+    logits = np.where(seen[:, None, :], logits, -np.inf)
+    if options.sinks is not None:
+        column = np.broadcast_to(options.sinks.astype(np.float64)[None, :, None], (*q.shape[:2], 1))
+        logits = np.concatenate([logits, column], axis=2)
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    entropies = -np.where(weights > 0.0, weights * np.log2(np.maximum(weights, 1e-300)), 0.0)
+    weights_of_entries = weights[:, :, : len(k)]
+    outputs = np.einsum("ngt,td->ngd", weights_of_entries, v)
+    distance = first_query + np.arange(len(q))[:, None] - positions[None, :]
+    observed = given(measure, weights_of_entries, logits[:, :, : len(k)])
+    observed = np.where(distance[:, None, :] >= neighbourhood, observed, 0.0)
+    return Attention(outputs, entropies.sum(axis=2), observed.sum(axis=1))
+
+
+def attend_layer(
+    q: npt.NDArray[Any],
+    k: Floats,
+    v: Floats,
+    first_query: int,
+    options: Options,
+    measure: str = "mass",
+) -> Attention:
+    """One layer whose entries 0..T-1 are all kept: k [T][n_head_kv][k_dim]."""
+    group = q.shape[1] // k.shape[1]
+    parts = []
+    for head in range(k.shape[1]):
+        heads = slice(head * group, (head + 1) * group)
+        of_heads = options.of_heads(heads)
+        positions = np.arange(len(k))
+        rows = (q[:, heads], k[:, head], v[:, head])
+        parts.append(attend_kv_head(*rows, positions, first_query, of_heads, measure))
+    return Attention(
+        np.concatenate([part.outputs for part in parts], axis=1),
+        np.concatenate([part.entropies for part in parts], axis=1),
+        np.stack([part.observed for part in parts]),
+    )

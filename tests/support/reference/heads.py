@@ -1,0 +1,260 @@
+"""A KV head that keeps what its budget holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.reference.attending import (
+    NEIGHBOURHOOD,
+    SCORING_INTERVAL,
+    WINDOW_MARGIN,
+    Attention,
+    Options,
+    attend_kv_head,
+    oldest_seen,
+)
+from tests.support.reference.ranking import (
+    QueryStatistics,
+    distinctness,
+    entries_to_keep,
+    expected_attention,
+    exposure,
+    protected,
+    recency_score,
+    select_survivors,
+    updated_importance,
+)
+from tests.support.reference.rope import Rope
+from tests.support.reference.values import Bools, Floats, Ints, stored
+
+
+class Schedule(NamedTuple):
+    """The freeze document's section 3, by the names of cpp/decide/freezing.hpp."""
+
+    window: int = 32
+    threshold: float = 1.0
+    rate: float = 2.0
+    history: int = 0
+
+
+@dataclass
+class Rules:
+    """What the KV heads of a store have in common."""
+
+    score: str
+    """streaming, recency, or a measure: see given()."""
+    kv_type: str = "f16"
+    n_sinks: int = 4
+    recent_window: int = 8
+    variation: float = 0.0
+    decay: float = 0.0
+    observation_window: int = 64
+    by_exposure: bool = False
+    by_values: bool = False
+    distinct: bool = False
+    future_positions: int = 64
+    rope: Rope = field(default_factory=lambda: Rope(0))
+    own_windows: bool = False
+    """Half of a KV head's own budget is for its sinks and recent window."""
+    schedule: Schedule | None = None
+    """Of what freezes: every query counts then, for every entry."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether queries give importance to entries."""
+        return self.score in ("mass", "attention", "products")
+
+    @property
+    def tolerance(self) -> float:
+        """Of scores: q.k of q8_0 is of a query of 16-bit integers, of another rounding."""
+        return 2e-3 if (self.score, self.kv_type) == ("products", "q8_0") else 1e-4
+
+
+@dataclass
+class ReferenceHead:
+    """What one KV head keeps, in the order of positions."""
+
+    rules: Rules
+    k_dim: int
+    v_dim: int
+    budget: int
+    window: int = 0
+    chunked: bool = False
+    whole_from: int = 0
+    """Later queries see nothing that was dropped because it had left the window."""
+    positions: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    k: Floats = field(init=False)
+    v: Floats = field(init=False)
+    importance: Floats = field(default_factory=lambda: np.zeros(0))
+    evicted: int = 0
+
+    def __post_init__(self) -> None:
+        """Start empty."""
+        self.k, self.v = np.zeros((0, self.k_dim)), np.zeros((0, self.v_dim))
+        self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
+
+    def read(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        first_position: int,
+        options: Options,
+    ) -> Attention:
+        """Attend to a micro-batch and rank by it; nothing is evicted yet."""
+        result = self.attend(q, k, v, first_position, options)
+        self.give(result.observed, first_position)
+        return result
+
+    @property
+    def recent_window(self) -> int:
+        """Newest entries that no eviction takes."""
+        if not self.rules.own_windows:
+            return self.rules.recent_window
+        return max(self.budget // 2 - self.rules.n_sinks, 1)
+
+    def attend(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        first_position: int,
+        options: Options,
+    ) -> Attention:
+        """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]), and hold all of it."""
+        self.positions = np.append(self.positions, first_position + np.arange(len(k)))
+        self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
+        self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
+        self.importance = np.append(self.importance, np.zeros(len(k)))
+        rules = self.rules
+        if rules.score == "expected":
+            self.queries.add(q, first_position, options.scale)
+            self.newest_query = first_position + len(q) - 1
+        measure = rules.score if rules.observes else "mass"
+        rows = (q, self.k, self.v, self.positions, first_position)
+        neighbourhood = 0 if rules.schedule else NEIGHBOURHOOD
+        return attend_kv_head(*rows, options, measure, neighbourhood)
+
+    def give(self, observed: Floats, first_position: int) -> None:
+        """Add what a micro-batch that began at `first_position` gave: [n][T]."""
+        rules = self.rules
+        if rules.observes:
+            self.importance = updated_importance(
+                self.importance,
+                observed,
+                rules.decay,
+                rules.observation_window,
+                first_position,
+                by_exposure=rules.by_exposure,
+                interval=1 if rules.schedule else SCORING_INTERVAL,
+            )
+
+    def losses(self, knots: Sequence[int], outputs: Floats) -> Floats:
+        """What dropping all but so many of the unprotected entries loses, before any eviction.
+
+        Squared outputs (mass+values) are relative to those of the micro-batch, [n][group][v_dim].
+        """
+        rules, newest = self.rules, int(self.positions.max())
+        free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
+        free &= self.positions >= oldest_seen(newest + 1, self.window, self.chunked)
+        losses = losses_at(self.scores(self.budget)[free], knots)
+        squares = rules.score == "mass" and rules.by_values
+        return losses / (outputs**2).sum() if squares else losses
+
+    def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Evict after a micro-batch of n_new tokens, to `theirs` if that is a right choice."""
+        if len(self.positions) > self.budget:
+            self._leave_window(0 if self.chunked else WINDOW_MARGIN)
+        if len(self.positions) > self.budget:
+            sinks, recent = self.rules.n_sinks, self.recent_window
+            self._evict(entries_to_keep(self.budget, n_new, sinks, recent), theirs)
+        np.testing.assert_array_equal(theirs, self.positions)
+
+    def set_budget(self, budget: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Evict down to another budget, to `theirs` if that is a right choice."""
+        self.budget = budget
+        if len(self.positions) > budget:
+            self._leave_window(0)
+        if len(self.positions) > budget:
+            self._evict(budget, theirs)
+        np.testing.assert_array_equal(theirs, self.positions)
+
+    def truncate(self, position: int) -> None:
+        """Forget what was read from `position` on."""
+        self._keep(self.positions < position)
+        self.whole_from = min(self.whole_from, position)
+        if position == 0:
+            self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
+
+    def scores(self, keep: int) -> Floats:
+        """Of every entry of which `keep` stay: the higher, the longer it stays."""
+        rules, newest = self.rules, int(self.positions.max())
+        if rules.score == "streaming":
+            return 1.0 / (1.0 + newest - self.positions)
+        if rules.score == "recency":
+            return np.array(
+                [recency_score(int(p), newest, rules.variation) for p in self.positions]
+            )
+        scores = self.importance.copy()
+        if rules.score == "expected":
+            logits = self.queries.expected_logits(self.k, self.newest_query, rules.future_positions)
+            scores = expected_attention(logits, self.positions, rules.n_sinks)
+        if rules.by_exposure:
+            ages = newest - self.positions
+            window = rules.observation_window
+            scores /= [exposure(int(age), rules.decay, window) for age in ages]
+        if rules.by_values:
+            norms = np.sqrt((self.v**2).sum(axis=1))
+            scores *= norms**2 if rules.score == "mass" else norms
+        if rules.distinct:
+            free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
+            scores *= distinctness(self.k, self.positions, scores, free, keep)
+        return scores
+
+    def _evict(self, keep: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Keep the survivors; where scores are as good as equal, those that `theirs` chose."""
+        scores, newest = self.scores(keep), int(self.positions.max())
+        n_sinks, recent = self.rules.n_sinks, self.recent_window
+        ours = select_survivors(scores, self.positions, keep, n_sinks, recent, newest)
+        chosen = np.isin(self.positions, theirs)
+        free = ~protected(self.positions, newest, n_sinks, recent)
+        if (ours != chosen).any() and ours.sum() == chosen.sum() and (ours & free).any():
+            threshold = scores[ours & free].min()
+            nearly_equal = np.isclose(scores, threshold, rtol=self.rules.tolerance, atol=1e-6)
+            if nearly_equal[ours != chosen].all():
+                ours = chosen
+        self._let_go(ours, newest)
+
+    def _let_go(self, kept: Bools, newest: int) -> None:  # noqa: ARG002
+        self.evicted += int((~kept).sum())
+        self._keep(kept)
+
+    def _leave_window(self, margin: int) -> None:
+        """Drop what no later query sees, but for `margin` positions if the budget has room."""
+        newest = int(self.positions.max())
+        oldest = oldest_seen(newest + 1, self.window, self.chunked)
+        if (self.positions >= oldest - margin).sum() <= self.budget:
+            oldest -= margin
+        stays = self.positions >= oldest
+        gone = self.positions[~stays]
+        if gone.size:
+            query = int(gone.max())
+            while oldest_seen(query, self.window, self.chunked) <= gone.max():
+                query += 1
+            self.whole_from = max(self.whole_from, query)
+        self._keep(stays)
+
+    def _keep(self, kept: Bools) -> None:
+        self.positions, self.importance = self.positions[kept], self.importance[kept]
+        self.k, self.v = self.k[kept], self.v[kept]
+
+
+def losses_at(scores: Floats, knots: Sequence[int]) -> Floats:
+    """Sums of all but the largest k scores, for every k of the knots."""
+    ascending = np.sort(scores)
+    return np.array([ascending[: max(len(scores) - k, 0)].sum() for k in knots])

@@ -1,0 +1,156 @@
+"""Importance of entries, and which of them survive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.reference.attending import NEIGHBOURHOOD, SCORING_INTERVAL
+from tests.support.reference.rope import Rope, rope_pairs, rotated
+from tests.support.reference.values import Bools, Floats, Ints
+
+DECODE_ROOM = 16  # most entries that one eviction makes room for
+
+
+def updated_importance(
+    importance: Floats,
+    observed: Floats,
+    decay: float,
+    window: int,
+    first_position: int,
+    *,
+    by_exposure: bool = False,
+    interval: int = SCORING_INTERVAL,
+) -> Floats:
+    """After a micro-batch of n tokens that gave `observed` [n][T]: its last `window` queries count.
+
+    Of tokens that come one by one, every fourth (`interval`) counts, for four. What is divided by
+    an exposure decays within the micro-batch too.
+    """
+    n_tokens = len(observed)
+    weights = np.ones(n_tokens)
+    if n_tokens == 1:
+        if first_position % interval != 0:
+            return importance
+        n_tokens, weights = interval, np.full(1, float(interval))
+    elif by_exposure and decay > 0.0:
+        weights = decay ** np.arange(n_tokens)[::-1]
+    kept = decay**n_tokens if decay > 0.0 else 0.0
+    updated: Floats = importance * kept + (weights[:, None] * observed)[-window:].sum(axis=0)
+    return updated
+
+
+def exposure(age: int, decay: float, window: int) -> float:
+    """Queries that an entry could have been seen by at so many positions before the newest.
+
+    Decayed; with decay 0, those of the window of a micro-batch that holds it.
+    """
+    queries = max(age - NEIGHBOURHOOD + 1, 1)
+    if decay == 0.0:
+        return float(min(queries, window))
+    return float((decay ** np.arange(queries)).sum())
+
+
+@dataclass
+class QueryStatistics:
+    """Queries of a KV head's group that were read so far, as they are at position 0."""
+
+    rope: Rope
+    decay: float
+    queries: list[npt.NDArray[Any]] = field(default_factory=list)
+    """[group][k_dim] each, scaled"""
+
+    def add(self, q: npt.NDArray[Any], first_position: int, scale: float) -> None:
+        """Read the queries [n][group][k_dim] of a micro-batch."""
+        for token, rows in enumerate(q * scale):
+            back = np.full(len(rows), -(first_position + token))
+            self.queries.append(rotated(rows, back, self.rope))
+
+    def expected_logits(self, k: Floats, newest: int, n_future: int) -> Floats:
+        """Of entries [T][k_dim], [group][T]: the mean of the logarithm of a normal distribution.
+
+        A token of the next n_future turns the mean; values vary independently of each other, and
+        the two of a pair equally: the mean of both, with what the turning of the mean adds.
+        """
+        weights = self.decay ** np.arange(len(self.queries))[::-1]
+        rows = np.array(self.queries)
+        mean = np.einsum("n,ngd->gd", weights, rows) / weights.sum()
+        variance = np.einsum("n,ngd->gd", weights, rows**2) / weights.sum() - mean**2
+        future = newest + 1 + np.arange(n_future)
+        means = np.array([rotated(mean, np.full(len(mean), t), self.rope) for t in future])
+        variance = variance + means.var(axis=0)
+        for first, second in rope_pairs(self.rope):
+            both = (variance[:, first] + variance[:, second]) / 2
+            variance[:, first] = variance[:, second] = both
+        return means.mean(axis=0) @ k.T + 0.5 * variance @ (k.T**2)
+
+
+def expected_attention(logits: Floats, positions: Ints, n_sinks: int) -> Floats:
+    """Of [group][T]: the softmax over the entries that are no sinks, summed over query heads."""
+    logits = np.where(positions < n_sinks, -np.inf, logits)
+    if not np.isfinite(logits).any():
+        return np.zeros(len(positions))
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray((weights / weights.sum(axis=1, keepdims=True)).sum(axis=0))
+
+
+SIMILAR = 0.9  # cosine from which on the older of two keys counts less
+CONTEST = 512  # entries around the threshold that are compared
+
+
+def distinctness(k: Floats, positions: Ints, scores: Floats, free: Bools, keep: int) -> Floats:
+    """Factors of the scores: less than 1 where a newer entry's key is similar.
+
+    Only what an eviction decides on is compared: the free entries of the ranks around the last one
+    that would stay.
+    """
+    factors = np.ones(len(k))
+    candidates = np.flatnonzero(free)
+    wanted = keep - (len(k) - len(candidates))
+    if not 0 < wanted < len(candidates):
+        return factors
+    ranked = candidates[np.argsort(-scores[candidates], kind="stable")]
+    last = min(len(ranked), max(wanted + CONTEST // 2, CONTEST))
+    contest = sorted(ranked[max(0, last - CONTEST) : last], key=lambda i: int(positions[i]))
+    lengths = np.linalg.norm(k[contest], axis=1, keepdims=True)
+    keys = np.divide(k[contest], lengths, out=np.zeros_like(k[contest]), where=lengths > 0)
+    for j, i in enumerate(contest[:-1]):
+        cosine = float((keys[j + 1 :] @ keys[j]).max())
+        factors[i] = min(1.0, (1.0 - cosine) / (1.0 - SIMILAR))
+    return factors
+
+
+def recency_score(position: int, newest: int, variation: float) -> float:
+    """The BitNet document's score; what is the newest tenth is decided in float32."""
+    span = max(newest, 1)
+    distance = newest - position
+    in_newest_tenth = np.float32(distance) < np.float32(0.1) * np.float32(span)
+    alpha = 2.0 / (span * (1.0 + variation))
+    return float(np.exp(-alpha * distance)) + (0.5 if in_newest_tenth else 0.0)
+
+
+def protected(positions: Ints, newest: int, n_sinks: int, recent_window: int) -> Bools:
+    """Entries that no eviction takes."""
+    return (positions < n_sinks) | (positions > newest - recent_window)
+
+
+def select_survivors(
+    scores: npt.NDArray[Any], positions: Ints, keep: int, n_sinks: int, recent: int, newest: int
+) -> Bools:
+    """The protected entries, then the highest scores (ties: the earlier index) up to `keep`."""
+    kept = protected(positions, newest, n_sinks, recent)
+    for index in np.argsort(-scores, kind="stable"):
+        if kept.sum() >= keep:
+            break
+        kept[index] = True
+    return kept
+
+
+def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
+    """What an eviction leaves: room for some more tokens while they come one by one."""
+    beyond_protection = budget - n_sinks - recent_window
+    room = min(max(beyond_protection // 4, 1), DECODE_ROOM)
+    return budget - max(room - n_new, 0)

@@ -1,0 +1,18 @@
+"""Count the words of prompts, and read numbered lists."""
+
+from __future__ import annotations
+
+import re
+
+from entropykv.evaluation.ruler.prompts import Prompt
+
+
+def numbered(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"(\d+)\. (.+?)(?= \d+\. |$)", text.strip())
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def count(prompt: Prompt) -> int:
+    return len(re.findall(r"\w+|\S", prompt.text))

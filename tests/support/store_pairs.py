@@ -1,0 +1,143 @@
+"""A headwise store beside the numpy oracle, and operations on both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from entropykv import _core
+from tests.support.reference import Options, ReferenceHead, Rules
+from tests.support.stores import (
+    HEADS,
+    LAYERS,
+    MAX_ENTRIES,
+    MAX_TOKENS,
+    N_SINKS,
+    RECENT,
+    SHAPES,
+    importance_of,
+    pages_of,
+)
+
+FLOOR = N_SINKS + RECENT
+WINDOWS = ((0, False), (30, False), (40, True))
+WINDOWED_LAYERS = [_core.LayerShape(*s, *w) for s, w in zip(SHAPES, WINDOWS, strict=True)]
+
+
+@dataclass
+class Pair:
+    """A store and the oracle of each of its heads, doing the same."""
+
+    rules: Rules
+    budgets: list[int]
+    seed: int = 0
+    windowed: bool = False
+    position: int = 0
+    largest_budget: int = 0
+    store: _core.HeadwiseStore = field(init=False)
+    heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Both empty, with the same budgets."""
+        self.random = np.random.default_rng(self.seed)
+        self.store = _core.HeadwiseStore(
+            WINDOWED_LAYERS if self.windowed else LAYERS,
+            self.rules.kv_type,
+            importance_of(self.rules),
+            n_sinks=N_SINKS,
+            recent_window=RECENT,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+            ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
+        )
+        self.heads = {
+            (layer, head): ReferenceHead(
+                self.rules, *SHAPES[layer][2:], budget, *self.window(layer)
+            )
+            for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
+        }
+        self.set_budgets(self.budgets, 0)
+
+    def window(self, layer: int) -> tuple[int, bool]:
+        return WINDOWS[layer] if self.windowed else (0, False)
+
+    def set_budgets(self, budgets: list[int], spare_pages: int) -> None:
+        pages = pages_of(budgets, self.rules.kv_type) + spare_pages
+        self.store.set_budgets(budgets, pages, N_SINKS, RECENT)
+        self.largest_budget = max(self.largest_budget, self.store.budget_bytes)
+        for key, budget in zip(HEADS, budgets, strict=True):
+            self.heads[key].set_budget(budget, self.store.positions(*key))
+        self.check()
+
+    def attend(self, n_tokens: int) -> None:
+        """A micro-batch through all layers; outputs show that K and V moved with their entries."""
+        n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
+        if n_tokens == 0:
+            return
+        for layer in range(len(SHAPES)):
+            self.attend_layer(layer, n_tokens)
+        self.position += n_tokens
+        self.check()
+
+    def attend_layer(self, layer: int, n_tokens: int) -> None:
+        n_head, n_head_kv, k_dim, v_dim = SHAPES[layer]
+        normal = self.random.standard_normal
+        q = normal((n_tokens, n_head, k_dim), np.float32) * 2
+        k = self.keys(n_tokens, n_head_kv, k_dim)
+        v = normal((n_tokens, n_head_kv, v_dim), np.float32)
+        window, chunked = self.window(layer)
+        options = Options(k_dim**-0.5, window=window, chunked=chunked)
+        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        group = n_head // n_head_kv
+        for head in range(n_head_kv):
+            heads = slice(head * group, (head + 1) * group)
+            oracle = self.heads[layer, head]
+            expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
+            atol = 2e-5 if self.rules.kv_type == "f16" else 2e-3  # as in test_attention.py
+            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
+            oracle.settle(n_tokens, self.store.positions(layer, head))
+
+    def keys(self, *shape: int) -> Any:
+        """Some of them nearly the same, where that counts."""
+        k = self.random.standard_normal(shape, np.float32)
+        if self.rules.distinct:
+            few = np.random.default_rng(shape[2]).standard_normal((5, shape[2]), np.float32)
+            k = np.float32(0.25) * k + few[self.random.integers(0, 5, shape[:2])]
+        return k
+
+    def truncate(self, position: int) -> None:
+        self.position = min(position, self.position)
+        self.store.truncate(self.position)
+        for oracle in self.heads.values():
+            oracle.truncate(self.position)
+        self.check()
+
+    def check(self) -> None:
+        """Everything that holds after every operation."""
+        for key, oracle in self.heads.items():
+            np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
+            assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
+            if self.rules.observes:
+                importance = self.store.importance(*key)
+                tolerance = self.rules.tolerance
+                np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
+        whole_from = max(oracle.whole_from for oracle in self.heads.values())
+        assert self.store.windows_whole_from == whole_from
+        assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())
+        assert self.store.evicted == sum(oracle.evicted for oracle in self.heads.values())
+        assert self.store.used_bytes <= self.store.budget_bytes
+        assert self.store.used_bytes <= self.store.mapped_bytes
+        assert self.store.used_bytes <= self.store.peak_bytes <= self.largest_budget
+
+
+def store_of_one_head(
+    score: _core.ScoreKind, max_entries: int, dim: int = 32, window: int = 0
+) -> _core.HeadwiseStore:
+    shape = _core.LayerShape(1, 1, dim, dim, window)
+    importance = _core.ImportanceSettings(score, observation_window=64)
+    return _core.HeadwiseStore(
+        [shape], "f16", importance, N_SINKS, RECENT, 512, max_entries, n_threads=1
+    )

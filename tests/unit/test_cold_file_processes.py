@@ -1,0 +1,169 @@
+"""The file of frozen entries beside those of other processes, live, killed and starting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from entropykv.store import cold_file
+from tests.support.cold_files import create, names
+
+# --- other processes ------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import os, subprocess, sys
+from entropykv.store.cold_file import ColdFile
+file = ColdFile.create(sys.argv[1], 8192, {})
+"""
+
+
+WAIT = """
+print(file.path, file.n_leftovers, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def process(directory: Path, script: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + script, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def first_line(child: subprocess.Popen[str]) -> list[str]:
+    assert child.stdout is not None
+    return child.stdout.readline().split()
+
+
+def test_live_processes_side_by_side_and_one_that_was_killed(tmp_path: Path) -> None:
+    ours = create(tmp_path)
+    with process(tmp_path, WAIT) as child:
+        theirs, leftovers = first_line(child)
+        assert leftovers == "0"
+        more = create(tmp_path)  # of this process, too, only what nobody holds goes
+        assert more.n_leftovers == 0
+        more.close()
+        assert names(tmp_path) == sorted(Path(path).name for path in (ours.path, theirs))
+        ours.check()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert os.path.exists(theirs)
+    after = create(tmp_path)
+    assert after.n_leftovers == 1
+    assert not os.path.exists(theirs)
+    ours.check()
+    after.close()
+    ours.close()
+
+
+def test_a_program_that_was_started_does_not_keep_a_leftover_alive(tmp_path: Path) -> None:
+    script = """
+child = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+    with process(tmp_path, script) as parent:
+        sleeping = int(first_line(parent)[0])
+        parent.kill()
+        parent.wait()
+        try:
+            os.kill(sleeping, 0)
+            assert len(names(tmp_path)) == 1
+            file = create(tmp_path)
+            file.close()
+            assert file.n_leftovers == 1
+            assert names(tmp_path) == []
+        finally:
+            os.kill(sleeping, signal.SIGKILL)
+
+
+def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
+    script = """
+child = os.fork()
+if child == 0:
+    file.close()
+    os._exit(0)
+os.waitpid(child, 0)
+file.check()
+print(os.path.exists(file.path), ColdFile.create(sys.argv[1], 8192, {}).n_leftovers, flush=True)
+"""
+    with process(tmp_path, script) as parent:
+        assert first_line(parent) == ["True", "0"]
+
+
+def test_a_file_that_another_process_removed_before_the_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, n_calls = cold_file._lock, 0
+
+    def late(descriptor: int) -> bool:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 1:
+            (name,) = names(tmp_path)
+            assert cold_file._remove_leftover(str(tmp_path / name))
+        return lock(descriptor)
+
+    monkeypatch.setattr(cold_file, "_lock", late)
+    file = create(tmp_path)
+    assert names(tmp_path) == [Path(file.path).name]
+    file.check()
+    file.close()
+
+
+def test_a_file_that_another_process_looks_at_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, others = cold_file._lock, []
+
+    def held(descriptor: int) -> bool:
+        if not others:
+            (name,) = names(tmp_path)
+            others.append(os.open(tmp_path / name, os.O_RDWR))
+            assert lock(others[0])
+        return lock(descriptor)
+
+    monkeypatch.setattr(cold_file, "_lock", held)
+    file = create(tmp_path)
+    os.close(others[0])
+    assert names(tmp_path) == [Path(file.path).name]
+    file.check()
+    file.close()
+
+
+def test_processes_that_start_at_once_leave_each_other_alone(tmp_path: Path) -> None:
+    script = """
+file.close()
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(150):
+    file = ColdFile.create(sys.argv[1], 8192, {})
+    file.check()
+    assert os.path.exists(file.path)
+    file.close()
+print("done", flush=True)
+"""
+    with process(tmp_path, script) as a, process(tmp_path, script) as b:
+        children = (a, b)
+        assert [first_line(child) for child in children] == [["ready"], ["ready"]]
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+        assert [first_line(child) for child in children] == [["done"], ["done"]]
+    assert names(tmp_path) == []
