@@ -5,6 +5,7 @@
 
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
+#include "page/page_codec.hpp"
 
 namespace entropykv::bind {
 

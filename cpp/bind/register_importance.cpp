@@ -8,14 +8,24 @@
 namespace entropykv::bind {
 
 void register_importance(py::module_& m) {
-    py::enum_<ScoreKind>(m, "ScoreKind")
-        .value("streaming", ScoreKind::streaming)
-        .value("recency", ScoreKind::recency)
-        .value("mass", ScoreKind::mass)
-        .value("attention", ScoreKind::attention)
-        .value("products", ScoreKind::products)
-        .value("reconstruct", ScoreKind::reconstruct)
-        .value("expected", ScoreKind::expected);
+    py::enum_<ScoreKind> kinds(m, "ScoreKind");
+    py::class_<Measure>(m, "Measure")
+        .def_readonly("kind", &Measure::kind)
+        .def_readonly("name", &Measure::name)
+        .def_readonly("summary", &Measure::summary)
+        .def_property_readonly(
+            "by_position", [](const Measure& self) { return self.evidence == Evidence::position; })
+        .def_property_readonly("adds_up",
+                               [](const Measure& self) {
+                                   return self.observes() && !self.by_largest();
+                               })
+        .def_readonly("of_echoes", &Measure::of_echoes)
+        .def_property_readonly(
+            "turns_queries",
+            [](const Measure& self) { return self.evidence == Evidence::expectation; })
+        .def_readonly("threshold", &Measure::threshold);
+    for (const Measure& measure : kMeasures) kinds.value(measure.name, measure.kind);
+    m.def("measures", [] { return std::vector<Measure>(kMeasures.begin(), kMeasures.end()); });
     py::class_<ImportanceSettings>(m, "ImportanceSettings")
         .def(py::init([](ScoreKind kind, float variation, float decay, int observation_window,
                          bool by_exposure, bool by_values, bool distinct, int future_positions) {

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/arrays.hpp"
+#include "page/page_codec.hpp"
 #include "store/head_store.hpp"
 
 namespace entropykv::bind {
@@ -35,6 +36,7 @@ void register_layer_shape(py::module_& m) {
                 return shape;
             },
             py::arg("window"), py::arg("chunked"));
+    m.def("kv_types", &kv_type_names);
     m.def("most_entries", &most_entries, py::arg("layer"), py::arg("max_entries"));
     m.def(
         "page_geometry",

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "attention/headwise.hpp"
+#include "page/page_codec.hpp"
 
 namespace entropykv::bind {
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "platform/half.hpp"
 
@@ -11,15 +12,6 @@ namespace {
 
 constexpr std::size_t kScaleBytes = sizeof(std::uint16_t);
 constexpr std::size_t kUnit = sizeof(std::uint32_t);  // entries as stored begin at multiples of it
-
-std::size_t block_bytes(ColdType type) {
-    return kScaleBytes +
-           static_cast<std::size_t>(type == ColdType::q8_0 ? kQuantBlock : kQuantBlock / 2);
-}
-
-std::size_t row_bytes(ColdType type, int dim) {
-    return block_bytes(type) * static_cast<std::size_t>((dim + kQuantBlock - 1) / kQuantBlock);
-}
 
 float put_scale(float scale, std::byte* block) {
     const std::uint16_t half = float_to_half(scale);
@@ -75,23 +67,45 @@ void unpack_int4(const std::byte* block, float* values) {
     }
 }
 
+// A block of kQuantBlock values with their scale.
+struct BlockCodec {
+    std::size_t bytes;
+    void (*pack)(const float* values, std::byte* block);
+    void (*unpack)(const std::byte* block, float* values);
+};
+
+const BlockCodec& blocks_of(ColdType type) {
+    static constexpr BlockCodec int8{kScaleBytes + kQuantBlock, pack_int8, unpack_int8};
+    static constexpr BlockCodec int4{kScaleBytes + kQuantBlock / 2, pack_int4, unpack_int4};
+    switch (type) {
+        case ColdType::q8_0: return int8;
+        case ColdType::q4_0: return int4;
+        case ColdType::as_stored: break;
+    }
+    throw std::logic_error("entries as stored lie in no blocks");
+}
+
+std::size_t row_bytes(ColdType type, int dim) {
+    return blocks_of(type).bytes * static_cast<std::size_t>((dim + kQuantBlock - 1) / kQuantBlock);
+}
+
 // Rows end with zeros up to whole blocks.
 std::byte* pack_row(ColdType type, float* row, int dim, std::byte* packed) {
+    const BlockCodec& blocks = blocks_of(type);
     const int end = (dim + kQuantBlock - 1) / kQuantBlock * kQuantBlock;
     std::fill(row + dim, row + end, 0.0f);
-    for (int d = 0; d < end; d += kQuantBlock, packed += block_bytes(type))
-        type == ColdType::q8_0 ? pack_int8(row + d, packed) : pack_int4(row + d, packed);
+    for (int d = 0; d < end; d += kQuantBlock, packed += blocks.bytes) blocks.pack(row + d, packed);
     return packed;
 }
 
 const std::byte* unpack_row(ColdType type, const std::byte* packed, int dim, float* row) {
-    for (int d = 0; d < dim; d += kQuantBlock, packed += block_bytes(type))
-        type == ColdType::q8_0 ? unpack_int8(packed, row + d) : unpack_int4(packed, row + d);
+    const BlockCodec& blocks = blocks_of(type);
+    for (int d = 0; d < dim; d += kQuantBlock, packed += blocks.bytes)
+        blocks.unpack(packed, row + d);
     return packed;
 }
 
-// Units of K and V as they lie in a page, so many units apart: one value of f16, or of q8_0 as many
-// as lie together.
+// Units of K and V as they lie in a page, so many units apart: see PageCodec.
 template <typename Type, std::size_t stride>
 struct Units {
     static void gather(const std::byte* from, int n, std::byte* to) {
@@ -119,26 +133,34 @@ struct Units {
     static std::size_t bytes(int n) { return sizeof(Type) * static_cast<std::size_t>(n); }
 };
 
+template <typename Visit>
+void visit_keys(const PageLayout& layout, int slot, Visit visit) {
+    const std::size_t at = layout.k_at(slot);
+    if (layout.k_unit_bytes == 2)
+        return visit(Units<std::uint16_t, kGroupEntries>{}, at, layout.k_units);
+    visit(Units<std::uint32_t, kGroupEntries>{}, at, layout.k_units);
+}
+
+// Units that lie together are bytes, or so many bytes in a row.
+template <typename Visit>
+void visit_values(const PageLayout& layout, int slot, Visit visit) {
+    const std::size_t at = layout.v_at(slot);
+    if (layout.v_together == 4) return visit(Units<std::uint8_t, 4>{}, at, layout.v_units);
+    visit(Units<std::uint8_t, 1>{}, at, layout.v_units * layout.v_unit_bytes);
+}
+
 // Calls visit(Units, place in the page, number of units) for the parts of an entry, in the order in
 // which they are packed.
 template <typename Visit>
 void over_parts(const PageLayout& layout, int slot, Visit visit) {
-    const auto bytes = [&](std::size_t values) { return values * layout.value_bytes(); };
     const auto scales = [&](std::size_t offset, int blocks) {
         visit(Units<std::uint16_t, kGroupEntries>{},
               offset + sizeof(std::uint16_t) * PageLayout::scale_index(blocks, slot, 0), blocks);
     };
-    const std::size_t k = layout.k_offset + bytes(layout.k_index(slot, 0));
-    const std::size_t v = layout.latent ? 0 : layout.v_offset + bytes(layout.v_index(slot, 0));
-    if (layout.type == KvType::f16) {
-        visit(Units<std::uint16_t, kGroupEntries>{}, k, layout.k_stride);
-        if (!layout.latent) visit(Units<std::uint16_t, 1>{}, v, layout.v_stride);
-        return;
-    }
-    visit(Units<std::uint32_t, kGroupEntries>{}, k, layout.k_stride / 4);
-    if (!layout.latent) visit(Units<std::uint8_t, 4>{}, v, layout.v_stride);
-    scales(layout.k_scale_offset, layout.k_blocks);
-    if (!layout.latent) scales(layout.v_scale_offset, layout.v_blocks);
+    visit_keys(layout, slot, visit);
+    if (!layout.latent) visit_values(layout, slot, visit);
+    if (layout.k_blocks > 0) scales(layout.k_scale_offset, layout.k_blocks);
+    if (layout.v_blocks > 0) scales(layout.v_scale_offset, layout.v_blocks);
 }
 
 }  // namespace

@@ -3,22 +3,9 @@
 
 #include <cstdint>
 
-namespace entropykv {
+#include "decide/measures.hpp"
 
-enum class ScoreKind {
-    streaming,  // the newer, the higher
-    recency,    // the BitNet document's position score
-    // What the queries of the observation window gave to the entry, summed over the query heads:
-    mass,       // squared attention probabilities: up to the size of its value, the squared error
-                // that dropping the entry would have caused
-    attention,  // attention probabilities: H2O, SnapKV, the layer document
-    products,   // |q.k| as the softmax sees it, with the model's scale: the freeze document
-    // The largest attention probability that any of them gave, of those that read a stretch again
-    // to repeat it: KVzip (Kim et al. 2025, arXiv:2505.23416).
-    reconstruct,
-    // What queries like those so far are expected to give it from the next positions on:
-    expected,  // attention probabilities
-};
+namespace entropykv {
 
 // How entries are ranked.
 struct ImportanceSettings {
@@ -31,13 +18,7 @@ struct ImportanceSettings {
     bool distinct = false;         // less, where a newer entry's key is similar
     int future_positions = 512;    // for ScoreKind::expected
 
-    // Whether queries are observed at all.
-    bool observes() const {
-        return kind == ScoreKind::mass || kind == ScoreKind::attention ||
-               kind == ScoreKind::products || kind == ScoreKind::reconstruct;
-    }
-    // Whether the largest of what queries gave counts, and not the sum.
-    bool by_largest() const { return kind == ScoreKind::reconstruct; }
+    const Measure& measure() const { return measure_of(kind); }
 };
 
 // The BitNet document's score: e^(-alpha * distance) + 0.5 for the newest tenth, with

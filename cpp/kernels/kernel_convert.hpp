@@ -69,8 +69,10 @@ template <KvType Type>
 inline void convert_k(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
         convert_half_k(tile, layout, out);
-    } else {
+    } else if constexpr (Type == KvType::q8_0) {
         convert_int8_k(tile, layout, out);
+    } else {
+        static_assert(kIsUnknown<Type>, "no conversion of this type");
     }
 }
 
@@ -78,8 +80,10 @@ template <KvType Type>
 inline void convert_v(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
         convert_half_v(tile, layout, out);
-    } else {
+    } else if constexpr (Type == KvType::q8_0) {
         convert_int8_v(tile, layout, out);
+    } else {
+        static_assert(kIsUnknown<Type>, "no conversion of this type");
     }
 }
 

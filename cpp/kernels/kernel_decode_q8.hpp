@@ -203,13 +203,5 @@ void decode_q8_0(const DecodeTask& task) {
     decode_tiles<kDecodeGroups>(task, scratch, scores, values);
 }
 
-void decode(const DecodeTask& task) {
-    if (task.entries.layout->type == KvType::f16) {
-        decode_f16(task);
-    } else {
-        decode_q8_0(task);
-    }
-}
-
 }  // namespace
 }  // namespace entropykv

@@ -139,11 +139,9 @@ void prompt_observe_typed(const PromptTask& task, const float* row_weights, floa
 template <Statistic What>
 void prompt_observe_what(const PromptTask& task, const float* row_weights, float neighbourhood,
                          float* sums) {
-    if (task.entries.layout->type == KvType::f16) {
-        prompt_observe_typed<KvType::f16, What>(task, row_weights, neighbourhood, sums);
-    } else {
-        prompt_observe_typed<KvType::q8_0, What>(task, row_weights, neighbourhood, sums);
-    }
+    with_type(task.entries.layout->type, [&](auto known) {
+        prompt_observe_typed<decltype(known)::type, What>(task, row_weights, neighbourhood, sums);
+    });
 }
 
 // What a row's query gives to an entry by its logit; shift and factor are of the row.

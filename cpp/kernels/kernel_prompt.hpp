@@ -115,11 +115,8 @@ void prompt_typed(const PromptTask& task) {
 }
 
 void prompt(const PromptTask& task) {
-    if (task.entries.layout->type == KvType::f16) {
-        prompt_typed<KvType::f16>(task);
-    } else {
-        prompt_typed<KvType::q8_0>(task);
-    }
+    with_type(task.entries.layout->type,
+              [&](auto known) { prompt_typed<decltype(known)::type>(task); });
 }
 
 }  // namespace

@@ -70,24 +70,30 @@ inline void over_int8_keys(const std::byte* keys, const std::uint16_t* scales, i
     }
 }
 
+template <KvType Type, typename Visit>
+inline void over_keys_of(const PageLayout& layout, const std::byte* page, int slot, Visit visit) {
+    const int e = slot % kGroupEntries;
+    const std::byte* keys = page + layout.k_at(slot - e);
+    if constexpr (Type == KvType::f16) {
+        over_half_keys(keys, layout.k_stride, e, visit);
+    } else if constexpr (Type == KvType::q8_0) {
+        const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
+        over_int8_keys(keys, scales + PageLayout::scale_index(layout.k_blocks, slot - e, 0),
+                       layout.k_stride, e, visit);
+    } else {
+        static_assert(kIsUnknown<Type>, "no keys of this type");
+    }
+}
+
 // Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) as above.
 template <typename Visit>
 inline void over_page_vectors(const PageLayout& layout, const std::byte* page, Visit visit) {
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
-    for (int slot = 0; slot < layout.entries; slot += kLanes) {
-        const int group = slot / kGroupEntries * kGroupEntries;
-        const int e = slot - group;
-        const std::byte* keys =
-            page + layout.k_offset + layout.value_bytes() * layout.k_index(group, 0);
-        visit(slot, [&](auto of_key) {
-            if (layout.type == KvType::f16) {
-                over_half_keys(keys, layout.k_stride, e, of_key);
-            } else {
-                over_int8_keys(keys, scales + PageLayout::scale_index(layout.k_blocks, group, 0),
-                               layout.k_stride, e, of_key);
-            }
-        });
-    }
+    with_type(layout.type, [&](auto known) {
+        for (int slot = 0; slot < layout.entries; slot += kLanes)
+            visit(slot, [&](auto of_key) {
+                over_keys_of<decltype(known)::type>(layout, page, slot, of_key);
+            });
+    });
 }
 
 // Of V that is the first values of K.
@@ -101,19 +107,25 @@ inline void latent_norms(const PageLayout& layout, const std::byte* page, float*
     });
 }
 
+inline void half_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    for (int slot = 0; slot < layout.entries; ++slot)
+        norms[slot] = half_row_norm(
+            reinterpret_cast<const std::uint16_t*>(page + layout.v_at(slot)), layout.v_stride);
+}
+
+inline void int8_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
+    for (int slot = 0; slot < layout.entries; slot += 4)
+        int8_row_norms(page + layout.v_at(slot),
+                       scales + PageLayout::scale_index(layout.v_blocks, slot, 0), layout.v_stride,
+                       norms + slot);
+}
+
 void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     if (layout.latent) return latent_norms(layout, page, norms);
-    const auto* halves = reinterpret_cast<const std::uint16_t*>(page + layout.v_offset);
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
-    for (int slot = 0; slot < layout.entries; ++slot) {
-        const std::size_t row = layout.v_index(slot, 0);
-        if (layout.type == KvType::f16) {
-            norms[slot] = half_row_norm(halves + row, layout.v_stride);
-        } else if (slot % 4 == 0) {
-            int8_row_norms(page + layout.v_offset + row,
-                           scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
-                           layout.v_stride, norms + slot);
-        }
+    switch (layout.type) {
+        case KvType::f16: return half_norms(layout, page, norms);
+        case KvType::q8_0: return int8_norms(layout, page, norms);
     }
 }
 

@@ -54,37 +54,50 @@ inline void store_scales(int blocks, const std::uint16_t* scales, int slot, std:
             scales[block];
 }
 
-void store_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
-    if (layout.type == KvType::f16) {
-        std::uint16_t values[kMaxHeadDim];
-        convert_half_row(row, layout.k_dim, layout.k_stride, values);
-        auto* k =
-            reinterpret_cast<std::uint16_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
-        for (int d = 0; d < layout.k_stride; ++d) k[d * kGroupEntries] = values[d];
-        return;
-    }
+inline void store_half_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    std::uint16_t values[kMaxHeadDim];
+    convert_half_row(row, layout.k_dim, layout.k_stride, values);
+    auto* k = reinterpret_cast<std::uint16_t*>(page + layout.k_at(slot));
+    for (int d = 0; d < layout.k_stride; ++d) k[d * kGroupEntries] = values[d];
+}
+
+inline void store_int8_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
     std::int8_t values[kMaxHeadDim];
     std::uint16_t scales[kMaxBlocks];
     convert_int8_row(row, layout.k_dim, layout.k_stride, values, scales);
-    auto* k = reinterpret_cast<std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
+    auto* k = reinterpret_cast<std::uint8_t*>(page + layout.k_at(slot));
     for (int d = 0; d < layout.k_stride; d += 4)
         for (int i = 0; i < 4; ++i)
             k[d * kGroupEntries + quad_place(i)] = static_cast<std::uint8_t>(values[d + i] ^ 0x80);
     store_scales(layout.k_blocks, scales, slot, page + layout.k_scale_offset);
 }
 
-void store_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
-    if (layout.type == KvType::f16) {
-        auto* v = reinterpret_cast<std::uint16_t*>(page + layout.v_offset);
-        convert_half_row(row, layout.v_dim, layout.v_stride, v + layout.v_index(slot, 0));
-        return;
-    }
+inline void store_half_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    convert_half_row(row, layout.v_dim, layout.v_stride,
+                     reinterpret_cast<std::uint16_t*>(page + layout.v_at(slot)));
+}
+
+inline void store_int8_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
     std::int8_t values[kMaxHeadDim];
     std::uint16_t scales[kMaxBlocks];
     convert_int8_row(row, layout.v_dim, layout.v_stride, values, scales);
-    auto* v = reinterpret_cast<std::int8_t*>(page + layout.v_offset) + layout.v_index(slot, 0);
+    auto* v = reinterpret_cast<std::int8_t*>(page + layout.v_at(slot));
     for (int d = 0; d < layout.v_stride; ++d) v[d * 4] = values[d];
     store_scales(layout.v_blocks, scales, slot, page + layout.v_scale_offset);
+}
+
+void store_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    switch (layout.type) {
+        case KvType::f16: return store_half_k(layout, page, slot, row);
+        case KvType::q8_0: return store_int8_k(layout, page, slot, row);
+    }
+}
+
+void store_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    switch (layout.type) {
+        case KvType::f16: return store_half_v(layout, page, slot, row);
+        case KvType::q8_0: return store_int8_v(layout, page, slot, row);
+    }
 }
 
 template <typename T>
@@ -100,10 +113,10 @@ void move_keys(const PageLayout& layout, const std::byte* from, int from_group, 
     const LaneMap map(moves.from, moves.to, moves.n);
     from += layout.k_offset + PageLayout::index(from_group) * layout.k_group_bytes();
     to += layout.k_offset + PageLayout::index(to_group) * layout.k_group_bytes();
-    if (layout.type == KvType::f16) {
-        move_rows<std::uint16_t>(from, to, layout.k_stride, map);
-    } else {
-        move_rows<std::uint32_t>(from, to, layout.k_stride / 4, map);
+    switch (layout.k_unit_bytes) {
+        case 2: return move_rows<std::uint16_t>(from, to, layout.k_units, map);
+        case 4: return move_rows<std::uint32_t>(from, to, layout.k_units, map);
+        default: __builtin_unreachable();  // page_codec.cpp checks its table
     }
 }
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "kernels/kernel_type.hpp"
 #include "kernels/kernels.hpp"
 #include "platform/simd.hpp"
 

@@ -2,8 +2,7 @@
 // vector type from the compiler's flags.
 #include "kernels/kernels.hpp"
 
-#include "kernels/kernel_decode_f16.hpp"
-#include "kernels/kernel_decode_q8.hpp"
+#include "kernels/kernel_decode_types.hpp"
 #include "kernels/kernel_observe.hpp"
 #include "kernels/kernel_prompt.hpp"
 #include "kernels/kernel_scores.hpp"

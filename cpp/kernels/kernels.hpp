@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "decide/contest.hpp"
+#include "decide/statistic.hpp"
 #include "page/key_sketch.hpp"
 #include "page/page_layout.hpp"
 
@@ -77,15 +79,6 @@ constexpr std::size_t kept_floats(const EntryRange& range) {
 
 std::size_t prompt_scratch_floats(const PageLayout& layout);
 
-// What a query gives to an entry that it sees; to one that it does not see: 0. What several give is
-// added up, but of largest_probability, of which the largest counts.
-enum class Statistic {
-    squared_probability,
-    probability,
-    product,  // |logit|
-    largest_probability,
-};
-
 struct KernelTable {
     const char* name;
     // Quantises rows of head_dim floats into the slots of a page.
@@ -121,6 +114,9 @@ struct KernelTable {
     // later one, or with zeros.
     void (*newer_cosines)(const float* keys, int n, int dim, float* cosines);
 };
+
+// All kernels that this machine runs, the slowest first.
+std::vector<const KernelTable*> available_kernels();
 
 extern const KernelTable kKernelsPortable;
 #if defined(ENTROPYKV_X86)

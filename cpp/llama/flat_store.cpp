@@ -29,19 +29,25 @@ private:
     std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
+auto score_by_position(ScoreKind kind) {
+    const auto score = measure_of(kind).by_position;
+    if (score == nullptr)
+        throw std::invalid_argument("the flat store ranks entries by position alone");
+    return score;
+}
+
 }  // namespace
 
 FlatPlan plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
                             float entropy_variation, const Protection& protection) {
+    const auto score_of = score_by_position(score);
     FlatPlan plan;
     if (positions.empty()) return plan;
     const std::int32_t newest = positions.back();
     const std::size_t n = positions.size();
     std::vector<float> scores(n);
     for (std::size_t i = 0; i < n; ++i)
-        scores[i] = score == ScoreKind::recency
-                        ? recency_score(positions[i], newest, entropy_variation)
-                        : static_cast<float>(positions[i]);
+        scores[i] = score_of(positions[i], newest, entropy_variation);
     std::vector<std::uint8_t> kept(n);
     std::vector<float> scratch(n);
     select_survivors(scores.data(), positions.data(), static_cast<int>(n), keep, protection, newest,
@@ -65,7 +71,9 @@ FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score, float 
       score_(score),
       entropy_variation_(entropy_variation),
       protection_(protection),
-      rope_sinks_(rope_sinks) {}
+      rope_sinks_(rope_sinks) {
+    score_by_position(score);  // throws where there is none
+}
 
 // Removes what llama.cpp holds at positions [first, last) of the text.
 void FlatStore::remove(std::int32_t first, std::int32_t last) {

@@ -1,9 +1,8 @@
 #include "page/page_layout.hpp"
 
 #include <cstring>
-#include <stdexcept>
 
-#include "platform/half.hpp"
+#include "page/page_codec.hpp"
 
 namespace entropykv {
 namespace {
@@ -20,70 +19,41 @@ int whole_groups(int entries) {
     return (entries + kGroupEntries - 1) / kGroupEntries * kGroupEntries;
 }
 
-template <typename T>
-void copy_strided(const std::byte* from, std::size_t from_index, std::byte* to,
-                  std::size_t to_index, int n, std::size_t stride) {
-    const T* source = reinterpret_cast<const T*>(from) + from_index;
-    T* target = reinterpret_cast<T*>(to) + to_index;
+// Copies n units of so many bytes that lie `apart` units from each other.
+template <typename Unit>
+void copy_strided(const std::byte* from, std::byte* to, int n, std::size_t apart) {
+    const Unit* source = reinterpret_cast<const Unit*>(from);
+    Unit* target = reinterpret_cast<Unit*>(to);
     for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i)
-        target[i * stride] = source[i * stride];
+        target[i * apart] = source[i * apart];
+}
+
+void copy_units(int unit_bytes, const std::byte* from, std::byte* to, int n, int apart) {
+    const std::size_t step = PageLayout::index(apart);
+    if (apart == 1) {
+        std::memcpy(to, from, PageLayout::index(unit_bytes * n));
+        return;
+    }
+    switch (unit_bytes) {
+        case 1: return copy_strided<std::uint8_t>(from, to, n, step);
+        case 2: return copy_strided<std::uint16_t>(from, to, n, step);
+        case 4: return copy_strided<std::uint32_t>(from, to, n, step);
+    }
 }
 
 void copy_keys(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                int to_slot) {
-    from += layout.k_offset;
-    to += layout.k_offset;
-    const std::size_t first = layout.k_index(from_slot, 0);
-    const std::size_t target = layout.k_index(to_slot, 0);
-    if (layout.type == KvType::f16) {
-        copy_strided<std::uint16_t>(from, first, to, target, layout.k_stride, kGroupEntries);
-    } else {
-        copy_strided<std::uint32_t>(from, first / 4, to, target / 4, layout.k_stride / 4,
-                                    kGroupEntries);
-    }
+    copy_units(layout.k_unit_bytes, from + layout.k_at(from_slot), to + layout.k_at(to_slot),
+               layout.k_units, kGroupEntries);
 }
 
 void copy_values(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                  int to_slot) {
-    const std::size_t value = layout.v_index(from_slot, 0);
-    const std::size_t target = layout.v_index(to_slot, 0);
-    if (layout.type == KvType::f16) {
-        std::memcpy(to + layout.v_offset + 2 * target, from + layout.v_offset + 2 * value,
-                    2 * PageLayout::index(layout.v_stride));
-    } else {
-        copy_strided<std::uint8_t>(from + layout.v_offset, value, to + layout.v_offset, target,
-                                   layout.v_stride, 4);
-    }
-}
-
-// The first n values of a K row.
-void load_keys(const PageLayout& layout, const std::byte* page, int slot, int n, float* out) {
-    if (layout.type == KvType::f16) {
-        const auto* k = reinterpret_cast<const std::uint16_t*>(page + layout.k_offset) +
-                        layout.k_index(slot, 0);
-        for (int d = 0; d < n; ++d) out[d] = half_to_float(k[d * kGroupEntries]);
-        return;
-    }
-    const auto* k =
-        reinterpret_cast<const std::uint8_t*>(page + layout.k_offset) + layout.k_index(slot, 0);
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
-    float scale = 0.0f;
-    for (int d = 0; d < n; ++d) {
-        if (d % kQuantBlock == 0)
-            scale = half_to_float(
-                scales[PageLayout::scale_index(layout.k_blocks, slot, d / kQuantBlock)]);
-        const int byte = k[d / 4 * 4 * kGroupEntries + quad_place(d)] - 0x80;
-        out[d] = static_cast<float>(byte) * scale;
-    }
+    copy_units(layout.v_unit_bytes, from + layout.v_at(from_slot), to + layout.v_at(to_slot),
+               layout.v_units, layout.v_together);
 }
 
 }  // namespace
-
-KvType kv_type_named(const std::string& name) {
-    if (name == "f16") return KvType::f16;
-    if (name == "q8_0") return KvType::q8_0;
-    throw std::invalid_argument("kv_type must be f16 or q8_0, not " + name);
-}
 
 PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent) {
     PageLayout layout{};
@@ -94,20 +64,28 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
     layout.v_dim = v_dim;
     layout.k_stride = padded(k_dim);
     layout.v_stride = padded(v_dim);
-    const bool quantised = type == KvType::q8_0;
-    layout.k_blocks = quantised ? (layout.k_stride + kQuantBlock - 1) / kQuantBlock : 0;
-    layout.v_blocks = quantised && !latent ? (layout.v_stride + kQuantBlock - 1) / kQuantBlock : 0;
-    const std::size_t n = static_cast<std::size_t>(whole_groups(entries));
-    const std::size_t value = layout.value_bytes();
+    const PageCodec& codec = codec_of(type);
+    const auto blocks = [&](int stride) {
+        return codec.scaled ? (stride + kQuantBlock - 1) / kQuantBlock : 0;
+    };
+    layout.k_blocks = blocks(layout.k_stride);
+    layout.v_blocks = latent ? 0 : blocks(layout.v_stride);
+    layout.k_units = layout.k_stride / codec.k_unit_values;
+    layout.v_units = latent ? 0 : layout.v_stride / codec.v_unit_values;
+    layout.k_unit_bytes = codec.k_unit_bytes;
+    layout.v_unit_bytes = codec.v_unit_bytes;
+    layout.v_together = codec.v_together;
+    const std::size_t n_groups = static_cast<std::size_t>(whole_groups(entries) / kGroupEntries);
+    const std::size_t n = n_groups * kGroupEntries;
     std::size_t end = 0;
     const auto place = [&](std::size_t bytes) {
         const std::size_t start = end;
         end = aligned(end + bytes);
         return start;
     };
-    layout.k_offset = place(n * value * static_cast<std::size_t>(layout.k_stride));
+    layout.k_offset = place(n_groups * layout.k_group_bytes());
     layout.k_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.k_blocks));
-    layout.v_offset = place(latent ? 0 : n * value * static_cast<std::size_t>(layout.v_stride));
+    layout.v_offset = place(n_groups * layout.v_group_bytes());
     layout.v_scale_offset = place(n * 2 * static_cast<std::size_t>(layout.v_blocks));
     layout.position_offset = place(n * sizeof(std::int32_t));
     layout.importance_offset = place(n * sizeof(float));
@@ -118,14 +96,14 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
     if (!layout.latent) copy_values(layout, from, from_slot, to, to_slot);
-    if (layout.type == KvType::f16) return;
     const auto copy_scales = [&](std::size_t offset, int blocks) {
-        copy_strided<std::uint16_t>(from + offset, layout.scale_index(blocks, from_slot, 0),
-                                    to + offset, layout.scale_index(blocks, to_slot, 0), blocks,
-                                    kGroupEntries);
+        const auto at = [&](int slot) {
+            return offset + sizeof(std::uint16_t) * layout.scale_index(blocks, slot, 0);
+        };
+        copy_strided<std::uint16_t>(from + at(from_slot), to + at(to_slot), blocks, kGroupEntries);
     };
     copy_scales(layout.k_scale_offset, layout.k_blocks);
-    if (!layout.latent) copy_scales(layout.v_scale_offset, layout.v_blocks);
+    copy_scales(layout.v_scale_offset, layout.v_blocks);
 }
 
 void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
@@ -147,24 +125,13 @@ void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, 
 }
 
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {
-    load_keys(layout, page, slot, layout.k_dim, out);
+    codec_of(layout.type).load_k(layout, page, slot, layout.k_dim, out);
 }
 
 void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {
-    if (layout.latent) return load_keys(layout, page, slot, layout.v_dim, out);
-    const std::byte* values = page + layout.v_offset;
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
-    for (int d = 0; d < layout.v_dim; ++d) {
-        const std::size_t place = layout.v_index(slot, d);
-        if (layout.type == KvType::f16) {
-            out[d] = half_to_float(reinterpret_cast<const std::uint16_t*>(values)[place]);
-        } else {
-            const auto scale =
-                scales[PageLayout::scale_index(layout.v_blocks, slot, d / kQuantBlock)];
-            out[d] = static_cast<float>(reinterpret_cast<const std::int8_t*>(values)[place]) *
-                     half_to_float(scale);
-        }
-    }
+    const PageCodec& codec = codec_of(layout.type);
+    if (layout.latent) return codec.load_k(layout, page, slot, layout.v_dim, out);
+    codec.load_v(layout, page, slot, out);
 }
 
 }  // namespace entropykv

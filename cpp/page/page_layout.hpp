@@ -3,14 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 namespace entropykv {
 
-enum class KvType { f16, q8_0 };
-
-// The type of a name, as llama.cpp has it. Throws std::invalid_argument.
-KvType kv_type_named(const std::string& name);
+enum class KvType { f16, q8_0 };  // what they are: page_codec.hpp
 
 constexpr int kMaxHeadDim = 1024;
 constexpr int kQuantBlock = 32;  // values that share one scale in q8_0
@@ -40,19 +36,20 @@ struct PageLayout {
     int entries;
     int k_dim, v_dim;
     int k_stride, v_stride;  // values of a row, padded
-    int k_blocks, v_blocks;  // scales of a row (q8_0)
+    int k_blocks, v_blocks;  // scales of a row
+    // Units of a row, see PageCodec, and their bytes; V of so many entries lies interleaved.
+    int k_units, v_units;
+    int k_unit_bytes, v_unit_bytes;
+    int v_together;
     std::size_t k_offset, k_scale_offset, v_offset, v_scale_offset;
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
     bool latent;  // V is the first v_dim values of K
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    std::size_t value_bytes() const { return type == KvType::q8_0 ? 1 : 2; }
     // Of one group.
-    std::size_t k_group_bytes() const { return value_bytes() * index(k_stride * kGroupEntries); }
-    std::size_t v_group_bytes() const {
-        return latent ? 0 : value_bytes() * index(v_stride * kGroupEntries);
-    }
+    std::size_t k_group_bytes() const { return index(k_unit_bytes * k_units * kGroupEntries); }
+    std::size_t v_group_bytes() const { return index(v_unit_bytes * v_units * kGroupEntries); }
 
     // Of the keys of all entries of a page.
     std::size_t k_bytes() const { return k_group_bytes() * index(entries / kGroupEntries); }
@@ -62,16 +59,17 @@ struct PageLayout {
     int page_of(int i) const { return entries == kGroupEntries ? i / kGroupEntries : i / entries; }
     int slot_of(int i) const { return i - page_of(i) * entries; }
 
-    // Where a value lies in its array, in values.
-    std::size_t k_index(int slot, int d) const {
-        const int start = slot / kGroupEntries * kGroupEntries * k_stride;
+    // Where the rows of an entry begin in a page, in bytes; units of K lie
+    // kGroupEntries of them apart, those of V v_together.
+    std::size_t k_at(int slot) const {
+        const int group = slot / kGroupEntries;
         const int lane = slot % kGroupEntries;
-        if (type == KvType::f16) return index(start + d * kGroupEntries + lane);
-        return index(start + d / 4 * 4 * kGroupEntries + lane * 4 + quad_place(d));
+        return k_offset + index(group) * k_group_bytes() + index(lane * k_unit_bytes);
     }
-    std::size_t v_index(int slot, int d) const {  // of no latent layout
-        if (type == KvType::f16) return index(slot * v_stride + d);
-        return index(slot / 4 * 4 * v_stride + d * 4 + quad_place(slot));
+    std::size_t v_at(int slot) const {  // of no latent layout
+        const int first = slot / v_together * v_together;
+        const int place = v_together == 4 ? quad_place(slot) : 0;
+        return v_offset + index((first * v_units + place) * v_unit_bytes);
     }
     static std::size_t scale_index(int blocks, int slot, int block) {
         return index((slot / kGroupEntries * blocks + block) * kGroupEntries +

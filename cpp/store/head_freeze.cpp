@@ -172,13 +172,9 @@ float HeadStore::detection_limit(const Layer& layer, const Head& head,
     const int n_observed = std::min(n_queries, settings_.importance.observation_window);
     const int of_query = layer.shape.n_head / layer.shape.n_head_kv * layer.shape.readers;
     const auto rows = static_cast<float>(of_query * n_observed);
-    const float share = schedule_->threshold / static_cast<float>(head.count);
-    switch (settings_.importance.kind) {
-        case ScoreKind::attention: return rows * share;
-        case ScoreKind::mass: return rows * share * share;
-        case ScoreKind::reconstruct: return share;
-        default: return rows * schedule_->threshold;
-    }
+    const float even = schedule_->threshold / static_cast<float>(head.count);
+    const auto little = settings_.importance.measure().little;
+    return little == nullptr ? 0.0f : little({rows, even, schedule_->threshold});
 }
 
 // Counts the stored entries that the queries found little in, and freezes them for a while. Those

@@ -66,18 +66,8 @@ int HeadStore::most_recalled(const Head& head) {
 // The share of a query's attention that brings an entry back. What the schedule would detect again
 // does not come.
 float HeadStore::least_share(const Head& head) const noexcept {
-    if (!schedule_) return kLeastShare;
-    switch (settings_.importance.kind) {
-        case ScoreKind::attention:
-        case ScoreKind::mass:  // the root of its mean is a share, too
-        case ScoreKind::reconstruct:
-            return std::max(kLeastShare, schedule_->threshold / static_cast<float>(head.count));
-        case ScoreKind::products:  // |q.k| says nothing of shares
-        case ScoreKind::streaming:
-        case ScoreKind::recency:
-        case ScoreKind::expected: return kLeastShare;
-    }
-    return kLeastShare;
+    if (!schedule_ || !settings_.importance.measure().of_shares) return kLeastShare;
+    return std::max(kLeastShare, schedule_->threshold / static_cast<float>(head.count));
 }
 
 // What every query attends to now: its mass, and how much the entries that the head holds are

@@ -90,7 +90,7 @@ void HeadStore::add_observed(const Layer& layer, Head& head, int head_index, int
     // out here, that of a prompt's queries was already.
     const float factor =
         decay_factor(settings_.importance.decay, single_query_ ? scoring_interval() : n_staged);
-    const bool largest = settings_.importance.by_largest();
+    const bool largest = settings_.importance.measure().by_largest();
     const float weight = single_query_ ? static_cast<float>(scoring_interval()) : 1.0f;
     const std::int32_t limit = single_query_ ? newest_ - neighbourhood() : newest_;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
@@ -126,18 +126,15 @@ std::int32_t HeadStore::gather(const Layer& layer, const Head& head, int head_in
 float HeadStore::score_of(std::int32_t position, std::int32_t newest,
                           float importance) const noexcept {
     const ImportanceSettings& settings = settings_.importance;
-    // The newer, the higher, and never 0: of ages, floats tell more apart than of positions.
-    if (settings.kind == ScoreKind::streaming)
-        return 1.0f / (1.0f + static_cast<float>(newest - position));
-    if (settings.kind == ScoreKind::recency)
-        return recency_score(position, newest, settings.variation);
+    if (const auto by_position = settings.measure().by_position)
+        return by_position(position, newest, settings.variation);
     return settings.by_exposure ? importance / exposure(newest - position, settings) : importance;
 }
 
 // Scores times the norms of V, squared where the scores are.
 void HeadStore::weigh_by_values(const Layer& layer, const Head& head, int head_index, int n_staged,
                                 Workspace& workspace) const noexcept {
-    const bool squared = settings_.importance.kind == ScoreKind::mass;
+    const bool squared = settings_.importance.measure().squared;
     over_pages(layer, head, head_index, n_staged, [&](std::byte* page, int n, int first) {
         float* norms = workspace.of_page.data();
         kernels_->value_norms(layer.layout, page, norms);
@@ -214,7 +211,7 @@ std::int32_t HeadStore::score(const Layer& layer, const Head& head, int head_ind
     const ImportanceSettings& settings = settings_.importance;
     const std::int32_t newest = gather(layer, head, head_index, n_staged, workspace);
     const int total = head.count + n_staged;
-    if (settings.kind == ScoreKind::expected) {
+    if (settings.measure().evidence == Evidence::expectation) {
         expect(layer, head, head_index, n_staged, workspace);
     } else {
         for (int i = 0; i < total; ++i)
@@ -245,7 +242,7 @@ void HeadStore::measure(const Layer& layer, Head& head, int total, std::int32_t 
                         float output_squares, Workspace& workspace) const noexcept {
     const Protection protection = protection_of(layer, head, newest);
     const ImportanceSettings& importance = settings_.importance;
-    const bool relative = importance.kind == ScoreKind::mass && importance.by_values;
+    const bool relative = importance.measure().squared && importance.by_values;
     constexpr float kLeast = std::numeric_limits<float>::min();
     constexpr float kMost = std::numeric_limits<float>::max();
     const float unit = relative && output_squares >= kLeast ? 1.0f / output_squares : 1.0f;

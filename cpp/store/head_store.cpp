@@ -21,6 +21,7 @@ void check_protection(const Protection& protection) {
 }
 
 void check_importance(const ImportanceSettings& importance) {
+    measure_of(importance.kind);  // throws where there is none
     if (importance.observation_window < 1)
         throw std::invalid_argument("observation_window must be 1 or more");
     if (importance.future_positions < 1 || importance.future_positions > kMostPositions)
@@ -52,7 +53,8 @@ HeadStore::HeadStore(const std::vector<LayerShape>& shapes, const StoreSettings&
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         Layer layer{shapes[i], layouts[i], {}};
         layer.heads.resize(index(shapes[i].n_head_kv));
-        if (settings.importance.kind == ScoreKind::expected) follow_queries(layer, i);
+        if (settings.importance.measure().evidence == Evidence::expectation)
+            follow_queries(layer, i);
         layers_.push_back(std::move(layer));
     }
     if (settings_.freezing) start_freezing();

@@ -527,7 +527,7 @@ template <typename Row>
 void HeadStore::add_queries(int layer_index, int head_index, int n_tokens, float scale,
                             Row row) noexcept {
     const ImportanceSettings& importance = settings_.importance;
-    if (importance.kind != ScoreKind::expected) return;
+    if (importance.measure().evidence != Evidence::expectation) return;
     const Layer& layer = layers_[index(layer_index)];
     QueryStatistics& queries = layers_[index(layer_index)].heads[index(head_index)].queries;
     const int group = layer.shape.n_head / layer.shape.n_head_kv;

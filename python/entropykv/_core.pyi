@@ -24,7 +24,7 @@ def struct_layouts() -> list[tuple[str, int, str, int]]:
     """Return name, size, a field and its offset of structures that Python passes to llama.cpp."""
 
 class ScoreKind:
-    """What ranks entries: cpp/decide/importance.hpp."""
+    """What ranks entries: cpp/decide/measures.hpp."""
 
     streaming: ScoreKind
     recency: ScoreKind
@@ -35,6 +35,34 @@ class ScoreKind:
     expected: ScoreKind
     @property
     def name(self) -> str: ...
+
+class Measure:
+    """What a measure of importance means: a row of the table in cpp/decide/measures.cpp."""
+
+    @property
+    def kind(self) -> ScoreKind: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def summary(self) -> str: ...
+    @property
+    def by_position(self) -> bool:
+        """Whether scores follow from positions alone."""
+    @property
+    def adds_up(self) -> bool:
+        """Whether it adds up what queries gave to entries."""
+    @property
+    def of_echoes(self) -> bool:
+        """Whether queries that repeat the text count alone."""
+    @property
+    def turns_queries(self) -> bool:
+        """Whether it turns the queries so far to later positions."""
+    @property
+    def threshold(self) -> float:
+        """What the schedule of freezing calls little, unless somebody says otherwise."""
+
+def measures() -> list[Measure]:
+    """Return the table of measures."""
 
 class ImportanceSettings:
     """How entries are ranked: cpp/decide/importance.hpp."""
@@ -699,6 +727,9 @@ def share_budget(
 
 def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
     """What the logits of every query head fall by per position."""
+
+def kv_types() -> list[str]:
+    """Return the names of the types of K and V that pages can hold: cpp/page/page_codec.cpp."""
 
 def most_entries(layer: LayerShape, max_entries: int) -> int:
     """Entries that a KV head of a layer can use."""

@@ -141,9 +141,8 @@ void test_nothing_evicted_is_saved() {
     const State state = sequence.save()[0];
     for (int slot = 3; slot < layout.entries; ++slot) {
         CHECK(layout.positions(state.data())[slot] == 0);
-        const auto* v = reinterpret_cast<const std::uint16_t*>(state.data() + layout.v_offset);
-        CHECK(std::all_of(v + layout.v_index(slot, 0), v + layout.v_index(slot, 0) + layout.v_dim,
-                          [](std::uint16_t value) { return value == 0; }));
+        const auto* v = reinterpret_cast<const std::uint16_t*>(state.data() + layout.v_at(slot));
+        CHECK(std::all_of(v, v + layout.v_dim, [](std::uint16_t value) { return value == 0; }));
     }
 }
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from entropykv._core import ImportanceSettings, ScoreKind
+from entropykv._core import ImportanceSettings, Measure, ScoreKind, measures
 from entropykv.errors import SettingsError
 
-MEASURES = {
-    "mass": "squared attention probabilities",
-    "attention": "attention probabilities",
-    "products": "|q.k|, scaled as the softmax sees it",
-    "reconstruct": "the largest attention probability of queries that repeat what was read",
-    "expected": "attention probabilities that queries like those so far would give from the next "
-    "positions on",
-}
+_ALL = {measure.name: measure for measure in measures()}
+"""The extension's table: cpp/decide/measures.cpp."""
+
+MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measure.by_position}
 """What queries give to entries, summed over the query heads of a KV head."""
 
 MODIFIERS = {
@@ -25,16 +21,11 @@ MODIFIERS = {
     "echo": "a text is read twice, and queries that repeat it count, too",
 }
 
-_OBSERVED = ("mass", "attention", "products")
-"""The measures that add up what queries gave."""
-_REPEATED = "reconstruct"
 _OF_OBSERVED = ("window", "exposure", "echo")
 """The modifiers that apply only to sums of what queries gave."""
 
 _ECHO_DECAY = 0.9995
 """With echoes, importance decays less, so that what was repeated long ago is not forgotten."""
-
-_BY_POSITION = ("streaming", "recency")
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class Importance:
                 raise SettingsError(
                     f"there is no modifier {modifier!r} of importance; use {_any_of(MODIFIERS)}"
                 )
-            if measure not in _OBSERVED and modifier in _OF_OBSERVED:
+            if not _ALL[measure].adds_up and modifier in _OF_OBSERVED:
                 raise SettingsError(
                     f"measure {measure} adds up no queries and takes no modifier {modifier}; use "
                     f"{measure} with values or distinct, or another measure"
@@ -84,28 +75,41 @@ class Importance:
     @property
     def by_position(self) -> bool:
         """Tell whether it needs no attention, so that every head would choose the same."""
-        return self.measure in _BY_POSITION
+        return self._row.by_position
 
     @property
     def of_observed(self) -> bool:
         """Tell whether it ranks by what queries gave, and by nothing else of a KV head."""
-        return {self.measure, *self.modifiers} <= {*_OBSERVED, *_OF_OBSERVED}
+        return self._row.adds_up and set(self.modifiers) <= set(_OF_OBSERVED)
 
     @property
     def repeats(self) -> bool:
         """Tell whether a text is read twice for it: see session/echo.py."""
-        return self.measure == _REPEATED or "echo" in self.modifiers
+        return self._row.of_echoes or "echo" in self.modifiers
+
+    @property
+    def turns_queries(self) -> bool:
+        """Tell whether it turns queries to later positions, which not every model allows."""
+        return self._row.turns_queries
+
+    @property
+    def threshold(self) -> float:
+        """Return what the schedule of freezing calls little, unless somebody says otherwise."""
+        return self._row.threshold
 
     @property
     def kind(self) -> ScoreKind:
         """Return the name that the extension gives it."""
-        kind: ScoreKind = getattr(ScoreKind, self.measure)
-        return kind
+        return self._row.kind
+
+    @property
+    def _row(self) -> Measure:
+        return _ALL[self.measure]
 
     @property
     def _decay(self) -> float:
-        if self.measure == _REPEATED:
-            return 1.0  # every entry had its turn when its own stretch was repeated
+        if self._row.of_echoes:
+            return 1.0  # every entry had its turn: when its own stretch was repeated
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
         return 0.0 if "window" in self.modifiers else self.decay

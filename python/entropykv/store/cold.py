@@ -16,11 +16,6 @@ from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile
 from entropykv.store.protocol import StateDoesNotFit
 
-EVEN_SHARE = 1.0
-"""An entry is detected below this multiple of an even share of the attention."""
-THRESHOLD_OF_PRODUCTS = 0.5
-"""An entry is detected below this |q.k|, as in the freeze document."""
-
 
 class ColdSide:
     """Freeze entries of a headwise store; without `freezing`, nothing is frozen.
@@ -201,10 +196,9 @@ class ColdSide:
 
 
 def _schedule(freezing: Freezing, policy: Policy) -> _core.FreezeSchedule:
-    default = THRESHOLD_OF_PRODUCTS if policy.importance.measure == "products" else EVEN_SHARE
     return _core.FreezeSchedule(
         window=freezing.window,
-        threshold=default if freezing.threshold is None else freezing.threshold,
+        threshold=policy.importance.threshold if freezing.threshold is None else freezing.threshold,
         rate=freezing.rate,
         history=freezing.history,
     )
