@@ -96,14 +96,14 @@ void Headwise::attend(int layer, int reader, const MicroBatch& batch, const Atte
 }
 
 void Headwise::track_entropy(bool on) {
-    attention.set_entropy_tracking(on);
-    attention.reset_entropy();
+    attention.entropies().track(on);
+    attention.entropies().reset();
 }
 
 std::vector<double> Headwise::mean_entropies(int layer) const {
     shape_of(layer);
-    std::vector<double> means = attention.entropy_sums(layer);
-    const auto rows = static_cast<double>(attention.entropy_rows(layer));
+    std::vector<double> means = attention.entropies().sums(layer);
+    const auto rows = static_cast<double>(attention.entropies().rows(layer));
     if (rows == 0.0) throw std::invalid_argument("nothing was attended to yet");
     for (double& mean : means) mean /= rows;
     return means;

@@ -20,10 +20,10 @@ struct SequencePool {
                  int n_sequences);
 
     // Of the threads that attend.
-    std::size_t scratch_bytes() const { return Attention::bytes_of_workers(*workers); }
+    std::size_t scratch_bytes() const { return bytes_of_workers(*workers); }
 
     std::shared_ptr<StorePool> store;
-    std::shared_ptr<Attention::Workers> workers = std::make_shared<Attention::Workers>();
+    std::shared_ptr<Workers> workers = std::make_shared<Workers>();
 };
 
 // Rows of a micro-batch, [n_tokens][n_head][dim].

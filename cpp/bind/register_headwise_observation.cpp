@@ -14,19 +14,19 @@ void register_headwise_observation(py::class_<Headwise>& store) {
             "row_entropies",
             [](const Headwise& self, int layer) {
                 const LayerShape& shape = self.shape_of(layer);
-                const std::vector<float> rows = self.attention.row_entropies(layer);
+                const std::vector<float> rows = self.attention.entropies().last_rows(layer);
                 if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
                 return to_rows(rows, {self.attention.n_text(), shape.n_head});
             },
             py::arg("layer"))
         .def(
             "capture_queries",
-            [](Headwise& self, bool on) { self.attention.set_query_capture(on); }, py::arg("on"))
+            [](Headwise& self, bool on) { self.attention.queries().turn(on); }, py::arg("on"))
         .def(
             "queries",
             [](const Headwise& self, int layer) {
                 const LayerShape& shape = self.shape_of(layer);
-                const Attention::Capture& capture = self.attention.capture(layer);
+                const QueryCapture::Rows& capture = self.attention.queries().of(layer);
                 const int n_tokens = self.attention.n_tokens();
                 const auto size = static_cast<std::size_t>(n_tokens * shape.n_head * shape.k_dim);
                 if (capture.queries.size() != size)

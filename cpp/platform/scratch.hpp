@@ -14,6 +14,12 @@ void fit(std::vector<T>& values, std::size_t n) {
     if (values.size() < n) values.resize(n);
 }
 
+// Holds n values at least, and all that is in it.
+template <typename T>
+void grow(std::vector<T>& values, std::size_t n) {
+    if (values.size() < n) values.resize(n);
+}
+
 template <typename T>
 std::size_t bytes_of(const std::vector<T>& values) {
     return values.capacity() * sizeof(T);

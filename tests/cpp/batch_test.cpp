@@ -15,7 +15,7 @@ constexpr int kPiece = 40;
 // A sequence in the pool, and the same one alone.
 struct Pair {
     Pair(const std::vector<LayerShape>& layers, const StoreSettings& settings,
-         const std::shared_ptr<StorePool>& pool, const std::shared_ptr<Attention::Workers>& workers,
+         const std::shared_ptr<StorePool>& pool, const std::shared_ptr<Workers>& workers,
          int n_threads)
         : together(layers, settings, pool),
           attention(together, *available_kernels().back(), n_threads, workers),
@@ -41,7 +41,7 @@ struct Machine {
           n_threads(n_threads),
           random(seed),
           pool(std::make_shared<StorePool>(layers, settings.type, kPiece, kSequences)) {
-        const auto workers = std::make_shared<Attention::Workers>();
+        const auto workers = std::make_shared<Workers>();
         for (int i = 0; i < kSequences; ++i)
             pairs.push_back(std::make_unique<Pair>(layers, settings, pool, workers, n_threads));
         resize(below(400) + 200);

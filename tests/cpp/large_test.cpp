@@ -355,7 +355,7 @@ void test_bad_queries_leave_no_trace() {
                 StoreSettings settings = settings_of(KvType::f16, score);
                 settings.freezing = freezings()[1];
                 Model model({{4, 2, 16, 16}}, settings, 60, 2);
-                model.attention.set_entropy_tracking(true);
+                model.attention.entropies().track(true);
                 std::mt19937 random(13);
                 for (const int n : {100, 1, 1}) model.read(n, random);
                 Batch spoilt = random_batch(model.shapes[0], n_bad, random);
@@ -365,7 +365,7 @@ void test_bad_queries_leave_no_trace() {
                 check_model(model);
                 for (const int n : {1, 1, 1, 1, 1, 30, 1}) CHECK(all_finite(model.read(n, random)));
                 check_model(model);
-                for (const double sum : model.attention.entropy_sums(0)) CHECK(std::isfinite(sum));
+                for (const double sum : model.attention.entropies().sums(0)) CHECK(std::isfinite(sum));
                 for (const int head : {0, 1}) {
                     std::vector<std::byte> state(model.store.state_bytes(0, head));
                     model.store.save_head(0, head, state.data());

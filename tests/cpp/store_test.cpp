@@ -138,7 +138,7 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
     settings.freezing = test.freezing;
     HeadStore store({test.shape}, settings);
     Attention attention(store, kernels, n_threads);
-    attention.set_entropy_tracking(true);
+    attention.entropies().track(true);
     const std::vector<int> budgets(index(test.shape.n_head_kv), test.budget);
     const int pages = pages_for(test.budget, store.layout(0).entries) * test.shape.n_head_kv;
     store.set_budgets(budgets, index(pages), kProtection);
@@ -157,8 +157,8 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
         note(store.positions(0, h));
         note(store.importance(0, h));
     }
-    note(attention.entropy_sums(0));
-    CHECK(attention.entropy_rows(0) == position * test.shape.readers);
+    note(attention.entropies().sums(0));
+    CHECK(attention.entropies().rows(0) == position * test.shape.readers);
     const int needed = test.shape.window > 0 ? test.shape.window : kMaxEntries;
     CHECK((store.evicted() + store.frozen() > 0) == (test.budget < needed));
     CHECK((store.recalled_total() > 0) == test.freezing.has_value());

@@ -1,0 +1,52 @@
+// Entropies (bits) of attention rows. An attention sink counts as one more entry.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "attention/step.hpp"
+#include "kernels/kernels.hpp"
+
+namespace entropykv {
+
+class EntropyMeter {
+public:
+    explicit EntropyMeter(const std::vector<LayerShape>& shapes);
+
+    void track(bool on) { tracks_ = on; }
+    bool tracks() const { return tracks_; }
+
+    // Since the last reset: sum of the entropies of the rows of every query head of a layer, of all
+    // its readers, and how many rows there were.
+    const std::vector<double>& sums(int layer) const { return layers_.at(index(layer)).sums; }
+    std::int64_t rows(int layer) const { return layers_.at(index(layer)).rows; }
+    void reset();
+    // Of the last micro-batch, while entropies are tracked: those of all rows of a layer's last
+    // reader, [n_tokens][n_head], without an echo; else nothing.
+    std::vector<float> last_rows(int layer) const;
+
+    // Before a micro-batch; with every tile; after a head's last tile. In bits from the softmax's
+    // sums, which are in nats.
+    void begin(const Step& step);
+    void note(int layer, const Split& split, const Tile& tile, const SoftmaxState& state) noexcept;
+    void add_head(int layer, const Split& split, int head) noexcept;
+
+    std::size_t bytes() const;
+
+private:
+    struct Layer {
+        LayerShape shape;
+        std::vector<double> sums;
+        std::int64_t rows = 0;
+        std::vector<float> last{};  // of the last micro-batch, [KV head][row]
+    };
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+
+    bool tracks_ = false;
+    int n_tokens_ = 0;
+    int n_text_ = 0;
+    std::vector<Layer> layers_;
+};
+
+}  // namespace entropykv

@@ -1,0 +1,124 @@
+#include "attention/head_end.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace entropykv {
+namespace {
+
+constexpr float kNatsPerBit = 0.69314718f;
+
+}  // namespace
+
+void HeadEnd::run(int head) noexcept {
+    const int group = call_.split.group;
+    if (call_.split.by_entries) end_tiles(head);
+    call_.entropies.add_head(call_.layer, call_.split, head);
+    // Expected queries are those of the layer that wrote the keys.
+    if (call_.reader == 0)
+        call_.store.add_queries(
+            call_.layer, head, call_.step.n_text, call_.params.scale,
+            [&](int token, int query) { return call_.query.row(token, head * group + query); });
+    if (call_.reader + 1 < call_.shape().readers) {
+        carry(head);
+    } else if (queues(call_.step, call_.shape(), shared_choice_)) {
+        commits_.add(call_.layer, head, call_.sum_observed(head), output_squares(head));
+    } else if (!shared_choice_) {
+        commit(head, carry(head));
+    } else if (call_.units.ends_layer()) {
+        commit_layer();
+    }
+}
+
+void HeadEnd::end_tiles(int head) noexcept {
+    TileWork work(call_);
+    for (int number = 0; number < call_.split.tiles; ++number) {
+        const Tile tile = call_.split.tile(head, number);
+        const SoftmaxState state = merge(work, tile);
+        work.write_output(tile, state);
+        call_.entropies.note(call_.layer, call_.split, tile, state);
+        if (call_.split.by_rows) {
+            work.load_queries(tile);
+            work.observe(tile, state);
+        } else {
+            work.observe_decode(tile, state);
+        }
+    }
+}
+
+// Merges the partial softmaxes of a tile into its first chunk's.
+SoftmaxState HeadEnd::merge(TileWork& work, const Tile& tile) noexcept {
+    const int chunks = call_.split.chunks(call_.total(tile.head));
+    for (int r = 0; chunks > 1 && r < tile.count; ++r) merge_row(work, tile, chunks, r);
+    return work.partial(tile, 0);
+}
+
+void HeadEnd::merge_row(TileWork& work, const Tile& tile, int chunks, int r) noexcept {
+    const int stride = call_.layout().v_stride;
+    const SoftmaxState all = work.partial(tile, 0);
+    const float nats = call_.split.by_rows ? kNatsPerBit : 1.0f;
+    float max = all.max[r];
+    for (int chunk = 1; chunk < chunks; ++chunk)
+        max = std::max(max, work.partial(tile, chunk).max[r]);
+    float sum = 0.0f;
+    float weighted = 0.0f;
+    float* output = all.output + index(r) * index(stride);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const SoftmaxState part = work.partial(tile, chunk);
+        const float shift = std::max((part.max[r] - max) * nats, -200.0f);
+        const float factor = part.sum[r] == 0.0f ? 0.0f : std::exp(shift);
+        weighted += factor * (part.weighted[r] + part.sum[r] * shift);
+        sum += factor * part.sum[r];
+        const float* more = part.output + index(r) * index(stride);
+        for (int d = 0; d < stride; ++d)
+            output[d] = (chunk == 0 ? 0.0f : output[d]) + factor * more[d];
+    }
+    all.max[r] = max;
+    all.sum[r] = sum;
+    all.weighted[r] = weighted;
+}
+
+// Sum of the squared norms of a head's outputs, all queries and query heads of its group; 0 where
+// losses are not measured.
+float HeadEnd::output_squares(int head) const noexcept {
+    if (!call_.store.measures()) return 0.0f;
+    const LayerShape& shape = call_.shape();
+    const std::size_t size = index(call_.split.group * shape.v_dim);
+    double sum = 0.0;
+    for (int token = 0; token < call_.step.n_text; ++token) {
+        const float* output =
+            call_.output + index(token * shape.n_head * shape.v_dim) + index(head) * size;
+        float of_token = 0.0f;
+        for (std::size_t d = 0; d < size; ++d) of_token += output[d] * output[d];
+        sum += of_token;
+    }
+    return static_cast<float>(sum);
+}
+
+// What the readers of the layer up to this one observed of a head, or null.
+float* HeadEnd::carry(int head) noexcept {
+    float* observed = call_.sum_observed(head);
+    if (call_.shape().readers == 1) return observed;
+    return call_.observations.carry(call_.layer, head, call_.reader == 0, observed,
+                                    output_squares(head), call_.total(head));
+}
+
+void HeadEnd::commit(int head, const float* observed) noexcept {
+    const float squares = call_.shape().readers > 1
+                              ? call_.observations.carried_squares(call_.layer, head)
+                              : output_squares(head);
+    call_.store.commit(call_.layer, head, call_.step.n_text, observed, squares, call_.thread);
+}
+
+// All heads by the sum of what they observed. Their entries are in the same places as long as they
+// hold the same number.
+void HeadEnd::commit_layer() noexcept {
+    const int n_heads = call_.shape().n_head_kv;
+    const int n = call_.total(0);
+    float* shared = carry(0);
+    for (int head = 1; shared != nullptr && head < n_heads; ++head)
+        call_.observations.add_up(shared, carry(head), n);
+    for (int head = 0; head < n_heads; ++head) commit(head, shared);
+}
+
+}  // namespace entropykv

@@ -1,0 +1,37 @@
+#include "attention/step.hpp"
+
+#include <algorithm>
+
+#include "kernels/kernels.hpp"
+
+namespace entropykv {
+namespace {
+
+constexpr int kMostKept = 8192;  // of more entries, weights are computed again to be observed
+
+}  // namespace
+
+int Step::first_observed_row(const Split& split) const {
+    // All queries of an echo count; to reconstruct, no others do where there are some.
+    const bool echo_alone = importance.measure().of_echoes && n_text < n_tokens;
+    const int first = echo_alone ? n_text : n_text - importance.observation_window;
+    return std::max(0, first) * split.group;
+}
+
+int Step::observed_bands(const Split& split) const {
+    return (split.tiles - 1) / split.band_tiles - first_observed_tile(split) / split.band_tiles + 1;
+}
+
+bool Step::keeps_weights(const Split& split, int total) const noexcept {
+    return observing && split.by_rows && !split.by_entries && total <= kMostKept &&
+           importance.measure().statistic != Statistic::product;
+}
+
+std::size_t Step::most_kept_floats(const Split& split, int most) const noexcept {
+    const int total = std::min(most, kMostKept);
+    if (!keeps_weights(split, total)) return 0;
+    const auto tiles = static_cast<std::size_t>(total / kEntryTile + 3);  // in three ranges
+    return tiles * static_cast<std::size_t>(kKeptFloats);
+}
+
+}  // namespace entropykv

@@ -1,0 +1,80 @@
+// The units of work of one reader of a layer, from which ggml's threads take one after the other.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace entropykv {
+
+class UnitQueue {
+public:
+    struct Cursor {  // where a thread looks for its next unit
+        bool others = false;
+        int head = 0;
+    };
+
+    explicit UnitQueue(int n_heads);
+
+    // Before a layer: units_of(head) is how many units a KV head has.
+    template <typename UnitsOf>
+    void fill(UnitsOf units_of) noexcept {
+        int units = 0;
+        for (int h = 0; h < n_heads(); ++h) {
+            const int of_head = units_of(h);
+            first_unit_[index(h)] = units;
+            unfinished_units_[index(h)].store(of_head, std::memory_order_relaxed);
+            next_unit_[index(h)].store(units, std::memory_order_relaxed);
+            units += of_head;
+        }
+        first_unit_[index(n_heads())] = units;
+        unfinished_heads_.store(n_heads(), std::memory_order_relaxed);
+    }
+
+    // A unit of the heads that the thread owns, then of the others; -1: there is none.
+    template <typename Owns>
+    int claim(Cursor& cursor, Owns owns) noexcept {
+        while (true) {
+            for (; cursor.head < n_heads(); ++cursor.head) {
+                if (owns(cursor.head) == cursor.others) continue;
+                std::atomic<int>& next = next_unit_[index(cursor.head)];
+                const int unit = next.fetch_add(1, std::memory_order_relaxed);
+                if (unit < first_unit_[index(cursor.head + 1)]) return unit;
+            }
+            if (cursor.others) return -1;
+            cursor = {true, 0};
+        }
+    }
+
+    int first_unit(int head) const { return first_unit_[index(head)]; }
+    int head_of(int unit) const {
+        int head = 0;
+        while (unit >= first_unit_[index(head + 1)]) ++head;
+        return head;
+    }
+
+    // After a unit of a head: whether it was the last one. After a head: whether it was.
+    bool ends_head(int head) noexcept {
+        return unfinished_units_[index(head)].fetch_sub(1, std::memory_order_acq_rel) == 1;
+    }
+    bool ends_layer() noexcept {
+        return unfinished_heads_.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    }
+
+private:
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    int n_heads() const { return static_cast<int>(first_unit_.size()) - 1; }
+
+    std::vector<int> first_unit_;  // of each head, and the total
+    std::unique_ptr<std::atomic<int>[]> unfinished_units_;
+    std::unique_ptr<std::atomic<int>[]> next_unit_;  // of each head
+    std::atomic<int> unfinished_heads_{0};
+};
+
+inline UnitQueue::UnitQueue(int n_heads)
+    : first_unit_(index(n_heads + 1)),
+      unfinished_units_(std::make_unique<std::atomic<int>[]>(index(n_heads))),
+      next_unit_(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
+
+}  // namespace entropykv
