@@ -10,6 +10,7 @@
 
 #include "attention/attention.hpp"
 #include "decide/budget.hpp"
+#include "page/page_codec.hpp"
 
 namespace {
 
@@ -76,7 +77,7 @@ private:
     }
 
     void fill() {
-        while (store_.count(0, 0) < case_.budget) add(kFillTokens, nullptr);
+        while (store_.head(0, 0).count() < case_.budget) add(kFillTokens, nullptr);
     }
 
     double add(int n_tokens, const float* observed) {
@@ -123,8 +124,8 @@ void measure(const Case& c) {
     const auto per_million = [](double time, int entries) {
         return 1e3 * time / (1e-6 * kHeads * entries);
     };
-    std::printf("%-5s %4d %7d %6d %12.1f %12.1f %12.1f\n", c.type == KvType::f16 ? "f16" : "q8_0",
-                c.dim, c.budget, c.n_tokens, per_million(evicting, c.budget + c.n_tokens),
+    std::printf("%-5s %4d %7d %6d %12.1f %12.1f %12.1f\n", codec_of(c.type).name, c.dim, c.budget,
+                c.n_tokens, per_million(evicting, c.budget + c.n_tokens),
                 per_million(halving, c.budget), per_million(cutting, c.budget));
 }
 

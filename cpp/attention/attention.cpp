@@ -4,12 +4,16 @@
 #include <stdexcept>
 
 #include "attention/head_end.hpp"
+#include "attention/looking_rows.hpp"
 #include "attention/tile_work.hpp"
 #include "platform/relax.hpp"
 #include "platform/scratch.hpp"
+#include "store/frozen_heads.hpp"
 
 namespace entropykv {
 namespace {
+
+std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
 std::vector<LayerShape> shapes_of(const HeadStore& store) {
     std::vector<LayerShape> shapes;
@@ -38,7 +42,8 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
         first_units_.push_back(units_.size());
         for (int r = 0; r < store_.shape(l).readers; ++r)
             units_.emplace_back(store_.shape(l).n_head_kv);
-        for (Worker& worker : workers_) worker.serve(store_.layout(l), store_.freezes());
+        for (Worker& worker : workers_)
+            worker.serve(store_.layout(l), store_.settings().freezing.has_value());
     }
 }
 
@@ -50,17 +55,19 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     const int n_tokens = n_text + n_echo;
     if (base_position < 0 || base_position > kMostPositions - n_tokens)
         throw std::invalid_argument("a position outside of 0 .. 2^30");
-    const int interval = store_.recall_interval();
-    step_.recalling = interval > 0 && n_text > 0 && store_.frozen() > 0 &&
+    const auto& freezing = store_.settings().freezing;
+    const int interval = freezing ? freezing->recall_interval : 0;
+    step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.parts()).now() > 0 &&
                       (n_tokens > 1 || recall_now_ || base_position % interval == 0);
     store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo);
     recall_now_ = false;
-    store_.prepare_queries(rope_position, n_text);
+    store_.parts().queries.prepare(rope_position, n_text);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.base_position = base_position;
-    step_.observing = step_.importance.measure().observes() &&
-                      (n_tokens > 1 || base_position % store_.scoring_interval() == 0);
+    step_.observing =
+        step_.importance.measure().observes() &&
+        (n_tokens > 1 || base_position % store_.parts().common.scoring_interval() == 0);
     commits_.begin(n_text);
     entropies_.begin(step_);
     queries_.begin(n_tokens);
@@ -70,10 +77,11 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
 // Entries that a head attends to in this micro-batch: recall adds only what the budget has room
 // for.
 int Attention::most_entries(int layer, int head) const {
-    const int total = store_.count(layer, head) + step_.n_tokens;
-    const int recalled = step_.recalling ? store_.most_recalled(layer, head) : 0;
+    const Head& of = store_.head(layer, head);
+    const int total = of.count() + step_.n_tokens;
+    const int recalled = step_.recalling ? Recall::most(of) : 0;
     const int n_echo = step_.n_tokens - step_.n_text;
-    return std::max(total, std::min(total + recalled, store_.budget(layer, head) + n_echo));
+    return std::max(total, std::min(total + recalled, of.budget() + n_echo));
 }
 
 // Scratch for the layer that needs most of it.
@@ -116,8 +124,8 @@ void Attention::release_scratch() {
 void Attention::prepare(int layer, int n_threads) noexcept {
     const LayerShape& shape = store_.shape(layer);
     const bool queued = queues(step_, shape, shared_choice_);
-    commits_.prepare({queued ? shape.n_head_kv : 0, layer + 1 == store_.n_layers(),
-                      step_.recalling, n_threads});
+    commits_.prepare(
+        {queued ? shape.n_head_kv : 0, layer + 1 == store_.n_layers(), step_.recalling, n_threads});
     recalled_heads_.store(0, std::memory_order_relaxed);
     ready_.store(false, std::memory_order_relaxed);
     if (!step_.recalling) make_units(layer);
@@ -127,7 +135,7 @@ void Attention::make_units(int layer) noexcept {
     const Split split = Split::of(store_.shape(layer), step_.n_tokens);
     for (int reader = 0; reader < store_.shape(layer).readers; ++reader)
         units_of(layer, reader).fill([&](int head) {
-            return split.units(store_.count(layer, head) + step_.n_tokens);
+            return split.units(store_.head(layer, head).count() + step_.n_tokens);
         });
 }
 
@@ -174,37 +182,14 @@ void Attention::recall(const Call& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
     for (int head = 0; head < n_heads; ++head) {
         if (!commits_.owns(head, call.thread)) continue;
-        recall_head(call, head);
+        store_.recall(call.layer, head, step_.n_text, looking_rows(call, head),
+                      step_.base_position + step_.n_text - 1, call.thread);
         if (recalled_heads_.fetch_add(1, std::memory_order_acq_rel) + 1 < n_heads) continue;
         make_units(call.layer);
         ready_.store(true, std::memory_order_release);
     }
     commits_.run_before(call.thread);
     wait_for(ready_);
-}
-
-void Attention::recall_head(const Call& call, int head) noexcept {
-    const PageLayout& layout = call.layout();
-    const int group = call.split.group;
-    float* rows = call.worker.recall();
-    const int n_looking = std::clamp(kMostQueryRows / group, 1, step_.n_text);  // the last ones
-    std::int32_t* positions = call.worker.recall_positions();
-    float* slopes =
-        call.params.slopes != nullptr ? rows + kMostQueryRows * layout.k_stride : nullptr;
-    int n = 0;
-    for (int token = step_.n_text - n_looking; token < step_.n_text; ++token) {
-        for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
-            positions[n] = step_.base_position + token;
-            if (slopes != nullptr) slopes[n] = call.params.slopes[head * group + g];
-            const float* query = call.query.row(token, head * group + g);
-            float* row = rows + n * layout.k_stride;
-            for (int d = 0; d < layout.k_dim; ++d) row[d] = query[d] * call.params.scale;
-            std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
-        }
-    }
-    store_.recall(call.layer, head, step_.n_text,
-                  {rows, n, layout.k_stride, call.params.softcap, positions, slopes},
-                  step_.base_position + step_.n_text - 1, call.thread);
 }
 
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,

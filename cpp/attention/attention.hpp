@@ -62,13 +62,11 @@ public:
     void release_scratch();
 
     int n_threads() const { return n_threads_; }
-    int n_tokens() const { return step_.n_tokens; }  // of the micro-batch, those of the echo too
-    int n_text() const { return step_.n_text; }      // without them
+    const Step& step() const { return step_; }  // the micro-batch
 
 private:
-    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     UnitQueue& units_of(int layer, int reader) {
-        return units_[first_units_[index(layer)] + index(reader)];
+        return units_[first_units_[PageLayout::index(layer)] + PageLayout::index(reader)];
     }
     int most_entries(int layer, int head) const;
     void reserve();
@@ -77,7 +75,6 @@ private:
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
     void recall(const Call& call) noexcept;
-    void recall_head(const Call& call, int head) noexcept;
 
     HeadStore& store_;
     const KernelTable& kernels_;

@@ -15,7 +15,7 @@ void AttentionBatch::add(Attention& sequence, int n_text, std::int32_t base_posi
     for (const Part& part : parts_)
         if (part.sequence == &sequence)
             throw std::invalid_argument("a sequence has one part of a micro-batch");
-    const Staging& staging = sequence.store().staging_area();
+    const Staging& staging = sequence.store().share().pool().staging();
     if (n_text < 0 || n_echo < 0 || n_text > kMostPositions - n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
     const int n_tokens = n_text + n_echo;

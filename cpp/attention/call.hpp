@@ -34,8 +34,9 @@ struct Call {
 
     const LayerShape& shape() const { return store.shape(layer); }
     const PageLayout& layout() const { return store.layout(layer); }
+    const Head& head(int number) const { return store.head(layer, number); }
     // Entries that a head attends to: stored and staged ones.
-    int total(int head) const { return store.count(layer, head) + step.n_tokens; }
+    int total(int head) const { return this->head(head).count() + step.n_tokens; }
     Unit unit(int number) const {
         const int head = units.head_of(number);
         return split.unit(head, number - units.first_unit(head), total(head));

@@ -81,7 +81,7 @@ void HeadEnd::merge_row(TileWork& work, const Tile& tile, int chunks, int r) noe
 // Sum of the squared norms of a head's outputs, all queries and query heads of its group; 0 where
 // losses are not measured.
 float HeadEnd::output_squares(int head) const noexcept {
-    if (!call_.store.measures()) return 0.0f;
+    if (!call_.store.parts().common.measures_losses()) return 0.0f;
     const LayerShape& shape = call_.shape();
     const std::size_t size = index(call_.split.group * shape.v_dim);
     double sum = 0.0;

@@ -47,9 +47,9 @@ void Headwise::check_head(int layer, int head) const {
 
 void Headwise::set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                            const Protection& protection) {
-    const std::size_t before = store.budget_bytes();
+    const std::size_t before = store.share().budget_bytes();
     store.set_budgets(budgets, pool_pages, protection);
-    if (store.budget_bytes() < before) attention.release_scratch();
+    if (store.share().budget_bytes() < before) attention.release_scratch();
 }
 
 void Headwise::give_up_share() {
@@ -70,7 +70,7 @@ void Headwise::check_batch(int layer, int reader, const MicroBatch& batch) const
         throw std::invalid_argument("a reader that the layer does not have");
     if (reader > 0 && (layer != last_layer_ || reader != last_reader_ + 1))
         throw std::invalid_argument("readers of a layer attend one after the other");
-    if (reader > 0 && n_tokens != attention.n_tokens())
+    if (reader > 0 && n_tokens != attention.step().n_tokens)
         throw std::invalid_argument("readers of a layer attend to the same tokens");
     if (batch.k.has_value() != (reader == 0))
         throw std::invalid_argument("k must be given for the first reader, and for no other");

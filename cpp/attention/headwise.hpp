@@ -63,12 +63,16 @@ public:
     void attend(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
                 float* output);
 
+    double eviction_seconds() const {
+        return 1e-9 * static_cast<double>(store.parts().common.eviction_nanoseconds.load());
+    }
+
     void track_entropy(bool on);
     // Of the attention rows of every query head of a layer since then, in bits.
     std::vector<double> mean_entropies(int layer) const;
 
     std::size_t scratch_bytes() const {
-        return store.workspace_bytes() + attention.scratch_bytes();
+        return store.parts().scratch_bytes() + attention.scratch_bytes();
     }
 
     const KernelTable& kernels;

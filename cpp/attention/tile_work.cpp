@@ -25,9 +25,9 @@ EntryRange TileWork::stored_entries(int unit) const noexcept {
     if (unit < 0) return {};
     const auto [tile, chunk] = call_.unit(unit);
     const int size = split_.chunk_entries(call_.total(tile.head));
-    const int last = std::min(call_.store.count(call_.layer, tile.head), (chunk + 1) * size);
+    const int last = std::min(call_.head(tile.head).count(), (chunk + 1) * size);
     if (chunk * size >= last) return {};
-    return {&call_.layout(), call_.store.pages(call_.layer, tile.head), chunk * size, last};
+    return {&call_.layout(), call_.head(tile.head).pages.all().data(), chunk * size, last};
 }
 
 void TileWork::start_softmax(const Tile& tile, int chunk,
@@ -76,7 +76,7 @@ void TileWork::load_queries(const Tile& tile) noexcept {
 template <typename Visit>
 void TileWork::over_ranges(const Tile& tile, int first, int last, Visit visit) noexcept {
     const PageLayout& layout = call_.layout();
-    const int count = call_.store.count(call_.layer, tile.head);
+    const int count = call_.head(tile.head).count();
     const bool windowed = call_.shape().window > 0;
     const auto part = [&](const std::byte* const* pages, int offset, int from, int to,
                           bool masked) {
@@ -84,7 +84,7 @@ void TileWork::over_ranges(const Tile& tile, int first, int last, Visit visit) n
         to = std::min(to, last - offset);
         if (from < to) visit(EntryRange{&layout, pages, from, to}, offset + from, masked);
     };
-    part(call_.store.pages(call_.layer, tile.head), 0, 0, count, windowed);
+    part(call_.head(tile.head).pages.all().data(), 0, 0, count, windowed);
     const int first_token = tile.first / split_.group;
     const int last_token = (tile.first + tile.count - 1) / split_.group;
     std::byte* const* staged = call_.store.staging(call_.layer, tile.head);
@@ -128,9 +128,8 @@ void TileWork::attend_rows(const Tile& tile, int chunk) noexcept {
     // From [v_stride][kRowTile] to a row each; the query tile is still needed, the kernel's scratch
     // is not.
     const SoftmaxState rows =
-        split_.by_entries
-            ? partial(tile, chunk)
-            : SoftmaxState{state.max, state.sum, state.weighted, worker_.kernel()};
+        split_.by_entries ? partial(tile, chunk)
+                          : SoftmaxState{state.max, state.sum, state.weighted, worker_.kernel()};
     for (int r = 0; r < tile.count; ++r) {
         rows.max[r] = state.max[r];
         rows.sum[r] = state.sum[r];
@@ -206,10 +205,10 @@ void TileWork::observe(const Tile& tile, const SoftmaxState& state) noexcept {
     const int total = call_.total(tile.head);
     const Statistic what = step_.importance.measure().statistic;
     const float* weights = row_weights(tile);
-    const auto neighbourhood = static_cast<float>(call_.store.neighbourhood());
+    const auto neighbourhood = static_cast<float>(call_.store.parts().common.neighbourhood());
     float* observed = call_.observed(tile.head, step_.band_of(split_, tile.number));
-    const bool begins = tile.number == step_.first_observed_tile(split_) ||
-                        tile.number % split_.band_tiles == 0;
+    const bool begins =
+        tile.number == step_.first_observed_tile(split_) || tile.number % split_.band_tiles == 0;
     if (begins) std::fill(observed, observed + total, 0.0f);
     PromptTask task = prompt_task(tile, state);
     if (step_.keeps_weights(split_, total)) task.kept = worker_.kept();
@@ -228,8 +227,8 @@ void TileWork::observe_decode(const Tile& tile, const SoftmaxState& state) noexc
     float* observed = call_.observed(tile.head, 0);
     std::fill(observed, observed + total, 0.0f);
     for (int r = 0; r < tile.count; ++r)
-        call_.kernels.logits_observe(call_.observations.logits(tile.head * split_.group + r),
-                                     total, what, state.max[r], state.sum[r], observed);
+        call_.kernels.logits_observe(call_.observations.logits(tile.head * split_.group + r), total,
+                                     what, state.max[r], state.sum[r], observed);
 }
 
 }  // namespace entropykv

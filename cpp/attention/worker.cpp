@@ -1,7 +1,7 @@
 #include "attention/worker.hpp"
 
 #include "platform/scratch.hpp"
-#include "store/head_store.hpp"
+#include "store/recall.hpp"
 
 namespace entropykv {
 

@@ -5,6 +5,7 @@
 
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
+#include "store/head_rows.hpp"
 
 namespace entropykv::bind {
 
@@ -16,18 +17,18 @@ void register_headwise_observation(py::class_<Headwise>& store) {
                 const LayerShape& shape = self.shape_of(layer);
                 const std::vector<float> rows = self.attention.entropies().last_rows(layer);
                 if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
-                return to_rows(rows, {self.attention.n_text(), shape.n_head});
+                return to_rows(rows, {self.attention.step().n_text, shape.n_head});
             },
             py::arg("layer"))
         .def(
-            "capture_queries",
-            [](Headwise& self, bool on) { self.attention.queries().turn(on); }, py::arg("on"))
+            "capture_queries", [](Headwise& self, bool on) { self.attention.queries().turn(on); },
+            py::arg("on"))
         .def(
             "queries",
             [](const Headwise& self, int layer) {
                 const LayerShape& shape = self.shape_of(layer);
                 const QueryCapture::Rows& capture = self.attention.queries().of(layer);
-                const int n_tokens = self.attention.n_tokens();
+                const int n_tokens = self.attention.step().n_tokens;
                 const auto size = static_cast<std::size_t>(n_tokens * shape.n_head * shape.k_dim);
                 if (capture.queries.size() != size)
                     throw std::invalid_argument("queries were not captured");
@@ -41,7 +42,7 @@ void register_headwise_observation(py::class_<Headwise>& store) {
             "rows",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                const StoredRows rows = self.store.rows(layer, head);
+                const StoredRows rows = rows_of(self.store.head(layer, head));
                 const auto n = static_cast<py::ssize_t>(rows.positions.size());
                 const LayerShape& shape = self.store.shape(layer);
                 return py::make_tuple(to_array(rows.positions), to_array(rows.importance),

@@ -5,6 +5,7 @@
 
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
+#include "store/head_states.hpp"
 
 namespace entropykv::bind {
 
@@ -17,16 +18,17 @@ void register_headwise_state(py::class_<Headwise>& store) {
             "state_bytes",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return self.store.state_bytes(layer, head);
+                return HeadSaver(self.store.parts()).bytes(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "save_head",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                py::bytes state(nullptr, self.store.state_bytes(layer, head));
-                self.store.save_head(layer, head,
-                                     reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
+                const HeadSaver saver(self.store.parts());
+                py::bytes state(nullptr, saver.bytes(layer, head));
+                saver.save(layer, head,
+                           reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
                 return state;
             },
             py::arg("layer"), py::arg("kv_head"))
@@ -35,7 +37,8 @@ void register_headwise_state(py::class_<Headwise>& store) {
             [data](const Headwise& self, int layer, int count, const py::bytearray& state,
                    int end) {
                 self.shape_of(layer);
-                return self.store.state_problem(layer, count, data(state), state.size(), end);
+                return HeadSaver(self.store.parts())
+                    .problem(layer, count, data(state), state.size(), end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
         .def(
@@ -44,18 +47,20 @@ void register_headwise_state(py::class_<Headwise>& store) {
                    const std::vector<py::bytearray>& states, const std::vector<int>& budgets) {
                 std::vector<const std::byte*> starts;
                 for (const py::bytearray& state : states) starts.push_back(data(state));
-                self.store.begin_load(counts, starts, budgets);
+                HeadLoader(self.store.parts()).begin(counts, starts, budgets);
             },
             py::arg("counts"), py::arg("states"), py::arg("budgets"))
         .def(
             "set_evicted",
-            [](Headwise& self, std::size_t evicted) { self.store.set_evicted(evicted); },
+            [](Headwise& self, std::size_t evicted) {
+                self.store.parts().common.evicted = evicted;
+            },
             py::arg("evicted"))
         .def(
             "load_head",
             [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
                 self.check_head(layer, head);
-                self.store.load_head(layer, head, count, data(state));
+                HeadLoader(self.store.parts()).load(layer, head, count, data(state));
             },
             py::arg("layer"), py::arg("kv_head"), py::arg("count"), py::arg("state"));
 }

@@ -6,6 +6,8 @@
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
 #include "page/page_codec.hpp"
+#include "store/head_rows.hpp"
+#include "store/losses.hpp"
 
 namespace entropykv::bind {
 
@@ -74,15 +76,19 @@ void register_figures(py::class_<Headwise>& store) {
         .def_property_readonly("windows_whole_from",
                                [](const Headwise& s) { return s.store.windows_whole_from(); })
         .def_property_readonly("eviction_seconds",
-                               [](const Headwise& s) { return s.store.eviction_seconds(); })
+                               [](const Headwise& s) { return s.eviction_seconds(); })
         .def_property_readonly("budget_bytes",
-                               [](const Headwise& s) { return s.store.budget_bytes(); })
-        .def_property_readonly("used_bytes", [](const Headwise& s) { return s.store.used_bytes(); })
-        .def_property_readonly("peak_bytes", [](const Headwise& s) { return s.store.peak_bytes(); })
-        .def_property_readonly("mapped_bytes",
-                               [](const Headwise& s) { return s.store.mapped_bytes(); })
-        .def_property_readonly("staging_bytes",
-                               [](const Headwise& s) { return s.store.staging_bytes(); })
+                               [](const Headwise& s) { return s.store.share().budget_bytes(); })
+        .def_property_readonly("used_bytes",
+                               [](const Headwise& s) { return s.store.share().used_bytes(); })
+        .def_property_readonly("peak_bytes",
+                               [](const Headwise& s) { return s.store.share().peak_bytes(); })
+        .def_property_readonly(
+            "mapped_bytes",
+            [](const Headwise& s) { return s.store.share().pool().pages().mapped_bytes(); })
+        .def_property_readonly(
+            "staging_bytes",
+            [](const Headwise& s) { return s.store.share().pool().staging().bytes(); })
         .def_property_readonly("scratch_bytes", &Headwise::scratch_bytes);
 }
 
@@ -124,9 +130,12 @@ void register_headwise_store(py::module_& m) {
              py::arg("n_echo") = 0)
         .def(
             "measure_losses",
-            [](Headwise& self, const std::vector<int>& knots) { self.store.measure_losses(knots); },
+            [](Headwise& self, const std::vector<int>& knots) {
+                Losses(self.store.parts()).measure(knots);
+            },
             py::arg("knots"))
-        .def("losses", [](const Headwise& self) { return to_array(self.store.losses()); })
+        .def("losses",
+             [](const Headwise& self) { return to_array(Losses(self.store.parts()).last()); })
         .def("track_entropy", &Headwise::track_entropy, py::arg("on"))
         .def(
             "entropies",
@@ -147,28 +156,28 @@ void register_headwise_store(py::module_& m) {
             "positions",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return to_array(self.store.positions(layer, head));
+                return to_array(positions_of(self.store.head(layer, head)));
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "importance",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return to_array(self.store.importance(layer, head));
+                return to_array(importance_of(self.store.head(layer, head)));
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "budget",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return self.store.budget(layer, head);
+                return self.store.head(layer, head).budget();
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "count",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return self.store.count(layer, head);
+                return self.store.head(layer, head).count();
             },
             py::arg("layer"), py::arg("kv_head"));
 }

@@ -52,12 +52,13 @@ void CacheMap::look(const HeadStore& store, std::int32_t first, int per_column, 
         for (int head = 0; head < store.shape(layer).n_head_kv; ++head, ++row) {
             if (row == was_frozen_.size()) was_frozen_.emplace_back();
             std::vector<bool>& was_frozen = was_frozen_[row];
-            store.over_held(layer, head, [&](std::int32_t position) {
-                held.add(position);
-                if (contains(was_frozen, position)) restored.add(position);
-            });
+            const Head& of_row = store.head(layer, head);
+            for (int i = 0; i < of_row.count(); ++i) {
+                held.add(of_row.position(i));
+                if (contains(was_frozen, of_row.position(i))) restored.add(of_row.position(i));
+            }
             std::fill(was_frozen.begin(), was_frozen.end(), false);
-            store.over_frozen(layer, head, [&](std::int32_t position) {
+            of_row.frozen.over_frozen([&](std::int32_t position) {
                 frozen.add(position);
                 const auto i = static_cast<std::size_t>(position);
                 if (i >= was_frozen.size()) was_frozen.resize(2 * (i + 1));

@@ -51,7 +51,9 @@ void StorePool::set_pages(std::size_t pages) {
     pages_.set_budget(pages);
     if (!shrinks) return;
     pages_.compact([&](auto relocate) {
-        for (HeadStore* store : stores_) store->move_pages(relocate);
+        for (HeadStore* store : stores_) {
+            store->parts().over_heads([&](Head& head) { head.pages.move(relocate); });
+        }
         for (Checkpoint* checkpoint : checkpoints_) checkpoint->move_pages(relocate);
     });
 }

@@ -148,16 +148,16 @@ struct Machine {
     void compare() {
         std::size_t used = 0;
         for (const std::unique_ptr<Pair>& pair : pairs) {
-            used += pair->together.used_bytes();
-            CHECK(pair->together.used_bytes() <= pair->together.budget_bytes());
+            used += pair->together.share().used_bytes();
+            CHECK(pair->together.share().used_bytes() <= pair->together.share().budget_bytes());
             CHECK(pair->together.evicted() == pair->alone.evicted());
-            CHECK(pair->together.frozen() == pair->alone.frozen());
+            CHECK(pair->together.frozen().now() == pair->alone.frozen().now());
             for (int layer = 0; layer < kLayers; ++layer) {
                 for (int head = 0; head < shape.n_head_kv; ++head) {
-                    CHECK(pair->together.positions(layer, head) ==
-                          pair->alone.positions(layer, head));
-                    CHECK(pair->together.importance(layer, head) ==
-                          pair->alone.importance(layer, head));
+                    CHECK(positions_of(pair->together.head(layer, head)) ==
+                          positions_of(pair->alone.head(layer, head)));
+                    CHECK(importance_of(pair->together.head(layer, head)) ==
+                          importance_of(pair->alone.head(layer, head)));
                 }
             }
         }

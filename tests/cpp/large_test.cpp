@@ -108,21 +108,21 @@ bool all_finite(const Rows& values) {
 // Budgets, sinks, the recent window, and no position twice, in attention or frozen.
 void check_model(const Model& model) {
     const Protection& protection = model.store.settings().protection;
-    CHECK(model.store.used_bytes() <= model.store.budget_bytes());
-    CHECK(model.store.cold_failure() == nullptr);
+    CHECK(model.store.share().used_bytes() <= model.store.share().budget_bytes());
+    CHECK(model.store.frozen().failure() == nullptr);
     for (int l = 0; l < model.store.n_layers(); ++l) {
         for (int h = 0; h < model.store.shape(l).n_head_kv; ++h) {
-            const std::vector<std::int32_t> hot = model.store.positions(l, h);
-            const std::vector<std::int32_t> cold = model.store.frozen_positions(l, h);
+            const std::vector<std::int32_t> hot = positions_of(model.store.head(l, h));
+            const std::vector<std::int32_t> cold = frozen_positions(model.store.head(l, h));
             std::set<std::int32_t> all(hot.begin(), hot.end());
             all.insert(cold.begin(), cold.end());
             CHECK(all.size() == hot.size() + cold.size());
-            CHECK(model.store.count(l, h) <= model.store.budget(l, h));
+            CHECK(model.store.head(l, h).count() <= model.store.head(l, h).budget());
             CHECK(hot.back() == model.end - 1 && hot.front() >= 0);
             const auto recent = hot.end() - protection.recent_window;
             CHECK(*recent == model.end - protection.recent_window);
             for (int i = 0; i < protection.n_sinks; ++i) CHECK(hot[index(i)] == i);
-            CHECK(all_finite(model.store.importance(l, h)));
+            CHECK(all_finite(importance_of(model.store.head(l, h))));
         }
     }
 }
@@ -161,11 +161,11 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
     read_topic(model, 1, budget, random);
     read_topic(model, 2, budget + 500, random);
     check_model(model);
-    CHECK(freezing.limit_bytes > 0 || model.store.frozen() > index(kMostRecalled) + 200);
+    CHECK(freezing.limit_bytes > 0 || model.store.frozen().now() > index(kMostRecalled) + 200);
     // Back to the first topic, one token at a time, and back and forth.
-    const std::size_t before = model.store.recalled_total();
+    const std::size_t before = model.store.frozen().recalled();
     read_topic(model, 1, 1, random);
-    const std::size_t recalled = model.store.recalled_total() - before;
+    const std::size_t recalled = model.store.frozen().recalled() - before;
     CHECK(recalled <= index(kMostRecalled));
     if (!freezing.schedule) CHECK(recalled > 1000);
     check_model(model);
@@ -173,7 +173,7 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
         for (int i = 0; i < 3; ++i) read_topic(model, 1 + step % 2, 1, random);
         read_topic(model, 1 + step % 2, step * 20 + 1, random);
         check_model(model);
-        if (freezing.limit_bytes > 0) CHECK(model.store.cold_bytes() <= freezing.limit_bytes);
+        if (freezing.limit_bytes > 0) CHECK(model.store.frozen().bytes() <= freezing.limit_bytes);
     }
     // A budget that shrinks to a tenth in one step freezes thousands, and grows again.
     model.set_budget(budget / 10);
@@ -183,9 +183,9 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
     read_topic(model, 2, 5, random);
     read_topic(model, 1, 600, random);
     check_model(model);
-    model.store.freeze_all(model.end - 1);
+    FrozenHeads(model.store.parts()).freeze_all(model.end - 1);
     CHECK(model.store.entries() == 0);
-    model.store.restore({-1, -1}, model.end - 1, false);
+    FrozenHeads(model.store.parts()).restore({-1, -1}, model.end - 1, false);
     if (freezing.limit_bytes == 0) {  // else some of it was dropped
         CHECK(model.store.entries() > index(budget));
         check_model(model);
@@ -222,11 +222,11 @@ void test_scratch_follows_budgets() {
             Model model(layers, settings, 1000, 3);
             std::mt19937 random(4);
             for (const int n : {512, 512, 300, 1}) model.read(n, random);
-            bytes.push_back(model.store.workspace_bytes() + model.attention.scratch_bytes());
+            bytes.push_back(model.store.parts().scratch_bytes() + model.attention.scratch_bytes());
             check_model(model);
             // It is given back where budgets shrink, and grows with them.
             model.set_budget(100);
-            CHECK(model.store.workspace_bytes() < bytes.back());
+            CHECK(model.store.parts().scratch_bytes() < bytes.back());
             model.set_budget(max_entries > 4096 ? 10000 : 4096);
             for (int i = 0; i < 3; ++i) model.read(512, random);
             check_model(model);
@@ -245,11 +245,11 @@ void test_scratch_of_wide_groups() {
     Model narrow({{1, 1, 16, 16}}, settings, kEntries, 2);
     std::mt19937 random(6);
     while (narrow.end + 512 < kEntries) narrow.read(512, random);
-    std::vector<std::byte> state(narrow.store.state_bytes(0, 0));
-    narrow.store.save_head(0, 0, state.data());
-    const int count = narrow.store.count(0, 0);
-    model.store.begin_load({count}, {state.data()}, {kEntries});
-    model.store.load_head(0, 0, count, state.data());
+    std::vector<std::byte> state(HeadSaver(narrow.store.parts()).bytes(0, 0));
+    HeadSaver(narrow.store.parts()).save(0, 0, state.data());
+    const int count = narrow.store.head(0, 0).count();
+    HeadLoader(model.store.parts()).begin({count}, {state.data()}, {kEntries});
+    HeadLoader(model.store.parts()).load(0, 0, count, state.data());
     model.end = narrow.end;
     model.read(256, random);
     check_model(model);
@@ -278,8 +278,8 @@ void test_groups_side_by_side() {
         for (const int n : {70, 1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1}) note(model.read(n, random));
         for (int l = 0; l < model.store.n_layers(); ++l) {
             for (int h = 0; h < model.store.shape(l).n_head_kv; ++h) {
-                note(model.store.positions(l, h));
-                note(model.store.importance(l, h));
+                note(positions_of(model.store.head(l, h)));
+                note(importance_of(model.store.head(l, h)));
             }
         }
         check_model(model);
@@ -313,9 +313,9 @@ std::vector<double> read_from(std::int32_t begin, const Far& test) {
     for (const int n : {100, 1, 1, 90, 3, 1, 1, 1, 1, 64, 1, 1, 20})
         for (const float value : model.read(n, random, test.biased))
             numbers.push_back(static_cast<double>(value));
-    for (const std::int32_t position : model.store.positions(0, 0))
+    for (const std::int32_t position : positions_of(model.store.head(0, 0)))
         numbers.push_back(position - begin);
-    for (const std::int32_t position : model.store.frozen_positions(0, 0))
+    for (const std::int32_t position : frozen_positions(model.store.head(0, 0)))
         numbers.push_back(position - begin);
     return numbers;
 }
@@ -365,13 +365,14 @@ void test_bad_queries_leave_no_trace() {
                 check_model(model);
                 for (const int n : {1, 1, 1, 1, 1, 30, 1}) CHECK(all_finite(model.read(n, random)));
                 check_model(model);
-                for (const double sum : model.attention.entropies().sums(0)) CHECK(std::isfinite(sum));
+                for (const double sum : model.attention.entropies().sums(0))
+                    CHECK(std::isfinite(sum));
                 for (const int head : {0, 1}) {
-                    std::vector<std::byte> state(model.store.state_bytes(0, head));
-                    model.store.save_head(0, head, state.data());
-                    CHECK(model.store
-                              .state_problem(0, model.store.count(0, head), state.data(),
-                                             state.size(), model.end)
+                    std::vector<std::byte> state(HeadSaver(model.store.parts()).bytes(0, head));
+                    HeadSaver(model.store.parts()).save(0, head, state.data());
+                    CHECK(HeadSaver(model.store.parts())
+                              .problem(0, model.store.head(0, head).count(), state.data(),
+                                       state.size(), model.end)
                               .empty());
                 }
             }

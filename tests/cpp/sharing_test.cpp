@@ -98,14 +98,16 @@ struct Machine {
     }
 
     void keep(Pair& pair) {
-        Kept made{pair.shared.checkpoint(), {}, {}, pair.alone.evicted(), pair.end};
+        Kept made{make_checkpoint(pair.shared.parts()), {}, {}, pair.alone.evicted(), pair.end};
         CHECK(made.checkpoint->own_pages() == 0);
         for (int head = 0; head < kHeads; ++head) {
-            made.counts.push_back(pair.alone.count(0, head));
-            made.states.emplace_back(pair.alone.state_bytes(0, head));
-            pair.alone.save_head(0, head, made.states.back().data());
-            std::vector<std::byte> state(pair.shared.state_bytes(*made.checkpoint, 0, head));
-            pair.shared.save_head(*made.checkpoint, 0, head, state.data());
+            made.counts.push_back(pair.alone.head(0, head).count());
+            made.states.emplace_back(HeadSaver(pair.alone.parts()).bytes(0, head));
+            HeadSaver(pair.alone.parts()).save(0, head, made.states.back().data());
+            const StoreParts& parts = pair.shared.parts();
+            const CheckpointHead& saved = head_of(parts, *made.checkpoint, 0, head);
+            std::vector<std::byte> state(HeadSaver(parts).bytes(0, saved));
+            HeadSaver(parts).save(0, saved, state.data());
             CHECK(state == made.states.back());
         }
         kept.push_back(std::move(made));
@@ -119,7 +121,7 @@ struct Machine {
             return;
         }
         pinned = &from;
-        const bool done = pair.shared.go_on_from(*from.checkpoint, ends);
+        const bool done = go_on_from(pair.shared, *from.checkpoint, ends);
         pinned = nullptr;
         pair.alone.truncate(0);
         pair.end = done ? from.end : 0;
@@ -131,12 +133,13 @@ struct Machine {
         ++n_forks;
         std::vector<const std::byte*> starts;
         for (const std::vector<std::byte>& state : from.states) starts.push_back(state.data());
-        pair.alone.begin_load(from.counts, starts,
-                              {pair.alone.budget(0, 0), pair.alone.budget(0, 1)});
-        pair.alone.set_evicted(from.evicted);
+        HeadLoader(pair.alone.parts())
+            .begin(from.counts, starts,
+                   {pair.alone.head(0, 0).budget(), pair.alone.head(0, 1).budget()});
+        pair.alone.parts().common.evicted = from.evicted;
         for (int head = 0; head < kHeads; ++head) {
             std::vector<std::byte> state = from.states[index(head)];
-            pair.alone.load_head(0, head, from.counts[index(head)], state.data());
+            HeadLoader(pair.alone.parts()).load(0, head, from.counts[index(head)], state.data());
         }
         if (ends) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
     }
@@ -172,11 +175,12 @@ struct Machine {
         for (const auto& pair : pairs) {
             for (int head = 0; head < kHeads; ++head) {
                 const int per_page = pair->shared.layout(0).entries;
-                const int n = (pair->shared.count(0, head) + per_page - 1) / per_page;
-                for (int page = 0; page < n; ++page) ++owners[pair->shared.pages(0, head)[page]];
+                const int n = (pair->shared.head(0, head).count() + per_page - 1) / per_page;
+                for (int page = 0; page < n; ++page)
+                    ++owners[pair->shared.head(0, head).pages[page]];
             }
-            own += pair->shared.used_bytes();
-            CHECK(pair->shared.used_bytes() <= pair->shared.budget_bytes());
+            own += pair->shared.share().used_bytes();
+            CHECK(pair->shared.share().used_bytes() <= pair->shared.share().budget_bytes());
         }
         std::size_t of_checkpoints = 0;
         for (const Kept& each : kept) of_checkpoints += each.checkpoint->pages();
@@ -192,8 +196,10 @@ struct Machine {
         for (const auto& pair : pairs) {
             CHECK(pair->shared.evicted() == pair->alone.evicted());
             for (int head = 0; head < kHeads; ++head) {
-                CHECK(pair->shared.positions(0, head) == pair->alone.positions(0, head));
-                CHECK(pair->shared.importance(0, head) == pair->alone.importance(0, head));
+                CHECK(positions_of(pair->shared.head(0, head)) ==
+                      positions_of(pair->alone.head(0, head)));
+                CHECK(importance_of(pair->shared.head(0, head)) ==
+                      importance_of(pair->alone.head(0, head)));
             }
         }
     }
@@ -248,17 +254,17 @@ void test_fork_costs_what_it_reads() {
     for (int end = 0; end < 600; end += 300)
         read_batch(first.attention, shape, 300, end, random, 1);
     const std::size_t alone = pool->pages().used_pages();
-    CHECK(second.shared.go_on_from(*first.shared.checkpoint(), false));
+    CHECK(go_on_from(second.shared, *make_checkpoint(first.shared.parts()), false));
     CHECK(pool->pages().used_pages() == alone);
-    CHECK(second.shared.used_bytes() == first.shared.used_bytes());
+    CHECK(second.shared.share().used_bytes() == first.shared.share().used_bytes());
     read_batch(second.attention, shape, 1, 600, random, 1);
     CHECK(pool->pages().used_pages() == alone + kHeads);
     first.shared.truncate(0);  // what the other one has stays
     CHECK(second.shared.entries() == 601 * kHeads);
-    CHECK(pool->pages().used_bytes() == second.shared.used_bytes());
+    CHECK(pool->pages().used_bytes() == second.shared.share().used_bytes());
     second.shared.set_budgets({40, 40}, 200, kProtection);
     CHECK(second.shared.entries() == 40 * kHeads);
-    CHECK(pool->pages().used_bytes() == second.shared.used_bytes());
+    CHECK(pool->pages().used_bytes() == second.shared.share().used_bytes());
 }
 
 // Where a checkpoint fills the pool, a store with a smaller share can only take it over.
@@ -275,15 +281,15 @@ void test_no_room_for_copies() {
     for (int end = 0; end + 100 < full; end += 100)
         read_batch(pair.attention, shape, 100, end, random, 1);
     read_batch(pair.attention, shape, 150, full / 100 * 100, random, 1);
-    const auto checkpoint = pair.shared.checkpoint();
+    const auto checkpoint = make_checkpoint(pair.shared.parts());
     const std::size_t used = pool->pages().used_pages();
     CHECK(used > 30);
     pair.shared.truncate(0);
     pair.shared.set_budgets({full / 2, full / 2}, 20, kProtection);
-    CHECK(!pair.shared.go_on_from(*checkpoint, false));
+    CHECK(!go_on_from(pair.shared, *checkpoint, false));
     CHECK(pair.shared.entries() == 0);
     CHECK(pool->pages().used_pages() == used && checkpoint->own_pages() == used);
-    CHECK(pair.shared.go_on_from(*checkpoint, true));
+    CHECK(go_on_from(pair.shared, *checkpoint, true));
     CHECK(checkpoint->is_dropped());
     CHECK(pair.shared.entries() == index(full));
     CHECK(pool->pages().used_pages() == 20);
@@ -299,13 +305,13 @@ void test_what_is_impossible_is_refused() {
         return made;
     };
     Pair one(shape, settings, pool()), other(shape, settings, pool());
-    const auto checkpoint = one.shared.checkpoint();
-    CHECK(refused([&] { other.shared.go_on_from(*checkpoint, false); }));
+    const auto checkpoint = make_checkpoint(one.shared.parts());
+    CHECK(refused([&] { go_on_from(other.shared, *checkpoint, false); }));
     checkpoint->drop();
-    CHECK(refused([&] { one.shared.go_on_from(*checkpoint, false); }));
+    CHECK(refused([&] { go_on_from(one.shared, *checkpoint, false); }));
     settings.freezing = freezings()[1];
     HeadStore freezing({shape}, settings);
-    CHECK(refused([&] { freezing.checkpoint(); }));
+    CHECK(refused([&] { make_checkpoint(freezing.parts()); }));
 }
 
 }  // namespace

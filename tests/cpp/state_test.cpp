@@ -48,18 +48,20 @@ struct Sequence {
     std::vector<State> save() const {
         std::vector<State> states;
         for (const int head : {0, 1}) {
-            states.emplace_back(store.state_bytes(0, head), std::byte{0xAB});
-            store.save_head(0, head, states.back().data());
+            states.emplace_back(HeadSaver(store.parts()).bytes(0, head), std::byte{0xAB});
+            HeadSaver(store.parts()).save(0, head, states.back().data());
         }
         return states;
     }
 
     void load(const Sequence& saved, std::vector<State> states) {
-        store.begin_load({saved.store.count(0, 0), saved.store.count(0, 1)},
-                         {states[0].data(), states[1].data()},
-                         {store.budget(0, 0), store.budget(0, 1)});
+        HeadLoader(store.parts())
+            .begin({saved.store.head(0, 0).count(), saved.store.head(0, 1).count()},
+                   {states[0].data(), states[1].data()},
+                   {store.head(0, 0).budget(), store.head(0, 1).budget()});
         for (const int head : {0, 1})
-            store.load_head(0, head, saved.store.count(0, head), states[index(head)].data());
+            HeadLoader(store.parts())
+                .load(0, head, saved.store.head(0, head).count(), states[index(head)].data());
         end = saved.end;
     }
 
@@ -71,11 +73,11 @@ struct Sequence {
 void check_same(const Sequence& a, const Sequence& b) {
     CHECK(a.save() == b.save());
     for (const int head : {0, 1}) {
-        CHECK(a.store.positions(0, head) == b.store.positions(0, head));
-        CHECK(a.store.importance(0, head) == b.store.importance(0, head));
-        CHECK(a.store.frozen_positions(0, head) == b.store.frozen_positions(0, head));
+        CHECK(positions_of(a.store.head(0, head)) == positions_of(b.store.head(0, head)));
+        CHECK(importance_of(a.store.head(0, head)) == importance_of(b.store.head(0, head)));
+        CHECK(frozen_positions(a.store.head(0, head)) == frozen_positions(b.store.head(0, head)));
     }
-    CHECK(b.store.used_bytes() <= b.store.budget_bytes());
+    CHECK(b.store.share().used_bytes() <= b.store.share().budget_bytes());
 }
 
 // Reads the same micro-batches in both.
@@ -106,7 +108,7 @@ void test_goes_on_as_saved(KvType type, ScoreKind score,
                            const std::optional<FreezeSettings>& freezing, unsigned seed) {
     Sequence saved(type, score, {60, 130}, freezing), loaded(type, score, {60, 130}, freezing);
     live(saved, seed);
-    CHECK(freezing ? saved.store.frozen() > 0 : saved.store.evicted() > 0);
+    CHECK(freezing ? saved.store.frozen().now() > 0 : saved.store.evicted() > 0);
     live(loaded, seed + 100);  // what it held before must not matter
     loaded.load(saved, saved.save());
     check_same_future(saved, loaded, seed);
@@ -120,7 +122,7 @@ void test_larger_and_smaller_budgets(KvType type, ScoreKind score, unsigned seed
     check_same(saved, larger);
     smaller.load(saved, saved.save());
     saved.set_budgets({40, 90});
-    CHECK(smaller.store.count(0, 0) == 40);
+    CHECK(smaller.store.head(0, 0).count() == 40);
     check_same_future(saved, smaller, seed);
 }
 
@@ -129,7 +131,7 @@ void test_an_empty_state() {
     Sequence loaded(KvType::f16, ScoreKind::mass, {40, 40});
     live(loaded, 5);
     loaded.load(empty, empty.save());
-    CHECK(loaded.store.entries() == 0 && loaded.store.used_bytes() == 0);
+    CHECK(loaded.store.entries() == 0 && loaded.store.share().used_bytes() == 0);
     check_same_future(empty, loaded, 6);
 }
 
@@ -151,10 +153,10 @@ void test_problems_are_named() {
     live(sequence, 8);
     const HeadStore& store = sequence.store;
     const PageLayout& layout = store.layout(0);
-    const int count = store.count(0, 0);
+    const int count = store.head(0, 0).count();
     State state = sequence.save()[0];
     const auto problem = [&](int n, std::size_t size, std::int32_t end) {
-        return store.state_problem(0, n, state.data(), size, end);
+        return HeadSaver(store.parts()).problem(0, n, state.data(), size, end);
     };
     CHECK(problem(count, state.size(), sequence.end).empty());
     CHECK(problem(count, state.size(), 0) == "a position that was never read");
@@ -196,9 +198,9 @@ void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, uns
         bool fine = true;
         for (const int head : {0, 1}) {
             const State& state = states[index(head)];
-            fine = fine && saved.store
-                               .state_problem(0, saved.store.count(0, head), state.data(),
-                                              state.size(), saved.end)
+            fine = fine && HeadSaver(saved.store.parts())
+                               .problem(0, saved.store.head(0, head).count(), state.data(),
+                                        state.size(), saved.end)
                                .empty();
         }
         if (!fine) continue;
@@ -208,7 +210,7 @@ void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, uns
         for (const int n : {1, 40, 1}) loaded.read(n, random);
         loaded.store.truncate(loaded.end -= 45);
         for (const int n : {1, 40, 1}) loaded.read(n, random);
-        CHECK(loaded.store.count(0, 0) <= 50 && loaded.store.count(0, 1) <= 100);
+        CHECK(loaded.store.head(0, 0).count() <= 50 && loaded.store.head(0, 1).count() <= 100);
     }
     CHECK(taken > 0 && taken < 40);
 }

@@ -154,15 +154,16 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
         position += n;
     }
     for (int h = 0; h < test.shape.n_head_kv; ++h) {
-        note(store.positions(0, h));
-        note(store.importance(0, h));
+        note(positions_of(store.head(0, h)));
+        note(importance_of(store.head(0, h)));
     }
     note(attention.entropies().sums(0));
     CHECK(attention.entropies().rows(0) == position * test.shape.readers);
     const int needed = test.shape.window > 0 ? test.shape.window : kMaxEntries;
-    CHECK((store.evicted() + store.frozen() > 0) == (test.budget < needed));
-    CHECK((store.recalled_total() > 0) == test.freezing.has_value());
-    note(std::vector<std::size_t>{store.evicted(), store.frozen(), store.recalled_total()});
+    CHECK((store.evicted() + store.frozen().now() > 0) == (test.budget < needed));
+    CHECK((store.frozen().recalled() > 0) == test.freezing.has_value());
+    note(
+        std::vector<std::size_t>{store.evicted(), store.frozen().now(), store.frozen().recalled()});
     return results;
 }
 
@@ -219,11 +220,12 @@ void test_threads() {
 
 void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::size_t most_bytes) {
     const bool windowed = store.shape(0).window > 0;
-    CHECK(store.used_bytes() <= store.budget_bytes() && store.peak_bytes() <= most_bytes);
+    CHECK(store.share().used_bytes() <= store.share().budget_bytes() &&
+          store.share().peak_bytes() <= most_bytes);
     for (int h = 0; h < n_heads; ++h) {
-        const std::vector<std::int32_t> positions = store.positions(0, h);
+        const std::vector<std::int32_t> positions = positions_of(store.head(0, h));
         const int n_sinks = std::min(end, kProtection.n_sinks);
-        CHECK(store.count(0, h) <= store.budget(0, h));
+        CHECK(store.head(0, h).count() <= store.head(0, h).budget());
         CHECK(std::set<int>(positions.begin(), positions.end()).size() == positions.size());
         // Going back before all that is left of a window leaves nothing.
         CHECK(positions.empty() ? end == 0 || windowed : positions.back() < end);
@@ -258,7 +260,7 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
         const int per_page = store.layout(0).entries;
         const int pages = pages_for(budgets[0], per_page) + pages_for(budgets[1], per_page);
         store.set_budgets(budgets, index(pages + below(3)), kProtection);
-        most_bytes = std::max(most_bytes, store.budget_bytes());
+        most_bytes = std::max(most_bytes, store.share().budget_bytes());
     };
     set_budgets();
     for (int step = 0; step < 60; ++step) {
@@ -278,15 +280,15 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
             end += n;
             const int n_recent = std::min(n, kProtection.recent_window);
             for (const int head : {0, 1})
-                CHECK(store.positions(0, head).rbegin()[n_recent - 1] == end - n_recent);
+                CHECK(positions_of(store.head(0, head)).rbegin()[n_recent - 1] == end - n_recent);
         }
         check_store(store, 2, end, most_bytes);
         if (settings.freezing && settings.freezing->limit_bytes > 0)
-            CHECK(store.cold_bytes() <= settings.freezing->limit_bytes);
-        CHECK(store.cold_failure() == nullptr);
+            CHECK(store.frozen().bytes() <= settings.freezing->limit_bytes);
+        CHECK(store.frozen().failure() == nullptr);
     }
     store.truncate(0);
-    CHECK(store.entries() == 0 && store.used_bytes() == 0);
+    CHECK(store.entries() == 0 && store.share().used_bytes() == 0);
 }
 
 }  // namespace

@@ -11,6 +11,10 @@
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "store/forks.hpp"
+#include "store/frozen_heads.hpp"
+#include "store/head_rows.hpp"
+#include "store/head_states.hpp"
 #include "store/head_store.hpp"
 
 using namespace entropykv;  // NOLINT: a test of all of it

@@ -1,0 +1,79 @@
+// The records of what a KV head has frozen, and the pages in which they lie: one of these is open,
+// the others are full and in storage, or free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cold/cold_records.hpp"
+#include "page/page_layout.hpp"
+
+namespace entropykv {
+
+class ColdBook {
+public:
+    static constexpr int kNone = -1;
+
+    explicit ColdBook(const PageLayout& layout) : layout_(&layout) {}
+
+    int per_page() const { return layout_->entries; }
+    int n_pages() const { return static_cast<int>(pages_.size()); }
+    int open_page() const { return open_; }
+    std::size_t stored_pages() const { return n_stored_; }
+    int n_frozen() const { return n_frozen_; }
+    int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
+    int n_records() const { return static_cast<int>(records_.size()); }
+
+    ColdRecord record(int i) const { return records_.get(index(i)); }
+    bool frozen(int i) const { return records_.frozen_at[index(i)] != kActive; }
+    std::int32_t position(int i) const { return records_.positions[index(i)]; }
+    // Whether it is frozen since before `now`, and its timer has ended.
+    bool due(int i, std::int32_t now) const {
+        return records_.dues[index(i)] <= now && records_.frozen_at[index(i)] < now;
+    }
+    int count_due(std::int32_t now) const;  // of all that is frozen
+
+    // An entry with a record is frozen again; or restored, which leaves the record.
+    void freeze(int record, float importance, std::int32_t now, std::int32_t due,
+                Detections detections) noexcept;
+    void restore(int record) noexcept;
+    void clear_detections();
+
+protected:
+    friend class ColdLoader;
+    friend class ColdSaver;
+    struct Page {
+        std::uint32_t place = 0;  // in storage, once full
+        int n_records = 0;        // those that are alive
+        int n_frozen = 0;
+        bool stored = false;
+    };
+
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    // Room for so many more pages.
+    void reserve(std::size_t n_pages);
+    bool is_open_full() const { return open_ == kNone || n_open_ == per_page(); }
+    void open_next() noexcept;
+    // A record of an entry in the open page; returns its number.
+    int add_record(const ColdRecord& record) noexcept;
+    // The stored page whose frozen entries are worth least.
+    int least_page(float decay, std::int32_t now) const noexcept;
+    // Forgets the records of a page, or those at positions >= from; timers end as if time had gone
+    // back to it.
+    void forget_records(int page) noexcept;
+    void truncate_records(int page, std::int32_t from);
+    // A stored page is free.
+    void free_page(int page);
+
+    const PageLayout* layout_;
+    ColdRecords records_{};
+    std::vector<Page> pages_{};
+    std::vector<int> free_pages_{};  // page numbers to use again
+    int open_ = kNone;
+    int n_open_ = 0;  // entries of the open page
+    int n_frozen_ = 0;
+    std::size_t n_stored_ = 0;
+};
+
+}  // namespace entropykv

@@ -1,0 +1,73 @@
+// Moves entries between a KV head and its cold storage: what is frozen gets a record, and what is
+// restored keeps it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "store/store_common.hpp"
+
+namespace entropykv {
+
+class Freezer {
+public:
+    explicit Freezer(StoreCommon& common) : common_(common) {}
+
+    // Entry i, stored or staged, at `slot` goes to cold storage. Returns the page of records that
+    // was dropped for it, or kNone.
+    int freeze(Head& head, int i, const Slot& slot, std::int32_t now, std::int32_t due,
+               Detections detections) const noexcept;
+    // All of stored and staged entries that a mask does not mark, until somebody asks for them.
+    void freeze_unmarked(Head& head, const StagedEntries& staged, std::int32_t now,
+                         const std::uint8_t* mask) const noexcept;
+
+    // Entry i, whose K and V are there, is that of a record.
+    void note_restored(Head& head, int i, const ColdRecord& record, int home,
+                       std::int32_t now) const noexcept;
+    // Calls place() for every frozen record that `wants` names, until it returns kNone: where the
+    // entry goes. Returns how many were restored. buffer: a page of storage.
+    template <typename Wants, typename Place>
+    int restore(Head& head, std::int32_t now, std::byte* buffer, Wants wants,
+                Place place) const noexcept;
+    // At the end of the head, while its budget and its pages have room.
+    template <typename Wants>
+    int append(Head& head, std::int32_t now, std::byte* buffer, Wants wants) const noexcept;
+
+private:
+    StoreCommon& common_;
+};
+
+template <typename Wants, typename Place>
+int Freezer::restore(Head& head, std::int32_t now, std::byte* buffer, Wants wants,
+                     Place place) const noexcept {
+    ColdHead& cold = *head.frozen.cold;
+    const int per_page = head.layout().entries;
+    int n = 0;
+    for (int page = 0; page < cold.n_pages(); ++page) {
+        if (cold.n_frozen(page) == 0) continue;
+        const std::byte* rows = nullptr;
+        for (int slot = 0; slot < per_page; ++slot) {
+            const int i = page * per_page + slot;
+            if (!wants(cold, i)) continue;
+            if (rows == nullptr) rows = cold.read(page, buffer);
+            if (rows == nullptr) break;
+            const int target = place();
+            if (target == ColdHead::kNone) return n;
+            const Slot to = head.place(target);
+            cold.take(rows, i, *common_.kernels, to.page, to.index);
+            note_restored(head, target, cold.record(i), i, now);
+            cold.restore(i);
+            ++n;
+        }
+    }
+    return n;
+}
+
+template <typename Wants>
+int Freezer::append(Head& head, std::int32_t now, std::byte* buffer, Wants wants) const noexcept {
+    const int room = head.room();
+    return restore(head, now, buffer, wants,
+                   [&] { return head.count() < room ? head.add_place() : ColdHead::kNone; });
+}
+
+}  // namespace entropykv

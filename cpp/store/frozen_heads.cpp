@@ -1,0 +1,169 @@
+#include "store/frozen_heads.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace entropykv {
+namespace {
+
+void check_schedule(const FreezeSchedule& schedule) {
+    if (schedule.window < 0 || schedule.window > kMostPositions || schedule.history < 0 ||
+        !(schedule.rate > 0.0f) || !(schedule.threshold >= 0.0f))
+        throw std::invalid_argument("a schedule of freezing with impossible numbers");
+}
+
+// Pages of storage that each of n heads may have besides the open one, which is as wide as the
+// store's; 0: as many as it needs.
+std::size_t most_pages(std::size_t limit_bytes, std::size_t n_heads, std::size_t page_bytes,
+                       std::size_t open_bytes) {
+    if (limit_bytes == 0) return 0;
+    const std::size_t of_head = limit_bytes / n_heads;
+    const std::size_t least = open_bytes + page_bytes;
+    if (of_head < least)
+        throw std::invalid_argument("cold storage must hold 2 pages of every KV head, " +
+                                    std::to_string(n_heads * least) + " bytes");
+    return (of_head - open_bytes) / page_bytes;
+}
+
+}  // namespace
+
+void FrozenHeads::start() {
+    const StoreSettings& settings = parts_.common.settings;
+    const FreezeSettings& freezing = *settings.freezing;
+    if (settings.own_windows)
+        throw std::invalid_argument("heads that keep the same positions cannot be frozen");
+    if (freezing.schedule) check_schedule(*freezing.schedule);
+    std::size_t page_bytes = 0;  // of cold storage
+    std::size_t n_heads = 0;
+    for (StoreLayer& layer : parts_.layers) {
+        if (layer.shape.window > 0) continue;  // what leaves a window is never seen again
+        layer.cold = std::make_unique<ColdLayout>(freezing.type, layer.layout);
+        page_bytes = std::max(page_bytes, layer.cold->codec.bytes());
+        n_heads += layer.heads.size();
+    }
+    if (n_heads == 0) throw std::invalid_argument("every layer has a window: nothing to freeze");
+    if (freezing.descriptor >= 0) {
+        parts_.storage =
+            std::make_unique<FileStorage>(page_bytes, freezing.descriptor, freezing.nonce);
+    } else {
+        parts_.storage = std::make_unique<MemoryStorage>(page_bytes);
+    }
+    parts_.common.schedule = freezing.schedule;
+    const std::size_t most =
+        most_pages(freezing.limit_bytes, n_heads, page_bytes, parts_.share.page_bytes());
+    for (StoreLayer& layer : parts_.layers) {
+        for (Head& head : layer.heads) {
+            if (!layer.cold) continue;
+            head.frozen.cold.emplace(*layer.cold, *parts_.storage, most);
+            head.frozen.counts_detections = freezing.schedule.has_value();
+        }
+    }
+}
+
+int FrozenHeads::prepare(Head& head, int n_tokens) {
+    if (!head.frozen) return 0;
+    ColdHead& cold = *head.frozen.cold;
+    const bool scheduled = parts_.common.schedule.has_value();
+    const int held = head.count() + n_tokens;
+    const int recalled = Recall::most(head);
+    const int due = scheduled ? cold.count_due(parts_.common.newest) : 0;
+    // Without a schedule, what is evicted gets a record, and what is exchanged for recalled
+    // entries. Under one, everything may; and what came back twice, where a limit dropped its
+    // record.
+    const int evicted = std::max(0, held - head.budget() + kDecodeRoom);
+    const int n_new = !scheduled          ? evicted + recalled
+                      : cold.is_limited() ? held + recalled + due
+                                          : held;
+    cold.prepare(n_new);
+    const std::size_t n_records =
+        PageLayout::index(cold.n_pages()) * PageLayout::index(head.layout().entries);
+    for (Workspace& workspace : parts_.workspaces) workspace.recall.size_for_records(n_records);
+    return due;
+}
+
+void FrozenHeads::freeze_all(std::int32_t now) {
+    std::uint8_t* mask = parts_.workspaces.front().ranking.mask();
+    const Freezer freezer(parts_.common);
+    parts_.over_heads([](Head& head) {
+        if (head.frozen) head.frozen.cold->prepare(head.count());
+    });
+    parts_.over_heads([&](Head& head) {
+        if (!head.frozen) return;
+        std::fill_n(mask, head.count(), std::uint8_t{0});
+        freezer.freeze_unmarked(head, {}, now, mask);
+        head.keep(mask, {}, *parts_.common.kernels);
+        head.pages.drop(0);
+    });
+}
+
+std::size_t FrozenHeads::restore(const Asked& asked, std::int32_t now, bool forget) {
+    std::size_t n = 0;
+    parts_.over_heads([&](Head& head) {
+        if (!head.frozen) return;
+        if (forget) {
+            head.frozen.cold->clear_detections();
+            std::fill(head.frozen.detections.begin(), head.frozen.detections.end(), Detections{});
+        }
+        n += restore(head, asked, now);
+    });
+    return n;
+}
+
+std::size_t FrozenHeads::restore(Head& head, const Asked& asked, std::int32_t now) {
+    head.pages.grow(std::min(head.budget(), head.count() + head.frozen.n_now()));
+    head.size_frozen();
+    const auto wants = [&](const ColdHead& cold, int i) {
+        const ColdRecord record = cold.record(i);
+        return record.frozen() && record.frozen_at > asked.frozen_after &&
+               record.due > asked.due_after;
+    };
+    // Sinks and the recent window first: no head may be without them.
+    const Protection protection = parts_.common.protection_of(head, now);
+    const auto wants_first = [&](const ColdHead& cold, int i) {
+        return wants(cold, i) && protection.covers(cold.position(i), now);
+    };
+    const Freezer freezer(parts_.common);
+    std::byte* buffer = parts_.workspaces.front().page_read.data();
+    int n = freezer.append(head, now, buffer, wants_first);
+    n += freezer.append(head, now, buffer, wants);
+    head.drop_empty_pages();
+    return PageLayout::index(n);
+}
+
+void FrozenHeads::stop() {
+    std::size_t lost = 0;
+    parts_.over_heads([&](Head& head) {
+        lost += PageLayout::index(head.frozen.n_now());
+        head.frozen.cold.reset();
+    });
+    parts_.common.evicted.fetch_add(lost, std::memory_order_relaxed);
+    parts_.common.schedule.reset();
+}
+
+std::size_t FrozenFigures::now() const {
+    return parts_.total([](const Head& head) { return PageLayout::index(head.frozen.n_now()); });
+}
+
+std::size_t FrozenFigures::bytes() const {
+    return parts_.total([&](const Head& head) {
+        if (!head.frozen) return std::size_t{0};
+        const ColdHead& cold = *head.frozen.cold;
+        return cold.stored_pages() * parts_.storage->page_bytes() +
+               (cold.open_page() != ColdHead::kNone ? head.layout().bytes : 0);
+    });
+}
+
+std::size_t FrozenFigures::sketch_bytes() const {
+    return parts_.total(
+        [](const Head& head) { return head.frozen ? head.frozen.cold->sketch_bytes() : 0; });
+}
+
+std::vector<std::int32_t> frozen_positions(const Head& head) {
+    std::vector<std::int32_t> result;
+    head.frozen.over_frozen([&](std::int32_t position) { result.push_back(position); });
+    std::sort(result.begin(), result.end());
+    return result;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,89 @@
+#include "store/head.hpp"
+
+#include <cstring>
+
+#include "store/entry_copies.hpp"
+
+namespace entropykv {
+
+void Head::append(const StagedEntries& staged, const KernelTable& kernels) noexcept {
+    const int per_page = layout_->entries;
+    int i = 0;
+    if (count_ % per_page == 0)
+        for (; i + per_page <= staged.count; i += per_page)
+            std::memcpy(pages[layout_->page_of(count_ + i)], staged.pages[i / per_page],
+                        layout_->bytes);
+    EntryCopies copies(*layout_, kernels);
+    for (; i < staged.count; ++i) {
+        const Slot from = place(count_ + i, staged);
+        const Slot to = place(count_ + i);
+        copies.add(from.page, from.index, to.page, to.index);
+        copy_marks(*layout_, from.page, from.index, to.page, to.index);
+    }
+    for (i = 0; i < staged.count; ++i) frozen.begin(count_ + i);
+    count_ += staged.count;
+}
+
+void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
+                const KernelTable& kernels) noexcept {
+    EntryCopies copies(*layout_, kernels);
+    const auto copy = [&](const Slot& from, const Slot& to) {
+        copies.add(from.page, from.index, to.page, to.index);
+        copy_marks(*layout_, from.page, from.index, to.page, to.index);
+    };
+    // Between micro-batches, pages that others own, too, are copied where they are written to.
+    const auto writable_place = [&](int i) {
+        pages.own(layout_->page_of(i));
+        return place(i);
+    };
+    // Holes among the stored entries take the staged survivors first.
+    int hole = 0;
+    const auto next_hole = [&] {
+        while (hole < count_ && mask[hole] != 0) ++hole;
+        return hole;
+    };
+    int end = count_;
+    for (int i = 0; i < staged.count; ++i) {
+        if (mask[count_ + i] == 0) continue;
+        const int target = next_hole() < count_ ? hole++ : end++;
+        copy(place(count_ + i, staged), writable_place(target));
+        frozen.begin(target);
+    }
+    // Holes that are left take the last survivors. Where staged entries were appended, none is.
+    if (end == count_) {
+        while (true) {
+            while (end > hole && mask[end - 1] == 0) --end;
+            if (next_hole() >= end) break;
+            --end;
+            const Slot to = writable_place(hole);
+            const float of_entry = importance(end);
+            copy(place(end), to);
+            layout_->importance(to.page)[to.index] = of_entry;
+            frozen.move(end, hole++);
+        }
+    }
+    count_ = end;
+}
+
+void Head::mark_before(std::int32_t end, std::uint8_t* mask) const noexcept {
+    for (int i = 0; i < count_; ++i) mask[i] = position(i) < end ? 1 : 0;
+}
+
+std::size_t Head::first_written(int n_tokens) const {
+    if (count_ + n_tokens > budget_) return 0;
+    return static_cast<std::size_t>(layout_->page_of(count_));
+}
+
+std::size_t Head::foreign_holes(const std::uint8_t* mask) const noexcept {
+    const auto n_kept = static_cast<int>(std::count(mask, mask + count_, std::uint8_t{1}));
+    std::size_t n = 0;
+    for (int first = 0; first < n_kept; first += layout_->entries) {
+        const int last = std::min(n_kept, first + layout_->entries);
+        if (std::find(mask + first, mask + last, std::uint8_t{0}) == mask + last) continue;
+        const auto page = static_cast<std::size_t>(layout_->page_of(first));
+        n += pages.foreign(page, page + 1);
+    }
+    return n;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,199 @@
+#include "store/ranking.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "decide/budget.hpp"
+#include "decide/redundancy.hpp"
+#include "platform/scratch.hpp"
+
+namespace entropykv {
+namespace {
+
+// Where norms and queries are beyond what floats hold, a score is no number, which nothing can be
+// ranked by.
+void make_finite(float* scores, int n) {
+    for (int i = 0; i < n; ++i)
+        scores[i] =
+            scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
+}
+
+}  // namespace
+
+void Ranking::size(std::size_t n, std::size_t page_entries, std::size_t key_values) {
+    fit(positions_, n);
+    fit(scores_, n);
+    fit(scratch_, n);
+    fit(mask_, n);
+    fit(of_page_, page_entries);
+    fit(mean_, key_values);
+    fit(half_variance_, key_values);
+    if (!common_.importance().distinct) return;
+    fit(order_, n);
+    fit(keys_, key_values * kContest);
+}
+
+std::size_t Ranking::bytes() const {
+    return bytes_of(positions_) + bytes_of(scores_) + bytes_of(scratch_) + bytes_of(of_page_) +
+           bytes_of(mean_) + bytes_of(half_variance_) + bytes_of(order_) + bytes_of(keys_) +
+           bytes_of(mask_);
+}
+
+void Ranking::add_observed(Head& head, const StagedEntries& staged,
+                           const float* observed) const noexcept {
+    // A single query stands for those since the last one that counted; its neighbourhood is left
+    // out here, that of a prompt's queries was already.
+    const bool single = common_.single_query;
+    const int interval = common_.scoring_interval();
+    const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
+    const bool largest = common_.measure().by_largest();
+    const float weight = single ? static_cast<float>(interval) : 1.0f;
+    const std::int32_t limit = single ? common_.newest - common_.neighbourhood() : common_.newest;
+    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = head.layout().positions(page);
+        float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i) {
+            const float kept = importance[i] * factor;
+            const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
+            const float next = largest ? std::max(kept, given) : kept + weight * given;
+            // Of queries that are no numbers, or too large for them, nothing is to be learnt.
+            importance[i] = next <= std::numeric_limits<float>::max() ? next : kept;
+        }
+    });
+}
+
+// Positions and importance of all entries.
+void Ranking::gather(const Head& head, const StagedEntries& staged) noexcept {
+    newest_ = 0;
+    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = head.layout().positions(page);
+        const float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i) {
+            newest_ = std::max(newest_, positions[i]);
+            positions_[index(first + i)] = positions[i];
+            scores_[index(first + i)] = importance[i];
+        }
+    });
+}
+
+// The score of an entry by itself: of its position, or of what it was given (its importance).
+float Ranking::score_of(std::int32_t position, float importance) const noexcept {
+    const ImportanceSettings& settings = common_.importance();
+    if (const auto by_position = settings.measure().by_position)
+        return by_position(position, newest_, settings.variation);
+    return settings.by_exposure ? importance / exposure(newest_ - position, settings) : importance;
+}
+
+// Scores times the norms of V, squared where the scores are.
+void Ranking::weigh_by_values(const Head& head, const StagedEntries& staged) noexcept {
+    const bool squared = common_.measure().squared;
+    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+        float* norms = of_page_.data();
+        common_.kernels->value_norms(head.layout(), page, norms);
+        for (int i = 0; i < n; ++i)
+            scores_[index(first + i)] *= squared ? norms[i] : std::sqrt(norms[i]);
+    });
+}
+
+// Adds the softmax of scratch_ over the entries that are no sinks to the scores.
+void Ranking::add_softmax(int n) noexcept {
+    const int n_sinks = common_.settings.protection.n_sinks;
+    const auto counts = [&](int i) { return positions_[index(i)] >= n_sinks; };
+    float* logits = scratch_.data();
+    float max = kMaskedLogit;
+    for (int i = 0; i < n; ++i)
+        if (counts(i)) max = std::max(max, logits[i]);
+    float sum = 0.0f;
+    for (int i = 0; i < n; ++i) {
+        logits[i] = counts(i) ? std::exp(logits[i] - max) : 0.0f;
+        sum += logits[i];
+    }
+    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int i = 0; i < n; ++i) scores_[index(i)] += logits[i] * scale;
+}
+
+// Scores by expected attention, summed over the query heads.
+void Ranking::expect(const Head& head, const StagedEntries& staged) noexcept {
+    const int total = head.count() + staged.count;
+    const PageLayout& layout = head.layout();
+    std::fill_n(scores_.begin(), total, 0.0f);
+    for (int g = 0; g < head.group(); ++g) {
+        float* mean = mean_.data();
+        float* half_variance = half_variance_.data();
+        std::fill(mean, mean + layout.k_stride, 0.0f);
+        std::fill(half_variance, half_variance + layout.k_stride, 0.0f);
+        head.queries.expect(g, *head.turns, common_.importance().future_positions, mean,
+                            half_variance);
+        head.over_pages(staged, [&](std::byte* page, int n, int first) {
+            float* logits = of_page_.data();
+            common_.kernels->expected_logits(layout, page, mean, half_variance, logits);
+            std::copy(logits, logits + n, scratch_.begin() + first);
+        });
+        add_softmax(total);
+    }
+}
+
+// Lowers the scores of entries that a newer one of those at stake is similar to.
+void Ranking::weigh_by_distinctness(const Head& head, const StagedEntries& staged,
+                                    int keep) noexcept {
+    const int total = head.count() + staged.count;
+    std::int32_t* order = order_.data();
+    const int n = find_contest(scores_.data(), positions_.data(), total, keep,
+                               common_.protection_of(head, newest_), newest_, order);
+    if (n == 0) return;
+    const int dim = head.shape().k_dim;
+    float* keys = keys_.data();
+    float row[kMaxHeadDim];
+    for (int d = 0; d < dim; ++d) std::fill_n(keys + d * kContest, kContest, 0.0f);
+    for (int j = 0; j < n; ++j) {
+        const Slot slot = head.place(order[j], staged);
+        load_k(head.layout(), slot.page, slot.index, row);
+        normalise(row, dim);
+        for (int d = 0; d < dim; ++d) keys[d * kContest + j] = row[d];
+    }
+    float* cosines = scratch_.data();
+    common_.kernels->newer_cosines(keys, n, dim, cosines);
+    for (int j = 0; j < n; ++j) scores_[index(order[j])] *= distinctness(cosines[j]);
+}
+
+void Ranking::score(const Head& head, const StagedEntries& staged, int keep) noexcept {
+    const ImportanceSettings& settings = common_.importance();
+    const int total = head.count() + staged.count;
+    gather(head, staged);
+    if (settings.measure().evidence == Evidence::expectation) {
+        expect(head, staged);
+    } else {
+        for (int i = 0; i < total; ++i)
+            scores_[index(i)] = score_of(positions_[index(i)], scores_[index(i)]);
+    }
+    if (settings.by_values) weigh_by_values(head, staged);
+    make_finite(scores_.data(), total);
+    if (settings.distinct) {
+        weigh_by_distinctness(head, staged, keep);
+        make_finite(scores_.data(), total);
+    }
+}
+
+void Ranking::measure_losses(Head& head, int total, std::int32_t newest,
+                             float output_squares) noexcept {
+    const Protection protection = common_.protection_of(head, newest);
+    const bool relative = common_.measure().squared && common_.importance().by_values;
+    constexpr float kLeast = std::numeric_limits<float>::min();
+    constexpr float kMost = std::numeric_limits<float>::max();
+    const float unit = relative && output_squares >= kLeast ? 1.0f / output_squares : 1.0f;
+    int n = 0;
+    for (int i = 0; i < total; ++i)
+        if (protection.leaves_open(positions_[index(i)], newest))
+            scratch_[index(n++)] = std::min(scores_[index(i)] * unit, kMost);
+    losses_at(scratch_.data(), n, common_.knots, head.losses.data());
+    for (float& loss : head.losses) loss = std::min(loss, kMost);
+}
+
+int Ranking::select(int total, int keep, const Protection& protection,
+                    std::int32_t newest) noexcept {
+    return select_survivors(scores_.data(), positions_.data(), total, keep, protection, newest,
+                            mask_.data(), scratch_.data());
+}
+
+}  // namespace entropykv

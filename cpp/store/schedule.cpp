@@ -1,0 +1,74 @@
+#include "store/schedule.hpp"
+
+#include <algorithm>
+
+namespace entropykv {
+namespace {
+
+auto is_due(std::int32_t now) {
+    return [now](const ColdHead& cold, int i) { return cold.due(i, now); };
+}
+
+}  // namespace
+
+// What must be observed of an entry for it not to be detected. Of many queries, the last ones
+// count.
+float Schedule::limit(const Head& head, int n_queries) const noexcept {
+    const int n_observed = std::min(n_queries, common_.importance().observation_window);
+    const int of_query = head.group() * head.shape().readers;
+    const auto rows = static_cast<float>(of_query * n_observed);
+    const float threshold = common_.schedule->threshold;
+    const float even = threshold / static_cast<float>(head.count());
+    const auto little = common_.measure().little;
+    return little == nullptr ? 0.0f : little({rows, even, threshold});
+}
+
+// Marks what stays, and freezes the others; returns how many.
+int Schedule::freeze_little(Head& head, float limit, const float* observed,
+                            std::uint8_t* mask) const noexcept {
+    const FreezeSchedule& schedule = *common_.schedule;
+    const std::int32_t newest = common_.newest;
+    int n_frozen = 0;
+    head.over_pages({}, [&](std::byte* page, int n, int first) {
+        const std::int32_t* positions = head.layout().positions(page);
+        for (int slot = 0; slot < n; ++slot) {
+            const int i = first + slot;
+            mask[i] = 1;
+            if (observed[i] >= limit || !can_freeze(positions[slot])) continue;
+            Detections& known = head.frozen.detections[static_cast<std::size_t>(i)];
+            const Detections detections = detected(known, newest, schedule.history);
+            const int steps =
+                freeze_steps(count_detections(detections, newest, schedule.history), schedule.rate);
+            if (steps == 0) {
+                known = detections;
+                continue;
+            }
+            freezer_.freeze(head, i, {page, slot}, newest, newest + steps, detections);
+            mask[i] = 0;
+            ++n_frozen;
+        }
+    });
+    return n_frozen;
+}
+
+void Schedule::follow(Head& head, int n_queries, const float* observed, std::uint8_t* mask,
+                      std::byte* buffer) const noexcept {
+    head.frozen.cold->ask_for_due(common_.newest);
+    const int n_frozen = freeze_little(head, limit(head, n_queries), observed, mask);
+    if (n_frozen == 0) return;
+    int room = std::min(n_frozen, head.budget() - n_queries - (head.count() - n_frozen));
+    int hole = 0;
+    freezer_.restore(head, common_.newest, buffer, is_due(common_.newest), [&] {
+        if (room-- <= 0) return ColdHead::kNone;
+        while (mask[hole] != 0) ++hole;
+        mask[hole] = 1;
+        return hole;
+    });
+    head.keep(mask, {}, *common_.kernels);
+}
+
+void Schedule::restore_due(Head& head, std::byte* buffer) const noexcept {
+    freezer_.append(head, common_.newest, buffer, is_due(common_.newest));
+}
+
+}  // namespace entropykv
