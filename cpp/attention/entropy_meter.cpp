@@ -44,7 +44,7 @@ std::vector<float> EntropyMeter::last_rows(int layer) const {
     return rows;
 }
 
-void EntropyMeter::note(int layer, const Split& split, const Tile& tile,
+void EntropyMeter::note(int layer, const Split& split, const RowTile& tile,
                         const SoftmaxState& state) noexcept {
     if (!tracks_) return;
     std::vector<float>& last = layers_[index(layer)].last;

@@ -33,7 +33,7 @@ void HeadEnd::run(int head) noexcept {
 void HeadEnd::end_tiles(int head) noexcept {
     TileWork work(call_);
     for (int number = 0; number < call_.split.tiles; ++number) {
-        const Tile tile = call_.split.tile(head, number);
+        const RowTile tile = call_.split.tile(head, number);
         const SoftmaxState state = merge(work, tile);
         work.write_output(tile, state);
         call_.entropies.note(call_.layer, call_.split, tile, state);
@@ -47,13 +47,13 @@ void HeadEnd::end_tiles(int head) noexcept {
 }
 
 // Merges the partial softmaxes of a tile into its first chunk's.
-SoftmaxState HeadEnd::merge(TileWork& work, const Tile& tile) noexcept {
+SoftmaxState HeadEnd::merge(TileWork& work, const RowTile& tile) noexcept {
     const int chunks = call_.split.chunks(call_.total(tile.head));
     for (int r = 0; chunks > 1 && r < tile.count; ++r) merge_row(work, tile, chunks, r);
     return work.partial(tile, 0);
 }
 
-void HeadEnd::merge_row(TileWork& work, const Tile& tile, int chunks, int r) noexcept {
+void HeadEnd::merge_row(TileWork& work, const RowTile& tile, int chunks, int r) noexcept {
     const int stride = call_.layout().v_stride;
     const SoftmaxState all = work.partial(tile, 0);
     const float nats = call_.split.by_rows ? kNatsPerBit : 1.0f;

@@ -26,8 +26,8 @@ public:
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     void end_tiles(int head) noexcept;
-    SoftmaxState merge(TileWork& work, const Tile& tile) noexcept;
-    void merge_row(TileWork& work, const Tile& tile, int chunks, int row) noexcept;
+    SoftmaxState merge(TileWork& work, const RowTile& tile) noexcept;
+    void merge_row(TileWork& work, const RowTile& tile, int chunks, int row) noexcept;
     float output_squares(int head) const noexcept;
     float* carry(int head) noexcept;
     void commit(int head, const float* observed) noexcept;

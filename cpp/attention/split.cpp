@@ -59,7 +59,7 @@ int Split::units(int total) const {
     return (tiles + band_tiles - 1) / band_tiles;
 }
 
-Tile Split::tile(int head, int number) const {
+RowTile Split::tile(int head, int number) const {
     const int first = number * tile_rows;
     return {head, number, first, std::min(tile_rows, rows - first)};
 }

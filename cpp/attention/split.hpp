@@ -7,7 +7,7 @@
 
 namespace entropykv {
 
-struct Tile {  // rows [first, first + count) of a KV head
+struct RowTile {  // rows [first, first + count) of a KV head
     int head;
     int number;
     int first;
@@ -15,7 +15,7 @@ struct Tile {  // rows [first, first + count) of a KV head
 };
 
 struct Unit {
-    Tile tile;  // the first one of a band
+    RowTile tile;  // the first one of a band
     int chunk;
 };
 
@@ -37,7 +37,7 @@ struct Split {
     int most_chunks(int most) const;
     // Units of a head of so many entries.
     int units(int total) const;
-    Tile tile(int head, int number) const;
+    RowTile tile(int head, int number) const;
     // A unit by its number within the head.
     Unit unit(int head, int number, int total) const;
 };

@@ -25,7 +25,7 @@ struct Step {
         return first_observed_row(split) / split.tile_rows;
     }
     int observed_bands(const Split& split) const;
-    bool observes(const Split& split, const Tile& tile) const {
+    bool observes(const Split& split, const RowTile& tile) const {
         return observing && first_observed_row(split) < tile.first + tile.count;
     }
     // The band of a tile, counted from the first observed one.

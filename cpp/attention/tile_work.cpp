@@ -30,7 +30,7 @@ EntryRange TileWork::stored_entries(int unit) const noexcept {
     return {&call_.layout(), call_.head(tile.head).pages.all().data(), chunk * size, last};
 }
 
-void TileWork::start_softmax(const Tile& tile, int chunk,
+void TileWork::start_softmax(const RowTile& tile, int chunk,
                              const SoftmaxState& state) const noexcept {
     const bool sinks = call_.params.sinks != nullptr && chunk == 0;
     const float unit = split_.by_rows ? kBitsPerNat : 1.0f;
@@ -43,7 +43,7 @@ void TileWork::start_softmax(const Tile& tile, int chunk,
     }
 }
 
-SoftmaxState TileWork::partial(const Tile& tile, int chunk) noexcept {
+SoftmaxState TileWork::partial(const RowTile& tile, int chunk) noexcept {
     const int chunks = split_.chunks(call_.total(tile.head));
     const std::size_t rows = index(split_.tile_rows);
     const std::size_t size = rows * index(call_.layout().v_stride + 3);
@@ -52,7 +52,7 @@ SoftmaxState TileWork::partial(const Tile& tile, int chunk) noexcept {
     return {start, start + rows, start + 2 * rows, start + 3 * rows};
 }
 
-void TileWork::load_queries(const Tile& tile) noexcept {
+void TileWork::load_queries(const RowTile& tile) noexcept {
     const PageLayout& layout = call_.layout();
     float* query = worker_.query();
     const std::size_t lanes = split_.by_rows ? kRowTile : 1;
@@ -74,7 +74,7 @@ void TileWork::load_queries(const Tile& tile) noexcept {
 // Visits the ranges of entries [first, last) (stored ones first, then staged ones) that rows of
 // the tile see, with whether some row does not see all of the range.
 template <typename Visit>
-void TileWork::over_ranges(const Tile& tile, int first, int last, Visit visit) noexcept {
+void TileWork::over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept {
     const PageLayout& layout = call_.layout();
     const int count = call_.head(tile.head).count();
     const bool windowed = call_.shape().window > 0;
@@ -92,7 +92,7 @@ void TileWork::over_ranges(const Tile& tile, int first, int last, Visit visit) n
     part(staged, count, first_token + 1, last_token + 1, true);
 }
 
-PromptTask TileWork::prompt_task(const Tile& tile, const SoftmaxState& state) noexcept {
+PromptTask TileWork::prompt_task(const RowTile& tile, const SoftmaxState& state) noexcept {
     PromptTask task{};
     task.query = worker_.query();
     task.base_position = step_.base_position;
@@ -107,7 +107,7 @@ PromptTask TileWork::prompt_task(const Tile& tile, const SoftmaxState& state) no
     return task;
 }
 
-void TileWork::attend_rows(const Tile& tile, int chunk) noexcept {
+void TileWork::attend_rows(const RowTile& tile, int chunk) noexcept {
     const SoftmaxState state = worker_.state();
     const int total = call_.total(tile.head);
     const int size = split_.by_entries ? split_.chunk_entries(total) : total;
@@ -143,7 +143,7 @@ void TileWork::attend_rows(const Tile& tile, int chunk) noexcept {
     observe(tile, rows);
 }
 
-void TileWork::attend_token(const Tile& tile, int chunk, int upcoming) noexcept {
+void TileWork::attend_token(const RowTile& tile, int chunk, int upcoming) noexcept {
     const PageLayout& layout = call_.layout();
     const SoftmaxState state = partial(tile, chunk);
     const int total = call_.total(tile.head);
@@ -171,7 +171,7 @@ void TileWork::attend_token(const Tile& tile, int chunk, int upcoming) noexcept 
                 });
 }
 
-void TileWork::write_output(const Tile& tile, const SoftmaxState& state) noexcept {
+void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noexcept {
     const PageLayout& layout = call_.layout();
     const int n_head = call_.shape().n_head;
     for (int r = 0; r < tile.count; ++r) {
@@ -187,7 +187,7 @@ void TileWork::write_output(const Tile& tile, const SoftmaxState& state) noexcep
 
 // How much each row of a tile counts: nothing before the observation window. What is divided by an
 // exposure decays within the micro-batch too, as the exposure does.
-const float* TileWork::row_weights(const Tile& tile) noexcept {
+const float* TileWork::row_weights(const RowTile& tile) noexcept {
     float* weights = worker_.weights();
     const int first_row = step_.first_observed_row(split_) - tile.first;
     const ImportanceSettings& importance = step_.importance;
@@ -200,7 +200,7 @@ const float* TileWork::row_weights(const Tile& tile) noexcept {
     return weights;
 }
 
-void TileWork::observe(const Tile& tile, const SoftmaxState& state) noexcept {
+void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept {
     if (!step_.observes(split_, tile)) return;
     const int total = call_.total(tile.head);
     const Statistic what = step_.importance.measure().statistic;
@@ -220,7 +220,7 @@ void TileWork::observe(const Tile& tile, const SoftmaxState& state) noexcept {
     });
 }
 
-void TileWork::observe_decode(const Tile& tile, const SoftmaxState& state) noexcept {
+void TileWork::observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept {
     if (!step_.observing) return;
     const int total = call_.total(tile.head);
     const Statistic what = step_.importance.measure().statistic;

@@ -17,24 +17,24 @@ public:
     void run(const Unit& unit, int upcoming) noexcept;
 
     // What is written of a tile of whole rows.
-    void write_output(const Tile& tile, const SoftmaxState& state) noexcept;
+    void write_output(const RowTile& tile, const SoftmaxState& state) noexcept;
     // Adds what the rows of a tile gave to the entries; `state` is final.
-    void observe(const Tile& tile, const SoftmaxState& state) noexcept;
-    void observe_decode(const Tile& tile, const SoftmaxState& state) noexcept;
+    void observe(const RowTile& tile, const SoftmaxState& state) noexcept;
+    void observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept;
     // The queries of a tile, for run() and for observe().
-    void load_queries(const Tile& tile) noexcept;
-    SoftmaxState partial(const Tile& tile, int chunk) noexcept;
+    void load_queries(const RowTile& tile) noexcept;
+    SoftmaxState partial(const RowTile& tile, int chunk) noexcept;
 
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    void attend_rows(const Tile& tile, int chunk) noexcept;
-    void attend_token(const Tile& tile, int chunk, int upcoming) noexcept;
+    void attend_rows(const RowTile& tile, int chunk) noexcept;
+    void attend_token(const RowTile& tile, int chunk, int upcoming) noexcept;
     EntryRange stored_entries(int unit) const noexcept;
-    PromptTask prompt_task(const Tile& tile, const SoftmaxState& state) noexcept;
+    PromptTask prompt_task(const RowTile& tile, const SoftmaxState& state) noexcept;
     template <typename Visit>
-    void over_ranges(const Tile& tile, int first, int last, Visit visit) noexcept;
-    void start_softmax(const Tile& tile, int chunk, const SoftmaxState& state) const noexcept;
-    const float* row_weights(const Tile& tile) noexcept;
+    void over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept;
+    void start_softmax(const RowTile& tile, int chunk, const SoftmaxState& state) const noexcept;
+    const float* row_weights(const RowTile& tile) noexcept;
 
     const Call& call_;
     const Split& split_;

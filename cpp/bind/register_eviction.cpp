@@ -29,7 +29,7 @@ void register_eviction(py::module_& m) {
         "plan_flat_eviction",
         [](const std::vector<std::int32_t>& positions, int keep, ScoreKind score, float variation,
            int n_sinks, int recent_window) {
-            const FlatPlan plan =
+            const FlatEviction plan =
                 plan_flat_eviction(positions, keep, score, variation, {n_sinks, recent_window});
             return py::make_tuple(to_array(plan.kept), plan.removed);
         },

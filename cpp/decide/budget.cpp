@@ -163,7 +163,7 @@ std::vector<int> share_budget(const BudgetRequest& request) {
     return in_pages(request, capped_shares(weights, to_share(request), rooms(request)));
 }
 
-std::vector<int> share_by_curves(const BudgetRequest& request, const LossCurves& curves) {
+std::vector<int> share_by_curves(const BudgetRequest& request, const LossTable& curves) {
     check(request);
     const std::size_t n_heads = request.entries_per_page.size();
     if (curves.losses.size() != n_heads * curves.knots.size())

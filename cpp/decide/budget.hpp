@@ -32,7 +32,7 @@ std::vector<double> entropy_weights(const std::vector<double>& entropies, double
 std::vector<int> share_budget(const BudgetRequest& request);
 
 // What heads lose when they keep so many entries beyond their floor.
-struct LossCurves {
+struct LossTable {
     std::vector<double> knots;   // entries beyond the floor, ascending from 0
     std::vector<double> losses;  // [head][knot], 0 or more
 };
@@ -45,11 +45,11 @@ void losses_at(float* scores, int n, const std::vector<int>& knots, float* losse
 // convex hull of its curve: the steepest segments of all hulls come first, and segments that are
 // equally steep share in proportion to their lengths. No head gets more than the last knot, or than
 // its entry in `most`, where that is not empty.
-std::vector<double> curve_shares(const LossCurves& curves, double total,
+std::vector<double> curve_shares(const LossTable& curves, double total,
                                  const std::vector<double>& most = {});
 
 // As share_budget, with what is beyond the floor shared by curve_shares; the request's weights are
 // not used. The last knot should be max_entries - floor_entries.
-std::vector<int> share_by_curves(const BudgetRequest& request, const LossCurves& curves);
+std::vector<int> share_by_curves(const BudgetRequest& request, const LossTable& curves);
 
 }  // namespace entropykv

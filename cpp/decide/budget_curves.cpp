@@ -15,7 +15,7 @@ struct Segment {
     std::size_t head;
 };
 
-void check(const LossCurves& curves) {
+void check(const LossTable& curves) {
     if (curves.knots.empty() || curves.knots.front() != 0.0)
         throw std::invalid_argument("the first knot must be 0");
     for (std::size_t i = 1; i < curves.knots.size(); ++i)
@@ -59,7 +59,7 @@ void losses_at(float* scores, int n, const std::vector<int>& knots, float* losse
     }
 }
 
-std::vector<double> curve_shares(const LossCurves& curves, double total,
+std::vector<double> curve_shares(const LossTable& curves, double total,
                                  const std::vector<double>& most) {
     check(curves);
     const std::size_t n_knots = curves.knots.size();

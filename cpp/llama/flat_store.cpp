@@ -38,10 +38,10 @@ auto score_by_position(ScoreKind kind) {
 
 }  // namespace
 
-FlatPlan plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
+FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
                             float entropy_variation, const Protection& protection) {
     const auto score_of = score_by_position(score);
-    FlatPlan plan;
+    FlatEviction plan;
     if (positions.empty()) return plan;
     const std::int32_t newest = positions.back();
     const std::size_t n = positions.size();
@@ -85,7 +85,7 @@ void FlatStore::remove(std::int32_t first, std::int32_t last) {
 
 void FlatStore::evict(int keep) {
     const Stopwatch watch(eviction_seconds_);
-    const FlatPlan plan =
+    const FlatEviction plan =
         plan_flat_eviction(positions_, keep, score_, entropy_variation_, protection_);
     for (const auto& [first, last] : plan.removed) remove(first, last);
     evicted_ += positions_.size() - plan.kept.size();

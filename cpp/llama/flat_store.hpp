@@ -15,12 +15,12 @@ struct llama_context;
 namespace entropykv {
 
 // Ranges [first, last) of positions to remove, ascending: a plan to print, test and apply.
-struct FlatPlan {
+struct FlatEviction {
     std::vector<std::int32_t> kept;
     std::vector<std::pair<std::int32_t, std::int32_t>> removed;
 };
 
-FlatPlan plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
+FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
                             float entropy_variation, const Protection& protection);
 
 class FlatStore {

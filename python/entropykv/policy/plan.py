@@ -20,14 +20,14 @@ _BytesOf = Callable[[int], int]
 
 
 @dataclass(frozen=True)
-class Protection:
+class ProtectedEntries:
     """Entries that no eviction takes: the first `n_sinks`, and the newest `recent_window`."""
 
     n_sinks: int
     recent_window: int
 
     @classmethod
-    def for_budget(cls, mean_entries: int, n_sinks: int, recent_window: int | None) -> Protection:
+    def for_budget(cls, mean_entries: int, n_sinks: int, recent_window: int | None) -> ProtectedEntries:
         """The recent window is half of the mean budget unless it is given."""
         return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
 
@@ -50,7 +50,7 @@ class HeadwisePlan:
     """Of every KV head, all layers in order."""
     limits: tuple[int, ...]
     """Entries that each of them can use: all of the context, or a window."""
-    protection: Protection
+    protection: ProtectedEntries
     pool_pages: int
     page_bytes: int
 
@@ -66,7 +66,7 @@ class FlatPlan:
 
     entries: int
     cells: int
-    protection: Protection
+    protection: ProtectedEntries
 
 
 def plan_headwise(
@@ -244,16 +244,16 @@ def _protection(
     n_sinks: int,
     recent_window: int | None,
     bytes_of: _BytesOf,
-) -> Protection:
-    protection = Protection.for_budget(mean, n_sinks, recent_window)
+) -> ProtectedEntries:
+    protection = ProtectedEntries.for_budget(mean, n_sinks, recent_window)
     if mean >= min(protection.entries, n_ctx) and mean > 0:
         return protection
 
     def holds_them(n: int) -> bool:
-        return n >= min(Protection.for_budget(n, n_sinks, recent_window).entries, n_ctx)
+        return n >= min(ProtectedEntries.for_budget(n, n_sinks, recent_window).entries, n_ctx)
 
     least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)  # the context does
-    needed = Protection.for_budget(least, n_sinks, recent_window)
+    needed = ProtectedEntries.for_budget(least, n_sinks, recent_window)
     raise BudgetError(
         f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "
         f"sinks and a recent window of {needed.recent_window}; the smallest budget that holds them "
