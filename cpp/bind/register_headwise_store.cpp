@@ -92,6 +92,38 @@ void register_figures(py::class_<Headwise>& store) {
         .def_property_readonly("scratch_bytes", &Headwise::scratch_bytes);
 }
 
+void register_heads(py::class_<Headwise>& store) {
+    store
+        .def(
+            "positions",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return to_array(positions_of(self.store.head(layer, head)));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "importance",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return to_array(importance_of(self.store.head(layer, head)));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "budget",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return self.store.head(layer, head).budget();
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "count",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return self.store.head(layer, head).count();
+            },
+            py::arg("layer"), py::arg("kv_head"));
+}
+
 }  // namespace
 
 void register_headwise_store(py::module_& m) {
@@ -151,35 +183,8 @@ void register_headwise_store(py::module_& m) {
             py::arg("ropes"), py::arg("n_sinks"), py::arg("old_shift"), py::arg("new_shift"))
         .def(
             "truncate", [](Headwise& self, int position) { self.store.truncate(position); },
-            py::arg("position"))
-        .def(
-            "positions",
-            [](const Headwise& self, int layer, int head) {
-                self.check_head(layer, head);
-                return to_array(positions_of(self.store.head(layer, head)));
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "importance",
-            [](const Headwise& self, int layer, int head) {
-                self.check_head(layer, head);
-                return to_array(importance_of(self.store.head(layer, head)));
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "budget",
-            [](const Headwise& self, int layer, int head) {
-                self.check_head(layer, head);
-                return self.store.head(layer, head).budget();
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "count",
-            [](const Headwise& self, int layer, int head) {
-                self.check_head(layer, head);
-                return self.store.head(layer, head).count();
-            },
-            py::arg("layer"), py::arg("kv_head"));
+            py::arg("position"));
+    register_heads(store);
 }
 
 }  // namespace entropykv::bind

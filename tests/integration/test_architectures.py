@@ -143,7 +143,7 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
 
 def check_entries(session: Session, position: int) -> None:
     """Sinks and the recent window are there, as far as they are seen."""
-    protection = session._store.plan.protection
+    protection = session._store.sharing.plan.protection
     sinks = range(protection.n_sinks)
     recent = range(position - protection.recent_window, position)
     for layer, shape in enumerate(session._store.layers):

@@ -23,9 +23,7 @@ LONG_FILES: dict[str, int] = {
 }
 """What is still too long, and how long it may be: shrink it, and take it out of here."""
 LONG_FUNCTIONS: dict[str, int] = {}
-LARGE_CLASSES: dict[str, int] = {
-    "store/headwise.py:HeadwiseStore": 31,
-}
+LARGE_CLASSES: dict[str, int] = {}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

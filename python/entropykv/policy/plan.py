@@ -27,7 +27,9 @@ class ProtectedEntries:
     recent_window: int
 
     @classmethod
-    def for_budget(cls, mean_entries: int, n_sinks: int, recent_window: int | None) -> ProtectedEntries:
+    def for_budget(
+        cls, mean_entries: int, n_sinks: int, recent_window: int | None
+    ) -> ProtectedEntries:
         """The recent window is half of the mean budget unless it is given."""
         return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
 

@@ -106,7 +106,7 @@ class PoolSession(Session):
                 seat.given_up,
                 is_parked=True,
                 parked_entries=parked.n_entries,
-                pages_bytes=parked.n_pages * seat.headwise.plan.page_bytes,
+                pages_bytes=parked.n_pages * seat.headwise.sharing.plan.page_bytes,
                 parked_bytes=parked.n_bytes,
             )
         is_idle = seat.is_idle(now) and not scheduler.is_waiting(seat)

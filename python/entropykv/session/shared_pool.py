@@ -78,7 +78,7 @@ class SharedPool:
             return
         parked = self._kept(seat)
         self._vacate(seat)
-        seat.headwise.await_state(seat.position)
+        seat.headwise.way_back.await_state(seat.position)
         seat.parked = parked
 
     def _kept(self, seat: Seat) -> Parked:
@@ -147,7 +147,7 @@ class SharedPool:
         self.evicted_by_gone += seat.evicted
         store = seat.headwise
         seat.parked, seat.position = parked, parked.position
-        store.await_state(seat.position)
+        store.way_back.await_state(seat.position)
         store.core.set_evicted(parked.evicted)
         seat.inherited = parked.evicted
 
@@ -223,4 +223,4 @@ class SharedPool:
 
 
 def _budget_of(seat: Seat, share: int) -> Budget:
-    return Budget("bytes", max(1, share * seat.headwise.plan.page_bytes))
+    return Budget("bytes", max(1, share * seat.headwise.sharing.plan.page_bytes))

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import ContextError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
-from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
+from entropykv.llamacpp.recurrent import WHY, RecurrentState
 from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
@@ -24,6 +23,7 @@ from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_recipe
 from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
+from entropykv.store.way_back import WayBack
 
 
 class HeadwiseStore(Store):
@@ -50,8 +50,6 @@ class HeadwiseStore(Store):
         """
         options, policy = recipe.options, recipe.policy
         self._recipe = recipe
-        self._n_ctx = recipe.n_ctx
-        self._model = model
         self._own_host = host is None
         self._host = host or HeadwiseContext(model, recipe, recipe.n_ubatch)
         self._hook = self._host.hook
@@ -64,14 +62,13 @@ class HeadwiseStore(Store):
             limit = self._hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, options.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
-            self._windowed = any(s.window for s in self.layers)
-            self._loaded = 0
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
             self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
             plan = self.plan_of(recipe.options.budget if budget is None else budget)
-            self._store = self._made_core(plan)
+            self._store = _core_of(recipe, self._host, self.cold, plan)
+            self.way_back = WayBack(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
-            online = online_budgets(policy, self._store, self.layers, self._n_ctx, recipe.profile)
+            online = online_budgets(policy, self._store, self.layers, recipe.n_ctx, recipe.profile)
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, online, self._recurrent
             )
@@ -84,24 +81,6 @@ class HeadwiseStore(Store):
             self.close()
             raise
 
-    def _made_core(self, plan: HeadwisePlan) -> _core.HeadwiseStore:
-        recipe, host = self._recipe, self._host
-        return _core.HeadwiseStore(
-            layers=self.layers,
-            kv_type=recipe.kv_type,
-            importance=recipe.policy.importance.settings(recipe.variation),
-            n_sinks=plan.protection.n_sinks,
-            recent_window=plan.protection.recent_window,
-            max_tokens=host.n_ubatch,
-            max_entries=recipe.n_ctx,
-            n_threads=recipe.options.most_threads,
-            own_windows=recipe.own_windows,
-            shared_choice=recipe.policy.rule.by_layer,
-            ropes=[node.rope for node in self._hook.nodes],
-            freezing=self.cold.settings,
-            pool=host.pool,
-        )
-
     def plan_of(self, budget: Budget) -> HeadwisePlan:
         """Return what a budget means for every KV head; raises BudgetError if it is too small."""
         return self._recipe.headwise_plan(budget, self.layers)
@@ -109,24 +88,7 @@ class HeadwiseStore(Store):
     @property
     def recent_window(self) -> int:
         """Return how many of the newest entries every KV head keeps."""
-        return self.plan.protection.recent_window
-
-    @property
-    def plan(self) -> HeadwisePlan:
-        """Return the plan that is followed now."""
-        return self.sharing.plan
-
-    def await_state(self, position: int) -> None:
-        """Know what truncate() can go back to once a state that ends at `position` is loaded."""
-        # Entries that had left a window are not in the state.
-        self._loaded = position if self._windowed else 0
-
-    def _forget_cells(self) -> None:
-        """Free llama.cpp's cells of this sequence, and its recurrent state."""
-        if self._host.pool is None:
-            self._host.forget_cells()
-        elif self._recurrent:
-            self._recurrent.forget()
+        return self.sharing.plan.protection.recent_window
 
     def begin_step(self) -> None:
         """Begin a micro-batch in the context, which others may share."""
@@ -144,19 +106,16 @@ class HeadwiseStore(Store):
     def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
-        self._rebase(self.rope.shift_for(self.shift, position, n_tokens))
+        shift = self.rope.shift_for(self.shift, position, n_tokens)
+        if shift != self.shift:
+            ropes = [node.rope for node in self._hook.nodes]
+            self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
+            self.shift = shift
+            self.rebases += 1
         self.sharing.prepare(n_tokens, position)
         with self.cold.growing():
             rope_position = self.rope_position(position)
             self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)
-
-    def _rebase(self, shift: int) -> None:
-        if shift == self.shift:
-            return
-        ropes = [node.rope for node in self._hook.nodes]
-        self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
-        self.shift = shift
-        self.rebases += 1
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """Share the budget again, where the policy follows the text."""
@@ -199,28 +158,20 @@ class HeadwiseStore(Store):
         Raises ContextError where a recurrent state is beyond, or where layers with windows have
         dropped what the tokens after it would see.
         """
-        if self._recurrent and position > 0:
-            raise cannot_go_back(self._model, position)
-        if position > 0 and not self.can_return_to(position):
-            raise ContextError(
-                f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
-                f"window have dropped what they would see from there, but not from position "
-                f"{self._whole_from} on; call reset() and read the text again"
-            )
-        self._forget_cells()  # a decode that failed leaves some
+        self.way_back.check(position)
+        if self._host.pool is None:
+            self._host.forget_cells()  # a decode that failed leaves some
+        elif self._recurrent:
+            self._recurrent.forget()
         self._store.truncate(position)
-        self._loaded = min(self._loaded, position)
+        self.way_back.note_truncated(position)
         if position == 0:
             self.shift = 0
             self.sharing.forget()
 
     def can_return_to(self, position: int) -> bool:
         """Tell whether windows hold all that they held then; recurrent states never do."""
-        return not self._recurrent and position >= self._whole_from
-
-    @property
-    def _whole_from(self) -> int:
-        return max(self._loaded, self._store.windows_whole_from)
+        return self.way_back.leads_to(position)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
@@ -249,7 +200,7 @@ class HeadwiseStore(Store):
         """Get the pages, then copy the entries; heads that hold more than their budget evict."""
         self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
-        self.await_state(state.position)
+        self.way_back.await_state(state.position)
 
     @property
     def evicted(self) -> int:
@@ -285,3 +236,23 @@ class HeadwiseStore(Store):
         self.context = None
         if hasattr(self, "cold"):
             self.cold.close()
+
+
+def _core_of(
+    recipe: Recipe, host: HeadwiseContext, cold: ColdSide, plan: HeadwisePlan
+) -> _core.HeadwiseStore:
+    return _core.HeadwiseStore(
+        layers=host.layers,
+        kv_type=recipe.kv_type,
+        importance=recipe.policy.importance.settings(recipe.variation),
+        n_sinks=plan.protection.n_sinks,
+        recent_window=plan.protection.recent_window,
+        max_tokens=host.n_ubatch,
+        max_entries=recipe.n_ctx,
+        n_threads=recipe.options.most_threads,
+        own_windows=recipe.own_windows,
+        shared_choice=recipe.policy.rule.by_layer,
+        ropes=[node.rope for node in host.hook.nodes],
+        freezing=cold.settings,
+        pool=host.pool,
+    )

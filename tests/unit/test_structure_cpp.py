@@ -1,0 +1,241 @@
+"""The house in C++: folders include those below them; no file, function or class is too long."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CPP = ROOT / "cpp"
+PACKAGE = ROOT / "python" / "entropykv"
+PICTURE = ROOT / "docs" / "structure.md"
+
+MOST_LINES_OF_A_FILE = 300
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_METHODS_OF_A_CLASS = 25
+
+BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
+"""Folders whose files are compiled for several instruction sets, one of several classes of a name
+at a time."""
+
+WRAPPED = {"Checkpoint", "FlatStore"}
+"""Classes of Python that wrap those of the same name in C++."""
+
+FILES = sorted([*CPP.rglob("*.hpp"), *CPP.rglob("*.cpp")])
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(CPP).as_posix())
+
+
+def code_of(file: Path) -> str:
+    """Return the text of a file with comments and what is in quotes left out, line by line."""
+    text = file.read_text(encoding="utf-8")
+    return re.sub(
+        r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'',
+        lambda match: "\n" * match[0].count("\n"),
+        re.sub(r"^#.*$", "", text, flags=re.MULTILINE),
+        flags=re.DOTALL,
+    )
+
+
+CONTAINER = re.compile(r"\b(namespace|class|struct|union|extern)\b")
+
+
+def kind_of(statement: str) -> str:
+    """Tell what a brace behind a statement opens: a container, a function, or values."""
+    statement = statement.strip()
+    statement = re.sub(r"\btemplate\s*<[^{}]*?>\s*(?=[\w\[])", "", statement)
+    if CONTAINER.match(statement):
+        return "container"
+    if statement.startswith("enum") or "(" not in statement:
+        return "values"
+    before = statement.split("(")[0]
+    return "values" if "=" in before and "operator" not in before else "function"
+
+
+class Definition:
+    """A function or a class of a file, with how many lines and methods it has."""
+
+    def __init__(self, kind: str, statement: str, line: int, container: Definition | None) -> None:
+        """Begin at an opening brace."""
+        self.kind = kind
+        self.statement = " ".join(statement.split())
+        self.line = line
+        self.last_line = line
+        self.container = container
+        self.methods = 0
+
+    @property
+    def name(self) -> str | None:
+        """Return the name of a class, or None."""
+        match = re.match(r"(?:.*?\s)??(?:class|struct)\s+(\w+)", self.statement)
+        return match[1] if match and self.kind == "container" else None
+
+
+def definitions(code: str) -> list[Definition]:
+    """Return functions and containers; what is inside of functions belongs to them."""
+    reader = Reader()
+    for character in code:
+        reader.take(character)
+    return reader.done
+
+
+class Reader:
+    """Read code character by character, and keep what its braces enclose."""
+
+    def __init__(self) -> None:
+        """Begin with the first line."""
+        self.done: list[Definition] = []
+        self._open: list[Definition] = []
+        self._statement = ""
+        self._line = self._first_line = 1
+        self._depth = 0
+        """How many braces are open within a function."""
+
+    def take(self, character: str) -> None:
+        """Take the next character."""
+        self._line += character == "\n"
+        if self._open and self._open[-1].kind != "container":
+            self._take_inside(character)
+        elif character == "{":
+            self._begin()
+        elif character == "}":
+            self._end()
+        elif character == ":" and self._statement in {"public", "private", "protected"}:
+            self._statement = ""
+        elif character == ";":
+            if self._open and is_declared_method(self._statement):
+                self._open[-1].methods += 1
+            self._statement = ""
+        elif self._statement or not character.isspace():
+            if not self._statement:
+                self._first_line = self._line
+            self._statement += character
+
+    def _take_inside(self, character: str) -> None:
+        if character == "}" and self._depth == 0:
+            self._end()
+        else:
+            self._depth += (character == "{") - (character == "}")
+
+    def _begin(self) -> None:
+        container = self._open[-1] if self._open else None
+        made = Definition(kind_of(self._statement), self._statement, self._first_line, container)
+        if made.kind == "function" and container:
+            container.methods += 1
+        self._open.append(made)
+        self._statement = ""
+
+    def _end(self) -> None:
+        ended = self._open.pop()
+        ended.last_line = self._line
+        self.done.append(ended)
+        self._statement = ""
+
+
+def is_declared_method(statement: str) -> bool:
+    """Tell whether a statement of a class declares a method, without its body."""
+    statement = statement.strip()
+    if re.match(r"(using|friend|static_assert|typedef)\b", statement):
+        return False
+    if re.search(r"=\s*(delete|default)$", statement) or "(" not in statement:
+        return False
+    before = statement.split("(")[0]
+    return ("=" not in before or "operator" in before) and "std::function<" not in before
+
+
+def folders() -> list[str]:
+    """Return the folders as the picture has them, the highest first."""
+    picture = PICTURE.read_text(encoding="utf-8").split("\ncpp/\n")[1].split("```")[0]
+    return re.findall(r"^  ([a-z]+)/ ", picture, flags=re.MULTILINE)
+
+
+def test_the_picture_has_all_folders() -> None:
+    assert set(folders()) == {file.parent.name for file in FILES}
+
+
+@each_file
+def test_a_folder_includes_those_below_it(file: Path) -> None:
+    order = folders()
+    included = re.findall(
+        r'^#include "(\w+)/', file.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    above = [name for name in included if order.index(name) < order.index(file.parent.name)]
+    assert not above, f"{file.name} includes {above}, which docs/structure.md has above it"
+
+
+@each_file
+def test_no_file_is_too_long(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_A_FILE
+
+
+@each_file
+def test_no_function_is_too_long(file: Path) -> None:
+    if file.parent.name in BY_INSTRUCTION_SET:
+        return
+    lengths = {
+        found.statement: found.last_line - found.line + 1
+        for found in definitions(code_of(file))
+        if found.kind == "function"
+    }
+    assert not {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION}
+
+
+def classes() -> Iterator[tuple[Path, Definition]]:
+    """Yield the classes of all files."""
+    for file in FILES:
+        for found in definitions(code_of(file)):
+            if found.name:
+                yield file, found
+
+
+def test_no_class_has_too_many_methods() -> None:
+    methods = {(file.name, found.name): found.methods for file, found in classes()}
+    assert methods["head_store.hpp", "HeadStore"] > 10, "methods are not counted"
+    assert not {name: n for name, n in methods.items() if n > MOST_METHODS_OF_A_CLASS}
+
+
+def test_a_class_name_is_there_once() -> None:
+    """Neither twice in C++ nor in C++ and in Python, unless the one wraps the other."""
+    ours = Counter(
+        found.name
+        for file, found in classes()
+        if file.parent.name not in BY_INSTRUCTION_SET and is_of_a_namespace(found)
+    )
+    assert {"HeadStore", "Attention"} <= set(ours)
+    theirs = {
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name, n in ours.items() if n > 1} == set()
+    assert set(ours) & theirs == WRAPPED
+
+
+def is_of_a_namespace(found: Definition) -> bool:
+    """Tell whether a class has a name of its own: neither within a class nor of one file alone."""
+    container = found.container
+    while container is not None:
+        if container.name or container.statement == "namespace":
+            return False
+        container = container.container
+    return True
+
+
+SAMPLES = [
+    ("class A {\npublic:\n  A(int x) : x_(x) {}\n  int f() const;\n  int x_ = g();\n};", 2, 1),
+    ("struct B {\n  B(const B&) = delete;\n  void h() {\n    if (x) {\n    }\n  }\n};", 1, 4),
+    ("template <typename T>\nclass C {\n  bool operator==(const C&) const;\n  int y{};\n};", 1, 0),
+]
+
+
+@pytest.mark.parametrize(("code", "methods", "longest"), SAMPLES)
+def test_methods_and_lines_are_counted(code: str, methods: int, longest: int) -> None:
+    found = definitions(code)
+    assert [each.methods for each in found if each.name] == [methods]
+    lengths = [each.last_line - each.line + 1 for each in found if each.kind == "function"]
+    assert max(lengths, default=0) == longest
