@@ -163,11 +163,11 @@ void register_headwise_store(py::module_& m) {
         .def(
             "measure_losses",
             [](Headwise& self, const std::vector<int>& knots) {
-                Losses(self.store.parts()).measure(knots);
+                measure_losses(self.store.parts(), knots);
             },
             py::arg("knots"))
         .def("losses",
-             [](const Headwise& self) { return to_array(Losses(self.store.parts()).last()); })
+             [](const Headwise& self) { return to_array(last_losses(self.store.parts())); })
         .def("track_entropy", &Headwise::track_entropy, py::arg("on"))
         .def(
             "entropies",

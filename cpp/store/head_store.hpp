@@ -1,7 +1,7 @@
 // What every KV head of a sequence keeps: heads of entries in pages of one pool, in a hard budget.
 // A micro-batch of one layer is staged, attended to, and committed: what the budget does not hold
 // goes. See StoreParts for what it is made of. What else works on that: FrozenHeads freezes and
-// restores, HeadSaver and HeadLoader go to files, forks.hpp shares pages, Losses measures.
+// restores, HeadSaver and HeadLoader go to files, forks.hpp shares pages, losses.hpp measures.
 #pragma once
 
 #include <cstddef>

@@ -7,19 +7,12 @@
 
 namespace entropykv {
 
-class Losses {
-public:
-    explicit Losses(StoreParts& parts) : parts_(parts) {}
+// Has every micro-batch from the next one on measure what each head would have lost, had it kept so
+// many entries beyond the protected ones; knots: ascending from 0, none: off.
+void measure_losses(StoreParts& parts, const std::vector<int>& knots);
 
-    // Has every micro-batch from the next one on measure what each head would have lost, had it
-    // kept so many entries beyond the protected ones; knots: ascending from 0, none: off.
-    void measure(const std::vector<int>& knots);
-    // Of the last micro-batch that measured: sums of the scores of what is not kept, relative to
-    // the squared outputs of the head where scores are squares; [KV head of all layers][knot].
-    std::vector<double> last() const;
-
-private:
-    StoreParts& parts_;
-};
+// Of the last micro-batch that measured: sums of the scores of what is not kept, relative to the
+// squared outputs of the head where scores are squares; [KV head of all layers][knot].
+std::vector<double> last_losses(const StoreParts& parts);
 
 }  // namespace entropykv
