@@ -33,6 +33,7 @@ class ScoreKind:
     products: ScoreKind
     reconstruct: ScoreKind
     expected: ScoreKind
+    def __init__(self, value: int) -> None: ...
     @property
     def name(self) -> str: ...
 
