@@ -7,8 +7,7 @@
 
 namespace entropykv {
 
-CommitQueue::CommitQueue(HeadStore& store, int n_threads)
-    : store_(store), next_(index(n_threads)) {
+CommitQueue::CommitQueue(HeadStore& store, int n_threads) : store_(store), next_(index(n_threads)) {
     for (int layer = 0; layer < store.n_layers(); ++layer)
         for (int head = 0; head < store.shape(layer).n_head_kv; ++head) commits_.emplace_back();
 }

@@ -29,7 +29,9 @@ public:
 
     // Whether a head of the layer is this thread's: what it holds is then in the cache of one core.
     // It is looked through and committed by this thread, and attended to first.
-    bool owns(int head, int thread) const noexcept { return (before_ + head) % n_working_ == thread; }
+    bool owns(int head, int thread) const noexcept {
+        return (before_ + head) % n_working_ == thread;
+    }
 
     // A head of the layer was attended to.
     void add(int layer, int head, const float* observed, float squares) noexcept;

@@ -29,7 +29,8 @@ public:
     // Before a micro-batch; with every tile; after a head's last tile. In bits from the softmax's
     // sums, which are in nats.
     void begin(const Step& step);
-    void note(int layer, const Split& split, const RowTile& tile, const SoftmaxState& state) noexcept;
+    void note(int layer, const Split& split, const RowTile& tile,
+              const SoftmaxState& state) noexcept;
     void add_head(int layer, const Split& split, int head) noexcept;
 
     std::size_t bytes() const;

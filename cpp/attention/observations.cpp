@@ -37,8 +37,8 @@ void Observations::add_up(float* total, const float* more, int n) const noexcept
     }
 }
 
-float* Observations::carry(int layer, int head, bool is_first, const float* observed,
-                           float squares, int n) noexcept {
+float* Observations::carry(int layer, int head, bool is_first, const float* observed, float squares,
+                           int n) noexcept {
     Carried& carried = carried_[index(layer)];
     float& so_far = carried.squares[index(head)];
     so_far = squares + (is_first ? 0.0f : so_far);

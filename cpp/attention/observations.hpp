@@ -56,9 +56,9 @@ private:
 
     const Measure& measure_;
     std::size_t longest_ = 0;
-    std::vector<float> logits_;    // [row][longest]
-    std::vector<float> observed_;  // [row][longest], of single tokens for two layers in turn
-    std::size_t second_turn_ = 0;  // where those of layers of odd numbers begin
+    std::vector<float> logits_;     // [row][longest]
+    std::vector<float> observed_;   // [row][longest], of single tokens for two layers in turn
+    std::size_t second_turn_ = 0;   // where those of layers of odd numbers begin
     std::vector<Carried> carried_;  // of each layer
 };
 

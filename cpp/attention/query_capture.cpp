@@ -22,8 +22,7 @@ void QueryCapture::take(int layer, const AttentionParams& params, const RowsView
     float* out = rows.queries.data();
     for (int token = 0; token < n_tokens_; ++token)
         for (int head = 0; head < shape.n_head; ++head)
-            for (int d = 0; d < shape.k_dim; ++d)
-                *out++ = query.row(token, head)[d] * params.scale;
+            for (int d = 0; d < shape.k_dim; ++d) *out++ = query.row(token, head)[d] * params.scale;
     for (std::size_t head = 0; head < rows.sinks.size(); ++head)
         rows.sinks[head] = params.sinks != nullptr ? params.sinks[head] : kMaskedLogit;
     for (std::size_t head = 0; head < rows.slopes.size(); ++head)

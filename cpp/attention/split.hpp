@@ -1,6 +1,6 @@
-// How the micro-batch of one layer becomes units of work: rows of queries become tiles, tiles become
-// bands or are cut along the entries. It depends on lengths alone, never on the number of threads,
-// so that every number of threads gives the same result bit by bit.
+// How the micro-batch of one layer becomes units of work: rows of queries become tiles, tiles
+// become bands or are cut along the entries. It depends on lengths alone, never on the number of
+// threads, so that every number of threads gives the same result bit by bit.
 #pragma once
 
 #include "store/layer_shape.hpp"

@@ -15,10 +15,8 @@ void register_importance(py::module_& m) {
         .def_readonly("summary", &Measure::summary)
         .def_property_readonly(
             "by_position", [](const Measure& self) { return self.evidence == Evidence::position; })
-        .def_property_readonly("adds_up",
-                               [](const Measure& self) {
-                                   return self.observes() && !self.by_largest();
-                               })
+        .def_property_readonly(
+            "adds_up", [](const Measure& self) { return self.observes() && !self.by_largest(); })
         .def_readonly("of_echoes", &Measure::of_echoes)
         .def_property_readonly(
             "turns_queries",

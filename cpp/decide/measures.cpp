@@ -24,8 +24,8 @@ constexpr float kThresholdOfProducts = 0.5f;  // as the freeze document has it
 // By position: of a text, every head keeps the same entries.
 constexpr Measure positional(ScoreKind kind, const char* name, const char* summary,
                              float (*score)(std::int32_t, std::int32_t, float)) {
-    return {kind,  name,  summary, Evidence::position, kNone,     false,
-            false, score, nullptr, false,              kEvenShare};
+    return {kind,  name,    summary, Evidence::position, kNone, false, false,
+            score, nullptr, false,   kEvenShare};
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What queries are observed to give: a name alone, since kernels are compiled for several instruction
-// sets and must not bring inline functions along.
+// What queries are observed to give: a name alone, since kernels are compiled for several
+// instruction sets and must not bring inline functions along.
 #pragma once
 
 namespace entropykv {

@@ -38,8 +38,9 @@ auto score_by_position(ScoreKind kind) {
 
 }  // namespace
 
-FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
-                            float entropy_variation, const Protection& protection) {
+FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep,
+                                ScoreKind score, float entropy_variation,
+                                const Protection& protection) {
     const auto score_of = score_by_position(score);
     FlatEviction plan;
     if (positions.empty()) return plan;

@@ -20,8 +20,9 @@ struct FlatEviction {
     std::vector<std::pair<std::int32_t, std::int32_t>> removed;
 };
 
-FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep, ScoreKind score,
-                            float entropy_variation, const Protection& protection);
+FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep,
+                                ScoreKind score, float entropy_variation,
+                                const Protection& protection);
 
 class FlatStore {
 public:
