@@ -18,6 +18,7 @@ from entropykv.calibration.measure import (
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.texts import read_texts
 from tests.support.calibration_texts import QUICK, WORDS, some_texts
+from tests.support.hf_names import PROJECTIONS
 from tests.support.logits import tokens_for
 
 # transformers
@@ -47,18 +48,9 @@ def hf_llama(path: Path, directory: Path) -> Path:
         return weight.reshape(n_head, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
     state = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names = norms | PROJECTIONS
     for i in range(3):
-        names = {
-            "input_layernorm": "attn_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.k_proj": "attn_k",
-            "self_attn.v_proj": "attn_v",
-            "self_attn.o_proj": "attn_output",
-            "mlp.gate_proj": "ffn_gate",
-            "mlp.up_proj": "ffn_up",
-            "mlp.down_proj": "ffn_down",
-        }
         state |= {f"model.layers.{i}.{hf}": f"blk.{i}.{ours}" for hf, ours in names.items()}
         weights[f"blk.{i}.attn_q"] = halves(weights[f"blk.{i}.attn_q"], 6)
         weights[f"blk.{i}.attn_k"] = halves(weights[f"blk.{i}.attn_k"], 2)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.exact_logits import Logits
 from tests.support.hf_files import write_tokenizer
+from tests.support.hf_names import PROJECTIONS
 
 _WHY = "needs torch and transformers: pip install entropykv[reference]"
 
@@ -29,15 +30,6 @@ safetensors_torch = pytest.importorskip("safetensors.torch", reason=_WHY)
 
 N_VOCAB = 320
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, N_VOCAB, 90)]
-PROJECTIONS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def reference_logits(model: Any) -> Logits:

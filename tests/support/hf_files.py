@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.hf_names import PROJECTIONS
 from tests.support.i2s_files import I2sModel, byte_level_vocabulary
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -17,15 +18,7 @@ N_TOKENS = 262
 """Tokens of the tokenizer of every directory; a larger vocabulary is padded."""
 
 _DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8", "float64": "F64", "int64": "I64"}
-_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_NAMES = {ours: theirs for theirs, ours in PROJECTIONS.items()}
 _NORMS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from entropykv._version import VERSION
-from entropykv.cli.freeze_options import add_freeze_options
+from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
 from entropykv.cli.options import (
     add_entropy_config,
     add_protection_options,
@@ -27,7 +27,7 @@ from entropykv.files import read_text
 from entropykv.policy.names import AUTO
 from entropykv.policy.recipe import given_profile
 from entropykv.profile.find import profile_beside
-from entropykv.session.asked import freezing_of
+from entropykv.session.asked import WITHOUT_REWALK, freezing_of, recovery_of
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
 
@@ -77,6 +77,7 @@ def _add_combination_options(parser: argparse.ArgumentParser) -> None:
     add_protection_options(group)
     add_store_options(parser.add_argument_group("engine"))
     add_freeze_options(parser)
+    add_recovery_options(parser, rewalks=False)
 
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -245,6 +246,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
         n_sinks=options.sinks,
         recent_window=options.recent_window,
         freeze=freezing_of(options),
+        recovery=recovery_of(options, WITHOUT_REWALK),
     )
     return Engine(str(options.model), cache, options.equal_bytes)
 
@@ -262,6 +264,7 @@ def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, objec
         "recent_window": cache.recent_window,
         "equal_bytes": engine.equal_bytes,
         "freezing": None if cache.freezing is None else dataclasses.asdict(cache.freezing),
+        "recovery": None if cache.recovery is None else dataclasses.asdict(cache.recovery),
         "entropy_config": None if path is None else digest_of(read_text(path, ProfileError)),
         "entropykv": VERSION,
     }

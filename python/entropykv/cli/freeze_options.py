@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from entropykv.cli.options import integer
-from entropykv.session.asked import RUNGS
+from entropykv.session.asked import RUNGS, WITHOUT_REWALK
 from entropykv.settings.freezing import COLD_CHOICES, WHERE, Freezing
 from entropykv.settings.recovery import Recovery
 
@@ -72,16 +72,20 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_recovery_options(parser: argparse.ArgumentParser) -> None:
-    """Add options of what is done where the output grows uncertain."""
+def add_recovery_options(parser: argparse.ArgumentParser, *, rewalks: bool = True) -> None:
+    """Add options of what is done where the output grows uncertain.
+
+    Without `rewalks`, what was written stays: there are no options to write it again.
+    """
     group = parser.add_argument_group("recovery (where entries are frozen)")
+    rewalk = ", rewalk (and write the last tokens again; as many are held back)" * rewalks
     group.add_argument(
         "--recovery",
-        choices=RUNGS,
+        choices=tuple(RUNGS) if rewalks else WITHOUT_REWALK,
         help="restore frozen entries where the entropy of the output rises or its top probability "
         "falls, one rung further each time, up to this one: soft (what would stay frozen for more "
-        "than a step), window (what the last steps froze), full (all), rewalk (and write the last "
-        "tokens again; as many are held back) (default: nothing is watched)",
+        f"than a step), window (what the last steps froze), full (all){rewalk} (default: nothing "
+        "is watched)",
     )
     group.add_argument(
         "--recovery-deviations",
@@ -95,9 +99,10 @@ def add_recovery_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"steps that a window reset looks back (default: {Recovery.window})",
     )
-    group.add_argument(
-        "--rewalk",
-        type=integer(1),
-        metavar="K",
-        help=f"tokens that a rewalk writes again (default: {Recovery.rewalk})",
-    )
+    if rewalks:
+        group.add_argument(
+            "--rewalk",
+            type=integer(1),
+            metavar="K",
+            help=f"tokens that a rewalk writes again (default: {Recovery.rewalk})",
+        )

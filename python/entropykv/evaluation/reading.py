@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from entropykv.session.recovery import Watch
+from entropykv.session.session import Session
+
 Logits = npt.NDArray[np.float32]
 Tick = Callable[[int], None]
 """Called between two steps with how many more tokens are done; may raise to end the work there."""
@@ -74,7 +77,11 @@ def read(reader: Reader, tokens: Sequence[int], tick: Tick) -> tuple[Logits, flo
 def write(
     reader: Reader, logits: Logits, n_tokens: int, tick: Tick, *, stops: bool = False
 ) -> Written:
-    """Write n_tokens greedily after what `logits` are of; fewer where `stops` and the text ends."""
+    """Write n_tokens greedily after what `logits` are of; fewer where `stops` and the text ends.
+
+    A session with a recovery ladder climbs it meanwhile, up to where it writes nothing again.
+    """
+    watch = _watch_of(reader, len(logits))
     tokens: list[int] = []
     start = time.perf_counter()
     while not (stops and reader.is_end(int(logits.argmax()))):
@@ -82,5 +89,14 @@ def write(
         if len(tokens) == n_tokens:
             break
         logits, _ = read(reader, tokens[-1:], tick)
+        if watch is not None:
+            watch.wants_rewalk(logits, reader.position)
     n_decoded = min(len(tokens), n_tokens - 1)
     return Written(tokens, n_decoded, time.perf_counter() - start)
+
+
+def _watch_of(reader: Reader, n_vocab: int) -> Watch | None:
+    """Return the recovery ladder for one text that a session writes; None where it has none."""
+    if isinstance(reader, Session) and reader.recovery is not None:
+        return Watch(reader, reader.recovery, n_vocab)
+    return None

@@ -21,17 +21,14 @@ from entropykv.server.options import ModelOptions
 from entropykv.server.shelf import Shelf
 from entropykv.server.slots import Totals
 from entropykv.server.template_traits import TemplateTraits, traits_of
-from entropykv.session.asked import RUNGS, cache_options_of
+from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.recovery import Rung
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
 # llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
 # 20,000 groups overflow a stack of 8 MiB, 5,000 groups and 50,000 rules do not.
 _MOST_GROUPS = 5_000
 _MOST_RULES = 50_000
-# A server has no rewalk: it cannot write again what a client has read.
-_RUNGS = [name for name, rung in RUNGS.items() if rung is not Rung.REWALK]
 _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: text.lower() in ("true", "1"),
     "int": int,
@@ -207,12 +204,12 @@ def load_llama(options: ModelOptions) -> ServedLlama:
 def _cache_options(options: ModelOptions) -> CacheOptions:
     """Return what is asked of the cache; raises SettingsError."""
     if options.parallel == 1:
-        return cache_options_of(options, rungs=_RUNGS)
+        return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:
         raise SettingsError("with --parallel, conversations are kept anyway; leave --cache out")
     return cache_options_of(
         options,
-        rungs=_RUNGS,
+        rungs=WITHOUT_REWALK,
         n_sequences=options.parallel,
         park=options.park,
         park_limit=options.park_limit,

@@ -13,6 +13,8 @@ from entropykv.settings.recovery import Recovery, Rung
 
 RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
 """The rungs of the recovery ladder, by what options call them."""
+WITHOUT_REWALK = tuple(name for name, rung in RUNGS.items() if rung is not Rung.REWALK)
+"""The rungs where tokens that were written cannot be taken back."""
 
 _SAME = ("kv_budget", "policy", "kv_type", "store", "entropy_config", "recent_window")
 """Fields of CacheOptions that options have under the same name."""
