@@ -14,6 +14,7 @@ import pytest
 from entropykv.model import shipped
 from tests.support.browser import Watched, chromium
 from tests.support.running_server import KEY, Server
+from tests.support.served import served
 from tests.support.tiny_models import write_llama
 
 pytestmark = pytest.mark.browser
@@ -33,11 +34,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--freeze", "ram")
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served("--freeze", "ram")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import runpy
 import sys
@@ -12,10 +11,9 @@ import pytest
 
 from benchmarks.chat import MODELS, talk
 from entropykv import Session
-from entropykv.cli import main
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
-from tests.support.chats import GREEDY, Chat, answer_to, open_plain, plain, sentences
+from tests.support.chats import GREEDY, Chat, answer_to, open_plain, piped, plain, sentences
 from tests.support.command import entropykv
 from tests.support.tiny_models import write_gpt2
 
@@ -25,17 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
     """Run a piped conversation to its end; returns stdout and stderr."""
-
-    def run(model: Path, lines: str | bytes, *options: object) -> tuple[str, str]:
-        data = lines if isinstance(lines, bytes) else lines.encode()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        capsys.readouterr()
-        assert main(["chat", "-m", str(model), *GREEDY, *map(str, options)]) == 0
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err
-        return shown.out, shown.err
-
-    return run
+    return piped(monkeypatch, capsys)
 
 
 def test_answers_alone_are_on_stdout(tiny_llama: Path, chat: Chat) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import pty
 import select
@@ -20,24 +19,13 @@ from typing import Any
 import pytest
 
 from entropykv import Session
-from entropykv.cli import main
-from tests.support.chats import GREEDY, Chat, open_plain
+from tests.support.chats import GREEDY, Chat, open_plain, piped
 
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
     """Run a piped conversation to its end; returns stdout and stderr."""
-
-    def run(model: Path, lines: str | bytes, *options: object) -> tuple[str, str]:
-        data = lines if isinstance(lines, bytes) else lines.encode()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        capsys.readouterr()
-        assert main(["chat", "-m", str(model), *GREEDY, *map(str, options)]) == 0
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err
-        return shown.out, shown.err
-
-    return run
+    return piped(monkeypatch, capsys)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.running_server import KEY, Server
+from tests.support.served import served
 
 pytest.importorskip("langchain_openai", reason="needs the extra clients")
 pytestmark = [
@@ -32,11 +33,7 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--alias", MODEL, "--api-key", KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served("--alias", MODEL, "--api-key", KEY)
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,12 @@ from entropykv.cli import main
 from entropykv.evaluation.metrics import compare, equal_share
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.shipped import DEMOS
-from tests.support.eval_command import SHORT, Command, words
+from tests.support.eval_command import SHORT, Command, write_texts
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("texts")
-    files = [folder / f"{number}.txt" for number in range(3)]
-    for number, file in enumerate(files):
-        file.write_text(words(number, 400), encoding="utf-8")
-    return files
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture

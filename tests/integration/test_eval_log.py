@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli.progress import ProgressBar
-from tests.support.eval_command import SHORT, Command, words
+from tests.support.eval_command import SHORT, Command, write_texts
 from tests.support.tiny_models import write_llama
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("texts")
-    files = [folder / f"{number}.txt" for number in range(3)]
-    for number, file in enumerate(files):
-        file.write_text(words(number, 400), encoding="utf-8")
-    return files
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture

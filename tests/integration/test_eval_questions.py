@@ -14,16 +14,12 @@ from entropykv.evaluation.recall import RecallPart, recall_items
 from entropykv.evaluation.texts import EvaluationText
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
-from tests.support.eval_command import Command, words
+from tests.support.eval_command import Command, words, write_texts
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("texts")
-    files = [folder / f"{number}.txt" for number in range(3)]
-    for number, file in enumerate(files):
-        file.write_text(words(number, 400), encoding="utf-8")
-    return files
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.kv_events import PROMPT, events
 from tests.support.running_server import KEY, Server
+from tests.support.served import served
 
 # --- of a pool ------------------------------------------------------------------------------------
 
@@ -21,11 +22,7 @@ POOL = ("--parallel", 2, "--kv-budget", "512KiB", "--n_ctx", 32768, "-t", 1)
 
 @pytest.fixture(scope="module")
 def pooled() -> Iterator[Server]:
-    running = Server(usual=POOL, ENTROPYKV_API_KEY=KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served(usual=POOL, ENTROPYKV_API_KEY=KEY)
 
 
 def say(server: Server, name: str, text: str, **options: Any) -> None:

@@ -14,17 +14,14 @@ import pytest
 
 from tests.support.kv_events import LONG, PROMPT, events, planes_of
 from tests.support.running_server import KEY, Server
+from tests.support.served import served
 
 # --- the routes -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--freeze", "ram", ENTROPYKV_API_KEY=KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served("--freeze", "ram", ENTROPYKV_API_KEY=KEY)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from entropykv import (
     Session,
 )
 from entropykv.model import shipped
-from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, content
+from tests.support.llamas import GRAMMAR, PROMPT, QUIET, STORES, answer, both, content
 
 
 def penalise_e(_: Any, scores: Any) -> Any:
@@ -55,11 +55,7 @@ def store(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
     """Ours with all it can keep, and the stock one."""
-    ours = EntropyLlama(str(tiny_llama), n_ctx=256, kv_type="f16", store=store, **QUIET)
-    stock = Llama(str(tiny_llama), n_ctx=256, **QUIET)
-    yield ours, stock
-    ours.close()
-    stock.close()
+    yield from both(tiny_llama, store)
 
 
 # --- the same answers -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from entropykv import (
     Session,
     attach,
 )
-from tests.support.llamas import PROMPT, QUIET, STORES, content
+from tests.support.llamas import PROMPT, QUIET, STORES, both, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
 
@@ -34,11 +34,7 @@ def store(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
     """Ours with all it can keep, and the stock one."""
-    ours = EntropyLlama(str(tiny_llama), n_ctx=256, kv_type="f16", store=store, **QUIET)
-    stock = Llama(str(tiny_llama), n_ctx=256, **QUIET)
-    yield ours, stock
-    ours.close()
-    stock.close()
+    yield from both(tiny_llama, store)
 
 
 # --- life -----------------------------------------------------------------------------------------

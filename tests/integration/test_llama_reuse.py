@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Session
-from tests.support.llamas import GREEDY, QUIET, STORES, content
+from tests.support.llamas import GREEDY, QUIET, STORES, content, small
 from tests.support.logits import tokens_for
 from tests.support.reads import Reads
 
@@ -23,9 +23,7 @@ def store(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
     """64 of 512 tokens, micro-batches of 32."""
-    made = EntropyLlama(str(tiny_llama), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)
-    yield made
-    made.close()
+    yield from small(tiny_llama, store)
 
 
 # --- the session knows where it can go back to ----------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from llama_cpp import LlamaGrammar
 
 from entropykv import ContextError, EntropyLlama
-from tests.support.llamas import GREEDY, QUIET, STORES, answer
+from tests.support.llamas import GREEDY, QUIET, STORES, answer, small
 from tests.support.reads import Reads
 
 BYTE = 3  # the first of the 256 byte tokens of the tiny models
@@ -30,9 +30,7 @@ def store(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
     """64 of 512 tokens, micro-batches of 32."""
-    made = EntropyLlama(str(tiny_llama), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)
-    yield made
-    made.close()
+    yield from small(tiny_llama, store)
 
 
 # --- by text --------------------------------------------------------------------------------------

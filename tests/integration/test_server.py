@@ -24,18 +24,14 @@ import pytest
 from entropykv import EntropyLlama
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete
+from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete, served
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server(ENTROPYKV_API_KEY=KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served(ENTROPYKV_API_KEY=KEY)
 
 
 @pytest.fixture(scope="module")

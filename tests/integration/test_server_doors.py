@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.running_server import KEY, Server
-from tests.support.served import ORIGIN, PROMPT, completion, tokens_of
+from tests.support.served import ORIGIN, PROMPT, completion, served, tokens_of
 
 QUESTION: list[Any] = [{"role": "user", "content": "Where is the garden?"}]
 
@@ -42,11 +42,7 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,12 @@ import pytest
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.starting import Starting
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import ORIGIN, PROMPT, completion, tokens_of
+from tests.support.served import ORIGIN, PROMPT, completion, served, tokens_of
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
 @pytest.fixture(scope="module")

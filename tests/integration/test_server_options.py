@@ -17,16 +17,12 @@ from entropykv.errors import SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.settings.cores import usable_cores
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import ORIGIN
+from tests.support.served import ORIGIN, served
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served("--alias", "tiny", "--cors-origins", ORIGIN, "--api-key", KEY)
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,12 @@ import openai
 import pytest
 
 from tests.support.running_server import KEY, N_CTX, Server
-from tests.support.served import MESSAGES, assert_next_is_right, complete
+from tests.support.served import MESSAGES, assert_next_is_right, complete, served
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server(ENTROPYKV_API_KEY=KEY)
-    yield running
-    code, errors = running.end()
-    assert code == 0
-    assert "Traceback" not in errors, errors
+    yield from served(ENTROPYKV_API_KEY=KEY)
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from entropykv import Session
+from entropykv.cli import main
 
 GREEDY = ("--temp", "0", "-t", "1", "-n", "12")
 Chat = Callable[..., tuple[str, str]]
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """Return what runs a piped conversation to its end, and returns stdout and stderr."""
+
+    def run(model: Path, lines: str | bytes, *options: object) -> tuple[str, str]:
+        data = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        capsys.readouterr()
+        assert main(["chat", "-m", str(model), *GREEDY, *map(str, options)]) == 0
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err
+        return shown.out, shown.err
+
+    return run
 
 
 def plain(session: Session, *turns: str) -> list[str]:

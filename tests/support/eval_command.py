@@ -39,3 +39,11 @@ def words(seed: int, n: int) -> str:
 
 
 SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)
+
+
+def write_texts(folder: Path) -> list[Path]:
+    """Write three texts of 400 words, each its own, and return their files."""
+    files = [folder / f"{number}.txt" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_text(words(number, 400), encoding="utf-8")
+    return files

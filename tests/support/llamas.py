@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from llama_cpp import Llama
+
+from entropykv import EntropyLlama
 
 QUIET: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}
 STORES = ("headwise", "flat")
@@ -22,3 +28,19 @@ GRAMMAR = 'root ::= [a-z]{3} " " [0-9]{2}'
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
+
+
+def both(model: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
+    """Open ours with all it can keep, and the stock one; close them in the end."""
+    ours = EntropyLlama(str(model), n_ctx=256, kv_type="f16", store=store, **QUIET)
+    stock = Llama(str(model), n_ctx=256, **QUIET)
+    yield ours, stock
+    ours.close()
+    stock.close()
+
+
+def small(model: Path, store: str) -> Iterator[EntropyLlama]:
+    """Open one that keeps 64 of 512 tokens, in micro-batches of 32; close it in the end."""
+    made = EntropyLlama(str(model), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)
+    yield made
+    made.close()

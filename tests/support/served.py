@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +15,15 @@ from tests.support.running_server import MODEL, N_CTX, Server
 PROMPT = "The old garden"
 MESSAGES: list[Any] = [{"role": "user", "content": "Where is the garden?"}]
 LONG = {"max_tokens": N_CTX - 100, "extra_body": {"min_tokens": N_CTX}}
+
+
+def served(*options: object, **environment: str) -> Iterator[Server]:
+    """Run a server for the tests of a module, and see that it ends well."""
+    running = Server(*options, **environment)
+    yield running
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors, errors
 
 
 def complete(client: openai.OpenAI, prompt: str = PROMPT, **options: Any) -> str:
