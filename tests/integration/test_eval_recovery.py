@@ -71,7 +71,7 @@ def test_the_ladder_reaches_every_session(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--recovery", "full"), "--recovery"),
+        (("--recovery", "full"), "recovery restores what is frozen"),
         (("--recovery", "rewalk", "--freeze", "ram"), "rewalk"),
         (("--recovery-window", 4, "--freeze", "ram"), "soft, window or full"),
     ],
@@ -85,7 +85,8 @@ def test_a_ladder_of_no_use_is_refused(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the and of to in on at. " * 20, encoding="utf-8")
-    assert Command(tiny_llama, tmp_path).code("--text", text, "--prompt", 40, *options) == 2
+    short = ("--text", text, "--prompt", 40, "--continuation", 4)
+    assert Command(tiny_llama, tmp_path).code(*short, *options) == 2
     errors = capsys.readouterr().err
     assert words in errors
     assert errors.count("\n") == 1
