@@ -77,12 +77,17 @@ void Ranking::gather(const Head& head, const StagedEntries& staged) noexcept {
     });
 }
 
-// The score of an entry by itself: of its position, or of what it was given (its importance).
-float Ranking::score_of(std::int32_t position, float importance) const noexcept {
+// The scores of entries by themselves: of their positions, or of what they were given (their
+// importance, which is there).
+void Ranking::score_singly(int n) noexcept {
     const ImportanceSettings& settings = common_.importance();
-    if (const auto by_position = settings.measure().by_position)
-        return by_position(position, newest_, settings.variation);
-    return settings.by_exposure ? importance / exposure(newest_ - position, settings) : importance;
+    if (const auto by_position = settings.measure().by_position) {
+        for (int i = 0; i < n; ++i)
+            scores_[index(i)] = by_position(positions_[index(i)], newest_, settings.variation);
+    } else if (settings.by_exposure) {
+        for (int i = 0; i < n; ++i)
+            scores_[index(i)] /= exposure(newest_ - positions_[index(i)], settings);
+    }
 }
 
 // Scores times the norms of V, squared where the scores are.
@@ -164,8 +169,7 @@ void Ranking::score(const Head& head, const StagedEntries& staged, int keep) noe
     if (settings.measure().evidence == Evidence::expectation) {
         expect(head, staged);
     } else {
-        for (int i = 0; i < total; ++i)
-            scores_[index(i)] = score_of(positions_[index(i)], scores_[index(i)]);
+        score_singly(total);
     }
     if (settings.by_values) weigh_by_values(head, staged);
     make_finite(scores_.data(), total);

@@ -38,7 +38,7 @@ public:
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     void gather(const Head& head, const StagedEntries& staged) noexcept;
-    float score_of(std::int32_t position, float importance) const noexcept;
+    void score_singly(int n) noexcept;
     void weigh_by_values(const Head& head, const StagedEntries& staged) noexcept;
     void expect(const Head& head, const StagedEntries& staged) noexcept;
     void add_softmax(int n) noexcept;
