@@ -19,12 +19,12 @@ from entropykv.errors import (
     SettingsError,
 )
 from entropykv.evaluation import continuation
-from entropykv.evaluation.combination import Combination, Engine, combinations
+from entropykv.evaluation.combination import Combination, EngineSettings, combinations
 from entropykv.evaluation.continuation import Protocol, ReferenceLogits, prompt_length
 from entropykv.evaluation.dataset import read_dataset, rouge_scorer
 from entropykv.evaluation.metrics import Comparison, compare, equal_share
 from entropykv.evaluation.reading import Logits
-from entropykv.evaluation.request import Request
+from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.texts import EvaluationText, is_tuning, part_of, read_texts
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
@@ -164,8 +164,8 @@ def test_combinations_are_all_of_them_once() -> None:
 
 
 def test_budgets_are_shares_of_entries_or_of_bytes(tiny_llama: Path) -> None:
-    entries = Engine(str(tiny_llama), CacheOptions())
-    in_bytes = Engine(str(tiny_llama), CacheOptions(), equal_bytes=True)
+    entries = EngineSettings(str(tiny_llama), CacheOptions())
+    in_bytes = EngineSettings(str(tiny_llama), CacheOptions(), equal_bytes=True)
     assert entries.full_bytes_per_token == 2 * 3 * 2 * (32 + 32)
     fifth = Budget.parse(0.2)
     assert entries.budget_for(fifth, 2048) == Budget("tokens", 409)
@@ -249,7 +249,7 @@ def test_without_rouge_score_the_way_out_is_named(monkeypatch: pytest.MonkeyPatc
 )
 def test_requests_of_nothing_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        Request(**fields)
+        EvalRequest(**fields)
 
 
 def test_a_session_is_as_long_as_what_follows_the_prompt() -> None:

@@ -13,7 +13,7 @@ from entropykv.cli.notes import say
 from entropykv.cli.options import demo_of
 from entropykv.errors import ContextError, SettingsError
 from entropykv.files import read_text
-from entropykv.llamacpp.model_options import ModelOptions as ModelTuning
+from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.session.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _check(options: argparse.Namespace, sampling: Sampling) -> None:
             "the page of --web has temperature, top-p, top-k, min-p, penalties and seed; leave "
             "other samplers, biases and grammars out"
         )
-    tuning = ModelTuning(use_mmap=not options.no_mmap, use_mlock=options.mlock, adapters=[])
+    tuning = LoadOptions(use_mmap=not options.no_mmap, use_mlock=options.mlock, adapters=[])
     if model_options_of(options) != tuning:
         raise SettingsError(
             "--web loads the model as its file says; for LoRA adapters, RoPE and chat templates "

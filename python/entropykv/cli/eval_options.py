@@ -17,10 +17,10 @@ from entropykv.cli.options import (
     list_of,
 )
 from entropykv.errors import ProfileError
-from entropykv.evaluation.combination import Engine
+from entropykv.evaluation.combination import EngineSettings
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
-from entropykv.evaluation.request import Request
+from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.ruler.suite import QUESTIONS, TASKS, Suite
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
@@ -31,7 +31,7 @@ from entropykv.session.asked import WITHOUT_REWALK, freezing_of, recovery_of
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
 
-_DEFAULTS = Request
+_DEFAULTS = EvalRequest
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
@@ -215,10 +215,10 @@ def _suite_of(options: argparse.Namespace) -> Suite | None:
     return Suite(options.lengths, options.tasks, options.samples, questions)
 
 
-def request_of(options: argparse.Namespace) -> Request:
+def request_of(options: argparse.Namespace) -> EvalRequest:
     """Read the texts and questions that are named; raises what their readers raise."""
     texts = read_texts(options.text or [])
-    return Request(
+    return EvalRequest(
         texts=part_of(texts, options.part, options.tuning_share) if texts else texts,
         prompt=options.prompt,
         continuation=options.continuation,
@@ -236,7 +236,7 @@ def request_of(options: argparse.Namespace) -> Request:
     )
 
 
-def engine_of(options: argparse.Namespace) -> Engine:
+def engine_of(options: argparse.Namespace) -> EngineSettings:
     """Return how sessions are made: everything about them but policy, budget and types."""
     cache = CacheOptions(
         store=options.store,
@@ -248,10 +248,10 @@ def engine_of(options: argparse.Namespace) -> Engine:
         freeze=freezing_of(options),
         recovery=recovery_of(options, WITHOUT_REWALK),
     )
-    return Engine(str(options.model), cache, options.equal_bytes)
+    return EngineSettings(str(options.model), cache, options.equal_bytes)
 
 
-def log_settings(options: argparse.Namespace, engine: Engine) -> dict[str, object]:
+def log_settings(options: argparse.Namespace, engine: EngineSettings) -> dict[str, object]:
     """Return what figures depend on, besides the request."""
     cache = engine.options
     beside = profile_beside(options.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from entropykv.evaluation.part import Part
+from entropykv.evaluation.part import EvalPart
 from entropykv.evaluation.rows import EvalRow
 from entropykv.evaluation.ruler.scores import RulerPart
 
@@ -76,7 +76,7 @@ def _score_of(task: str) -> Callable[[EvalRow], str]:
 class EvalTable:
     """Write a table whose columns are those of the parts that are measured."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[EvalPart]) -> None:
         """Take the columns of these parts, or those of the one suite."""
         self._title = ""
         self._columns = list(_COMMON)

@@ -6,7 +6,7 @@ import argparse
 
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
-from entropykv.llamacpp.model_options import NUMA_STRATEGIES, ROPE_SCALINGS, ModelOptions
+from entropykv.llamacpp.model_options import NUMA_STRATEGIES, ROPE_SCALINGS, LoadOptions
 
 _ROPE = {
     "--rope-freq-base": ("rope_freq_base", "base frequency of RoPE"),
@@ -53,8 +53,8 @@ def add_model_tuning(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--jinja", action="store_true", help="changes nothing: templates are Jinja")
 
 
-def model_options_of(options: argparse.Namespace) -> ModelOptions:
-    """Make ModelOptions; raises SettingsError for options that contradict each other."""
+def model_options_of(options: argparse.Namespace) -> LoadOptions:
+    """Make LoadOptions; raises SettingsError for options that contradict each other."""
     template = options.chat_template
     if options.chat_template_file is not None:
         if template is not None:
@@ -62,7 +62,7 @@ def model_options_of(options: argparse.Namespace) -> ModelOptions:
         template = read_text(options.chat_template_file, SettingsError)
     adapters = [(path, 1.0) for path in options.lora]
     adapters += [(path, _number(scale)) for path, scale in options.lora_scaled]
-    return ModelOptions(
+    return LoadOptions(
         use_mmap=not options.no_mmap,
         use_mlock=options.mlock,
         numa=options.numa,

@@ -30,14 +30,14 @@ _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class HfCheckpoint:
     """Hold a directory and its config.json, whose values are checked when they are asked for."""
 
     path: Path
     config: dict[str, Any]
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
+    def open(cls, path: Path) -> HfCheckpoint:
         """Read config.json; raises UnsupportedModelError for a model that cannot be served."""
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))

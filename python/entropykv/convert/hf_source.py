@@ -21,7 +21,7 @@ from entropykv.convert.decoder import (
     check_tensors,
     drop_tied_head,
 )
-from entropykv.convert.hf_config import Checkpoint
+from entropykv.convert.hf_config import HfCheckpoint
 from entropykv.convert.hf_tokenizer import check_tokenizer
 from entropykv.convert.permuted import permuted
 from entropykv.convert.safetensors import StoredTensor, read_safetensors
@@ -145,7 +145,7 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
     quantised. Raises ModelFileError and UnsupportedModelError.
     """
     try:
-        checkpoint = Checkpoint.open(path)
+        checkpoint = HfCheckpoint.open(path)
         checkpoint.check_attention()
         check_tokenizer(path)
         shape = checkpoint.shape
@@ -177,7 +177,7 @@ def read_hf(path: Path, *, dense: bool = False) -> Source:
 
 
 def _tensors(
-    checkpoint: Checkpoint, stored: dict[str, StoredTensor], dense: bool
+    checkpoint: HfCheckpoint, stored: dict[str, StoredTensor], dense: bool
 ) -> Iterator[tuple[str, Tensor]]:
     shape = checkpoint.shape
     projections = shape.projections()
@@ -203,7 +203,7 @@ def _tensors(
         yield name, _in_order(name, weight, shape)
 
 
-def _settle_head(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+def _settle_head(checkpoint: HfCheckpoint, tensors: dict[str, Tensor]) -> None:
     """Drop a head that transformers would not use; raises ModelFileError where one is missing."""
     if checkpoint.target_architecture == "bitnet":
         return
@@ -244,7 +244,7 @@ def _file_tensor(name: str, tensor: StoredTensor) -> FileTensor:
 
 
 def _projection(
-    checkpoint: Checkpoint,
+    checkpoint: HfCheckpoint,
     name: str,
     tensor: StoredTensor,
     scale: StoredTensor | None,

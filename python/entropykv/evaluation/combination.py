@@ -20,7 +20,7 @@ STOCK = "stock"
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSettings:
     """Say how every session runs the model."""
 
     model: str
@@ -65,7 +65,7 @@ class Combination:
         return f"{self.policy}, {self.kv_type}, {self.budget}"
 
     @contextmanager
-    def session(self, engine: Engine, n_ctx: int, n_tokens: int) -> Iterator[Session]:
+    def session(self, engine: EngineSettings, n_ctx: int, n_tokens: int) -> Iterator[Session]:
         """Open a session whose budget is that of a text of n_tokens; it closes at the end."""
         with Session(
             engine.model,
@@ -77,7 +77,7 @@ class Combination:
         ) as session:
             yield session
 
-    def prepare(self, session: Session, engine: Engine, n_tokens: int) -> None:
+    def prepare(self, session: Session, engine: EngineSettings, n_tokens: int) -> None:
         """Make a session ready to read a text of n_tokens inside the budget."""
         session.reset()
         session.resize(engine.budget_for(self.budget, n_tokens))

@@ -27,7 +27,7 @@ class Item:
     """How many tokens are read or written in all, for the progress."""
 
 
-class Part(Protocol):
+class EvalPart(Protocol):
     """Measure items of one kind; every figure is of one item, so that items can be left out."""
 
     name: str

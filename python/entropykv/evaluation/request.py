@@ -24,7 +24,7 @@ from entropykv.evaluation.dataset import (
     dataset_items,
     rouge_scorer,
 )
-from entropykv.evaluation.part import Part, Values
+from entropykv.evaluation.part import EvalPart, Values
 from entropykv.evaluation.recall import RecallPart, recall_items
 from entropykv.evaluation.ruler.scores import ruler_parts
 from entropykv.evaluation.ruler.suite import Suite, own_texts
@@ -33,7 +33,7 @@ from entropykv.llamacpp.model import Model
 
 
 @dataclass(frozen=True)
-class Request:
+class EvalRequest:
     """Hold what is asked for; lengths in tokens.
 
     `continuation` 0, `passkeys` 0 and no questions leave a part out.
@@ -88,7 +88,7 @@ class Request:
         """Return the texts that a suite has in place of RULER's essays."""
         return self.texts or own_texts()
 
-    def with_prompt(self, model: Model) -> Request:
+    def with_prompt(self, model: Model) -> EvalRequest:
         """Return the same with a prompt length; ContextError names a text that is too short."""
         if self.suite is not None or not (self.texts and self.continuation):
             return self
@@ -98,7 +98,7 @@ class Request:
         )
         return dataclasses.replace(self, prompt=prompt)
 
-    def parts(self, model: Model, stack: ExitStack) -> list[Part]:
+    def parts(self, model: Model, stack: ExitStack) -> list[EvalPart]:
         """Make parts with their items, for which alone the model is needed.
 
         The request is one that with_prompt() returned. What the parts hold is freed where the stack
@@ -108,7 +108,7 @@ class Request:
             haystacks = self.haystacks
             inside = self.inside
             return [*ruler_parts(self.suite, model, haystacks, seed=self.seed, inside=inside)]
-        made: list[Part] = []
+        made: list[EvalPart] = []
         if self.texts and self.continuation:
             made.append(self._continuations(model, stack))
         if self.passkeys:
@@ -117,13 +117,13 @@ class Request:
             made.append(self._dataset(model))
         return made
 
-    def _continuations(self, model: Model, stack: ExitStack) -> Part:
+    def _continuations(self, model: Model, stack: ExitStack) -> EvalPart:
         protocol = Protocol(self.prompt or 0, self.continuation, self.greedy, self.inside)
         items = continued_texts(self.texts, model, protocol)
         references = ReferenceLogits(model.n_vocab, len(items), self.continuation)
         return ContinuationPart(items, protocol, stack.enter_context(references))
 
-    def _recall(self, model: Model) -> Part:
+    def _recall(self, model: Model) -> EvalPart:
         items = recall_items(
             self.texts,
             model,
@@ -134,7 +134,7 @@ class Request:
         )
         return RecallPart(items)
 
-    def _dataset(self, model: Model) -> Part:
+    def _dataset(self, model: Model) -> EvalPart:
         trained = model.geometry.n_ctx_train
         if self.n_ctx > trained:
             raise ContextError(

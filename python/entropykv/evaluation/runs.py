@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from entropykv.evaluation.combination import STOCK, Combination, Engine
-from entropykv.evaluation.part import Item, Part
+from entropykv.evaluation.combination import STOCK, Combination, EngineSettings
+from entropykv.evaluation.part import EvalPart, Item
 from entropykv.evaluation.reading import Tick
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import EvalRow, summarize
@@ -24,9 +24,9 @@ class Evaluation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineSettings,
         combinations: Sequence[Combination],
-        parts: Sequence[Part],
+        parts: Sequence[EvalPart],
         log: ResultLog,
     ) -> None:
         """Take what was made before; nothing is measured yet."""
@@ -106,10 +106,10 @@ class Evaluation:
         found = (self._log.get(key, part.name, item) for part in self._parts for item in part.items)
         return [record for record in found if record is not None]
 
-    def _missing(self, contestant: str, part: Part) -> list[Item]:
+    def _missing(self, contestant: str, part: EvalPart) -> list[Item]:
         return [item for item in part.items if not self._log.get(contestant, part.name, item)]
 
-    def _to_refer(self, part: Part) -> list[Item]:
+    def _to_refer(self, part: EvalPart) -> list[Item]:
         """Return what stock has to measure, also items that others need measured again."""
         contestants = [STOCK]
         if part.needs_reference:
@@ -117,7 +117,7 @@ class Evaluation:
         missing = {item.digest for key in contestants for item in self._missing(key, part)}
         return [item for item in part.items if item.digest in missing]
 
-    def _refer(self, part: Part, tick: Tick) -> None:
+    def _refer(self, part: EvalPart, tick: Tick) -> None:
         items = self._to_refer(part)
         if not items:
             return
@@ -127,7 +127,7 @@ class Evaluation:
                 if self._log.get(STOCK, part.name, item) is None:
                     self._log.add(STOCK, part.name, item, values)
 
-    def _measure(self, combination: Combination, part: Part, tick: Tick) -> None:
+    def _measure(self, combination: Combination, part: EvalPart, tick: Tick) -> None:
         items = self._missing(combination.key, part)
         if not items:
             return
@@ -139,5 +139,5 @@ class Evaluation:
                 self._log.add(combination.key, part.name, item, values)
 
 
-def _shortest(part: Part) -> int:
+def _shortest(part: EvalPart) -> int:
     return min(len(item.tokens) for item in part.items)

@@ -17,8 +17,8 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from entropykv.errors import ContextError, ModelFileError
 from entropykv.llamacpp.model_options import (
     NUMA_STRATEGIES,
+    LoadOptions,
     LoraAdapters,
-    ModelOptions,
     apply_named_template,
 )
 from entropykv.llamacpp.products import reads_blocks
@@ -29,7 +29,7 @@ from entropykv.model.identity import identity_of
 class Model:
     """Hold weights and vocabulary; raises ModelFileError where the file cannot be loaded."""
 
-    _options = ModelOptions()
+    _options = LoadOptions()
     _adapters: LoraAdapters | None = None
 
     def __init__(
@@ -38,7 +38,7 @@ class Model:
         *,
         n_gpu_layers: int,
         verbose: bool,
-        options: ModelOptions | None = None,
+        options: LoadOptions | None = None,
         repack: bool = False,
         geometry: ModelGeometry | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class Model:
         """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = geometry or read_loadable(path)
-        self._options = options or ModelOptions()
+        self._options = options or LoadOptions()
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = offloaded_layers(n_gpu_layers)
         parameters.use_mmap = self._options.use_mmap

@@ -24,7 +24,7 @@ NUMA_STRATEGIES = {
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class LoadOptions:
     """Hold what llama.cpp is told when it loads a model; nothing of it changes the KV budget.
 
     `rope`: fields of llama_context_params, such as rope_freq_base. `adapters`: pairs of the path of

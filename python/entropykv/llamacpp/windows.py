@@ -25,7 +25,7 @@ _ALL, _SLIDING, _CHUNKED = 4, 3, 1
 
 
 @dataclass(frozen=True)
-class Window:
+class LayerWindow:
     """Say what a layer sees of a text."""
 
     size: int = 0
@@ -38,7 +38,7 @@ class Window:
         return shape.with_window(self.size, self.chunked)
 
 
-def layer_windows(model: Model, options: CacheOptions) -> dict[int, Window]:
+def layer_windows(model: Model, options: CacheOptions) -> dict[int, LayerWindow]:
     """Return the windows of a model's attention layers, by llama.cpp's number of the layer.
 
     The dict is empty for a model without windows. Raises UnsupportedModelError, which only says
@@ -52,12 +52,12 @@ def layer_windows(model: Model, options: CacheOptions) -> dict[int, Window]:
     return {layer: _window(size, n) for layer, n in _cells_seen(model, options, size)}
 
 
-def _window(size: int, n_seen: int) -> Window:
+def _window(size: int, n_seen: int) -> LayerWindow:
     if n_seen == _ALL:
-        return Window()
+        return LayerWindow()
     if n_seen not in (_SLIDING, _CHUNKED):
         raise UnsupportedModelError("its sliding window is not one of the newest positions")
-    return Window(size, n_seen == _CHUNKED)
+    return LayerWindow(size, n_seen == _CHUNKED)
 
 
 def _cells_seen(model: Model, options: CacheOptions, size: int) -> list[tuple[int, int]]:

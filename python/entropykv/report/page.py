@@ -20,7 +20,7 @@ from entropykv.report.figures import (
     suite_figure,
     trajectory_figure,
 )
-from entropykv.report.sources import Source, of_kind
+from entropykv.report.sources import ReportSource, of_kind
 from entropykv.report.tables import (
     Table,
     bench_table,
@@ -42,7 +42,7 @@ class Section:
     """(caption, figure) for each figure of the section."""
 
 
-def report_page(sources: Sequence[Source]) -> str:
+def report_page(sources: Sequence[ReportSource]) -> str:
     """Return the page of what was read; several of one kind are compared."""
     environment = jinja2.Environment(
         autoescape=True,
@@ -56,7 +56,7 @@ def report_page(sources: Sequence[Source]) -> str:
     )
 
 
-def _sections(sources: Sequence[Source]) -> Iterator[Section]:
+def _sections(sources: Sequence[ReportSource]) -> Iterator[Section]:
     if runs := of_kind(sources, "eval"):
         figure = eval_figure({run.name: run.rows for run in runs})
         yield Section(
@@ -100,17 +100,17 @@ def _sections(sources: Sequence[Source]) -> Iterator[Section]:
         )
 
 
-def _about_eval(run: Source) -> str:
+def _about_eval(run: ReportSource) -> str:
     part = "" if run.data.get("complete", True) else " It was interrupted: rows are missing."
     return f"{run.name}: {run.data['model']['name']}, {len(run.rows)} rows.{part}"
 
 
-def _about_suite(run: Source) -> str:
+def _about_suite(run: ReportSource) -> str:
     essays = ", ".join(map(str, run.data["settings"]["ruler_haystacks"]))
     return f"{_about_eval(run)} Essays are replaced by {essays}."
 
 
-def _about_bench(run: Source) -> str:
+def _about_bench(run: ReportSource) -> str:
     threads, bandwidth = run.data["threads"], run.data["read_bandwidth"] / 1e9
     model = PurePath(run.data["model"]).name
     return f"{run.name}: {model}, {threads} threads that read {bandwidth:.1f} GB/s of memory."

@@ -22,7 +22,7 @@ _WRITERS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ReportSource:
     """Hold one file: which command wrote it, and what is in it."""
 
     kind: Kind
@@ -35,7 +35,7 @@ class Source:
     """The rows of eval or bench, as EvalRow or BenchRow."""
 
 
-def read_sources(paths: Sequence[str | os.PathLike[str]]) -> list[Source]:
+def read_sources(paths: Sequence[str | os.PathLike[str]]) -> list[ReportSource]:
     """Read files; raises SettingsError or ProfileError, naming the one that cannot be read."""
     files = [Path(path) for path in paths]
     return [_read(path, name) for path, name in zip(files, _names(files), strict=True)]
@@ -51,7 +51,7 @@ def _names(files: Sequence[Path]) -> list[str]:
     return names
 
 
-def _read(path: Path, name: str) -> Source:
+def _read(path: Path, name: str) -> ReportSource:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,9 +66,9 @@ def _read(path: Path, name: str) -> Source:
         raise SettingsError(f"{path}: is of no kind that a report shows; give what {_WRITERS}")
     size = len(text.encode("utf-8"))
     if kind == "profile":
-        return Source(kind, name, size, EntropyProfile.from_dict(data, str(path)))
+        return ReportSource(kind, name, size, EntropyProfile.from_dict(data, str(path)))
     try:
-        return Source(kind, name, size, data, _rows_of(kind, data))
+        return ReportSource(kind, name, size, data, _rows_of(kind, data))
     except (TypeError, KeyError, ValueError, AttributeError):
         raise SettingsError(
             f"{path}: is damaged, or of another version of entropykv; measure it again"
@@ -101,6 +101,6 @@ def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
     return [made(**{key: row[key] for key in row.keys() & known}) for row in data["rows"]]
 
 
-def of_kind(sources: Sequence[Source], kind: Kind) -> list[Source]:
+def of_kind(sources: Sequence[ReportSource], kind: Kind) -> list[ReportSource]:
     """Return the sources of one kind."""
     return [source for source in sources if source.kind == kind]

@@ -10,7 +10,7 @@ from typing import Any
 from entropykv.evaluation.bench import BenchRow
 from entropykv.evaluation.rows import EvalRow
 from entropykv.profile.json_fields import HEAD_TYPES
-from entropykv.report.sources import Source
+from entropykv.report.sources import ReportSource
 
 _MIB = 2.0**20
 
@@ -69,7 +69,7 @@ def _filled(headings: Sequence[str], rows: list[list[str]], n_names: int) -> Tab
     )
 
 
-def eval_table(sources: Sequence[Source]) -> Table:
+def eval_table(sources: Sequence[ReportSource]) -> Table:
     """Make a table of quality and speed: every combination, of all runs."""
     rows = [
         [source.name, row.policy, row.kv_type, *(cell(row) for _, cell in _EVAL)]
@@ -85,7 +85,7 @@ _SUITE: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
 )
 
 
-def suite_table(sources: Sequence[Source]) -> Table:
+def suite_table(sources: Sequence[ReportSource]) -> Table:
     """Make a table of a suite's scores in percent: combinations by length and task."""
     tasks = list(
         dict.fromkeys(task for each in sources for row in each.rows for task in row.scores)
@@ -112,7 +112,7 @@ def suite_table(sources: Sequence[Source]) -> Table:
     return _filled(["run", "policy", "type", "tokens", "question", *sizes, *scores], rows, 5)
 
 
-def bench_table(sources: Sequence[Source]) -> Table:
+def bench_table(sources: Sequence[ReportSource]) -> Table:
     """Make a table of speed: every cache at every length, of all runs."""
     rows = [
         [source.name, row.name, *(cell(row) for _, cell in _BENCH)]
@@ -155,14 +155,14 @@ def _count(value: int | None) -> str:
     return f"{value:,}" if value else ""
 
 
-def run_table(sources: Sequence[Source]) -> Table:
+def run_table(sources: Sequence[ReportSource]) -> Table:
     """Make a table of single runs, with a column for each."""
     rows = [[title, *(cell(source.data) for source in sources)] for title, cell in _RUN]
     rows = [row for row in rows if any(row[1:])]
     return Table(["", *(source.name for source in sources)], rows)
 
 
-def profile_table(sources: Sequence[Source]) -> Table:
+def profile_table(sources: Sequence[ReportSource]) -> Table:
     """Make a table of profiles: heads and entropy of each."""
     rows = []
     for source in sources:
