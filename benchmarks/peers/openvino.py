@@ -17,13 +17,19 @@ import openvino
 import openvino_genai as genai
 
 from benchmarks.peers.ours import equality
-from benchmarks.peers.protocol import GREEDY, Method, Passage
+from benchmarks.peers.protocol import GREEDY, SPEED, Method, Passage
 
 BLOCK = 32
 """Tokens of a block on the CPU: all sizes are multiples of it."""
 SINKS = 32
 RECENT_SHARE = 128 / 672
 """Of the cache, in the default configuration of the library."""
+EXACT_HINTS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}
+SPEED_HINTS: dict[str, dict[str, str]] = {
+    "full cache, its own precisions": {},
+    "full cache, f32 and f16": EXACT_HINTS,
+}
+"""How the pipelines compute whose speed is measured."""
 AGGREGATIONS = ("SUM", "NORM_SUM")
 
 
@@ -49,9 +55,12 @@ class OpenVINO:
         """Every aggregation at every keep ratio."""
         self._model, self._n_greedy, self._n_threads = model, n_greedy, n_threads
         self.methods = [
-            Method(GREEDY, self.name, f"cache eviction, {aggregation}", "f16", keep)
-            for aggregation in AGGREGATIONS
-            for keep in keeps
+            *(
+                Method(GREEDY, self.name, f"cache eviction, {aggregation}", "f16", keep)
+                for aggregation in AGGREGATIONS
+                for keep in keeps
+            ),
+            *(Method(SPEED, self.name, name, "", 1.0) for name in SPEED_HINTS),
         ]
 
     def measure(
@@ -60,14 +69,29 @@ class OpenVINO:
         """Figures of the wanted methods for one text."""
         if not wanted:
             return
-        full = self._generate(passage, None)
+        full: list[int] = []
         for method in wanted:
+            if method.measure == SPEED:
+                yield method, self._speed(passage, SPEED_HINTS[method.name])
+                continue
+            full = full or self._generate(passage, None)
             config = eviction(method.name.split()[-1], method.keep, len(passage.prompt))
             share = config.get_max_cache_size() / len(passage.prompt)
             tokens = self._generate(passage, config)
             yield method, equality(full, tokens) | {"kept": share, "bytes": share}
 
+    def _speed(self, passage: Passage, hints: dict[str, str]) -> dict[str, float]:
+        """Return what the pipeline itself measures, with a full cache."""
+        metrics = self._run(passage, None, hints).perf_metrics
+        return {
+            "prompt_speed": 1000 * len(passage.prompt) / metrics.get_ttft().mean,
+            "decode_speed": 1000 / metrics.get_tpot().mean,
+        }
+
     def _generate(self, passage: Passage, config: Any | None) -> list[int]:
+        return list(self._run(passage, config, EXACT_HINTS).tokens[0])
+
+    def _run(self, passage: Passage, config: Any | None, hints: dict[str, str]) -> Any:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 1
         scheduler.enable_prefix_caching = False
@@ -79,12 +103,11 @@ class OpenVINO:
             "CPU",
             scheduler_config=scheduler,
             INFERENCE_NUM_THREADS=self._n_threads,
-            INFERENCE_PRECISION_HINT="f32",
-            KV_CACHE_PRECISION="f16",
+            **hints,
         )
         generation = genai.GenerationConfig()
         generation.max_new_tokens = self._n_greedy
         generation.ignore_eos = True
         generation.apply_chat_template = False
         prompt = openvino.Tensor(np.array([passage.prompt], dtype=np.int64))
-        return list(pipeline.generate(prompt, generation).tokens[0])
+        return pipeline.generate(prompt, generation)

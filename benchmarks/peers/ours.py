@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Passage
+from benchmarks.peers.protocol import AGREEMENT, GREEDY, SPEED, Method, Passage
 from entropykv import Session
 from entropykv.evaluation.metrics import Logits, compare
 from entropykv.llamacpp.stock import StockSession
@@ -15,6 +16,9 @@ from entropykv.settings.options import Budget
 
 EQUAL_BYTES = ", equal bytes"
 """Ends the name of a method that keeps what fits into the keep ratio's share of the f16 bytes."""
+
+STOCK = "stock llama.cpp, full cache"
+"""The method that the speeds of others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class StockReference:
             self._logits = passage, self._stock.decode(passage.continuation, all_logits=True)
         return self._logits[1]
 
+    def speed(self, passage: Passage, n_tokens: int) -> dict[str, float]:
+        """See speed()."""
+        self._stock.reset()
+        return speed(self._stock, passage, n_tokens)
+
     def greedy(self, passage: Passage, n_tokens: int) -> list[int]:
         """The most probable tokens after the prompt."""
         if self._greedy is None or self._greedy[0] != passage:
@@ -71,6 +80,20 @@ class StockReference:
                 logits = self._stock.decode(tokens[-1:])
             self._greedy = passage, tokens
         return self._greedy[1]
+
+
+def speed(session: Session | StockSession, passage: Passage, n_tokens: int) -> dict[str, float]:
+    """Tokens a second of reading the prompt, and of writing greedily after it."""
+    start = time.perf_counter()
+    logits = session.decode(passage.prompt)
+    read = time.perf_counter()
+    for _ in range(n_tokens):
+        logits = session.decode([int(logits[-1].argmax())])
+    written = time.perf_counter()
+    return {
+        "prompt_speed": len(passage.prompt) / (read - start),
+        "decode_speed": n_tokens / (written - read),
+    }
 
 
 class Ours:
@@ -95,11 +118,15 @@ class Ours:
             for kv_type in kv_types
             for suffix in ("", *((EQUAL_BYTES,) if kv_type != "f16" else ()))
         ]
+        measures = (AGREEMENT, *((GREEDY, SPEED) if n_greedy else ()))
         self.methods = [
-            Method(measure, self.name, name, kv_type, keep)
-            for measure in (AGREEMENT, *((GREEDY,) if n_greedy else ()))
-            for name, kv_type in names
-            for keep in keeps
+            *([Method(SPEED, self.name, STOCK, "f16", 1.0)] if n_greedy else []),
+            *(
+                Method(measure, self.name, name, kv_type, keep)
+                for measure in measures
+                for name, kv_type in names
+                for keep in keeps
+            ),
         ]
 
     def measure(
@@ -110,6 +137,8 @@ class Ours:
             yield method, self._figures(passage, method)
 
     def _figures(self, passage: Passage, method: Method) -> dict[str, float]:
+        if method.name == STOCK:
+            return self._reference.speed(passage, self._n_greedy)
         policy = method.name.removesuffix(EQUAL_BYTES)
         entries = int(method.keep * len(passage.prompt))
         with self._run.session(policy, method.kv_type) as session:
@@ -117,6 +146,8 @@ class Ours:
                 full = bytes_per_token(session, passage.prompt[0]) * len(passage.prompt)
                 entries = entries_in(session, int(method.keep * full))
             session.resize(entries)
+            if method.measure == SPEED:
+                return speed(session, passage, self._n_greedy)
             if method.measure == GREEDY:
                 return self._greedy(session, passage)
             session.decode(passage.prompt)

@@ -10,6 +10,8 @@ AGREEMENT = "agreement"
 """Teacher-forced continuation against the framework's own full cache (evaluation.metrics)."""
 GREEDY = "greedy"
 """Share of greedy tokens that are those of the framework's own full cache."""
+SPEED = "speed"
+"""Tokens a second of reading the prompt, and of writing greedy tokens after it."""
 
 
 @dataclass(frozen=True)

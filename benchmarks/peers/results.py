@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Result
+from benchmarks.peers.protocol import AGREEMENT, GREEDY, SPEED, Method, Result
 
 COLUMNS = {
     AGREEMENT: ("kept", "bytes", "kl", "kl_worst", "top1", "perplexity_ratio"),
     GREEDY: ("kept", "bytes", "equal", "equal_worst", "first_difference"),
+    SPEED: ("prompt_speed", "decode_speed"),
 }
 """Figures shown for every measure."""
 
@@ -25,6 +26,8 @@ _TITLES = {
     "equal": "equal tokens",
     "equal_worst": "worst text",
     "first_difference": "first difference",
+    "prompt_speed": "prompt tok/s",
+    "decode_speed": "decode tok/s",
 }
 _FORMATS = {
     "kept": "{:.1%}",
@@ -36,6 +39,8 @@ _FORMATS = {
     "equal": "{:.3f}",
     "equal_worst": "{:.3f}",
     "first_difference": "{:.1f}",
+    "prompt_speed": "{:.0f}",
+    "decode_speed": "{:.1f}",
 }
 
 
@@ -84,10 +89,12 @@ def summarise(
         if result.protocol == protocol and result.text in texts:
             groups.setdefault(result.method, {})[result.text] = result.figures
     rows = [_row(method, list(by_text.values())) for method, by_text in groups.items()]
-    return sorted(
-        rows,
-        key=lambda row: (row["measure"], -row["keep"], row.get("kl", -row.get("equal", 0.0))),
-    )
+    return sorted(rows, key=lambda row: (row["measure"], -row["keep"], _worse_than_best(row)))
+
+
+def _worse_than_best(row: dict[str, Any]) -> float:
+    """What sorts the rows of a measure: smaller is better."""
+    return float(row.get("kl", -row.get("equal", row.get("prompt_speed", 0.0))))
 
 
 def _row(method: Method, figures: list[dict[str, float]]) -> dict[str, Any]:

@@ -2,8 +2,14 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
+#include <map>
+#include <string>
+
+#include "llama/node_times.hpp"
 
 namespace entropykv::bind {
 
@@ -33,6 +39,23 @@ void register_products(py::class_<Hook>& hook) {
                                [](const Hook& self) { return self.products().computed_by(); })
         .def_property_readonly("products_scratch_bytes",
                                [](const Hook& self) { return self.products().scratch_bytes(); });
+}
+
+// And what those that time the nodes of graphs tell of them.
+template <typename Hook>
+void register_times(py::class_<Hook>& hook) {
+    hook.def(
+            "measure_work", [](Hook& self, bool on) { self.times().measure(on); }, py::arg("on"))
+        .def_property_readonly("work", [](Hook& self) {
+            std::map<std::string, std::array<double, 3>> found;
+            for (const auto& [name, work] : {std::pair{"weights", Work::weights},
+                                             {"attention", Work::attention},
+                                             {"rest", Work::rest}}) {
+                const WorkTime time = self.times().of(work);
+                found[name] = {time.seconds, time.operations, time.bytes};
+            }
+            return found;
+        });
 }
 
 }  // namespace entropykv::bind

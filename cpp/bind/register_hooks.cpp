@@ -7,6 +7,7 @@
 #include "bind/hooks.hpp"
 #include "llama/gate_hook.hpp"
 #include "llama/graph_hook.hpp"
+#include "llama/stock_hook.hpp"
 #include "llama/weight_hook.hpp"
 
 namespace entropykv::bind {
@@ -22,13 +23,19 @@ void register_hooks(py::module_& m) {
     py::class_<GateHook> gate_hook(m, "GateHook");
     gate_hook.def(py::init<int>(), py::arg("n_layers"));
     register_hook(gate_hook);
+    py::class_<StockHook> stock_hook(m, "StockHook");
+    stock_hook.def(py::init<int>(), py::arg("relu2_layers"));
+    register_callback(stock_hook);
+    register_times(stock_hook);
     py::class_<WeightHook> weight_hook(m, "WeightHook");
     weight_hook.def(py::init<int, int>(), py::arg("relu2_layers"), py::arg("n_threads"));
     register_hook(weight_hook);
     register_products(weight_hook);
+    register_times(weight_hook);
     py::class_<GraphHook> graph_hook(m, "GraphHook");
     register_hook(graph_hook);
     register_products(graph_hook);
+    register_times(graph_hook);
     graph_hook
         .def(py::init<int, int, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
              py::arg("in_company") = false)

@@ -58,15 +58,15 @@ GraphHook::GraphHook(int relu2_layers, int n_threads, bool in_company)
     : weights_(relu2_layers, n_threads, in_company) {}
 
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
-    if (!ask) return true;
     auto* hook = static_cast<GraphHook*>(user_data);
+    if (!ask) return hook->times().end(node), true;
     if (hook->attention_ == nullptr) {
         hook->weights_.change_gate(node);
         return hook->look(node);
     }
     hook->weights_.change(node);
     hook->change(node);
-    return false;
+    return hook->times().begin();
 }
 
 // ------------------------------------------------------------------------------------------------

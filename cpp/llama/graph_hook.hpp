@@ -52,6 +52,7 @@ public:
     void serve(AttentionBatch& attention);
 
     const ProductHook& products() const { return weights_.products(); }
+    NodeTimes& times() { return weights_.times(); }
 
     void begin_step();
     // Throws std::runtime_error unless every layer was served, for all tokens, since begin_step(),

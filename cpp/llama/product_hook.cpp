@@ -3,6 +3,7 @@
 #include <ggml-backend.h>
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <new>
 
@@ -21,6 +22,9 @@ std::optional<WeightType> type_of(ggml_type type) {
         case GGML_TYPE_Q6_K: return WeightType::q6_k;
         case GGML_TYPE_TQ1_0: return WeightType::tq1_0;
         case GGML_TYPE_TQ2_0: return WeightType::tq2_0;
+        case GGML_TYPE_Q5_0: return WeightType::q5_0;
+        case GGML_TYPE_Q5_1: return WeightType::q5_1;
+        case GGML_TYPE_F16: return WeightType::f16;
         default: return std::nullopt;
     }
 }
@@ -51,8 +55,15 @@ bool is_served(const ggml_tensor* node) {
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
 }
 
+// Of f16, only these kernels were timed against llama.cpp's: docs/products.md.
+bool serves_halves(const ProductTable* table) {
+    return table != nullptr && std::strcmp(table->name, "avx512vnni") == 0;
+}
+
 // By measurement: docs/products.md.
 bool stock_is_faster(WeightType type, std::int64_t n_tokens) {
+    constexpr int kManyTokens = 16;
+    if (type == WeightType::f16) return n_tokens > 1 && n_tokens < kManyTokens;
     return type == WeightType::q6_k && n_tokens == 1;
 }
 
@@ -64,13 +75,16 @@ const ProductTable* fastest_products() {
 }  // namespace
 
 ProductHook::ProductHook(int n_threads, bool in_company) : in_company_(in_company) {
-    if (const ProductTable* table = fastest_products()) products_.emplace(*table, n_threads);
+    const ProductTable* table = fastest_products();
+    if (table != nullptr) products_.emplace(*table, n_threads);
+    serves_halves_ = serves_halves(table);
 }
 
 // Nothing is changed where there is no memory for it.
 bool ProductHook::take(ggml_tensor* node) noexcept {
     const auto type = type_of(node->src[0]->type);
     if (!products_ || !type || !is_served(node)) return false;
+    if (*type == WeightType::f16 && !serves_halves_) return false;
     if (!in_company_ && stock_is_faster(*type, node->src[1]->ne[1])) return false;
     try {
         products_->reserve(*type, static_cast<int>(node->src[0]->ne[0]),

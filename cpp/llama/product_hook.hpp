@@ -39,6 +39,7 @@ private:
     friend bool is_product(const ggml_tensor* node);
 
     bool in_company_;
+    bool serves_halves_ = false;
     std::optional<Products> products_;  // none where the machine has no kernels
     std::map<ggml_type, Seen> seen_;
 };

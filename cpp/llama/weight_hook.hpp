@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "llama/gate_hook.hpp"
+#include "llama/node_times.hpp"
 #include "llama/product_hook.hpp"
 
 namespace entropykv {
@@ -20,9 +21,10 @@ public:
 
     // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data) {
-        if (!ask) return true;
-        static_cast<WeightHook*>(user_data)->change(node);
-        return false;
+        auto* hook = static_cast<WeightHook*>(user_data);
+        if (!ask) return hook->times_.end(node), true;
+        hook->change(node);
+        return hook->times_.begin();
     }
     void change(ggml_tensor* node) {
         change_gate(node);
@@ -41,10 +43,12 @@ public:
         if (gates_) gates_->check_step();
     }
     const ProductHook& products() const { return products_; }
+    NodeTimes& times() { return times_; }
 
 private:
     std::optional<GateHook> gates_;
     ProductHook products_;
+    NodeTimes times_;
 };
 
 }  // namespace entropykv

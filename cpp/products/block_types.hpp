@@ -29,6 +29,30 @@ struct Q4_1 {
     }
 };
 
+// Bit i of four bytes is the upper one of code i.
+inline RowBytes five_bits(const std::byte* bits, const std::byte* low) {
+    return with_upper(nibbles(load16(low)), bits_of(load_as<std::uint32_t>(bits)), 4);
+}
+
+struct Q5_0 {
+    static constexpr int kUnit = 32, kUnitBytes = 22, kGroup = 32, kBits = 5, kZero = 16;
+    static constexpr bool kHasMinimum = false;
+    static RowBytes codes(const std::byte* unit, int) { return five_bits(unit + 2, unit + 6); }
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats*) {
+        s[0] = load_halves(units, 0);
+    }
+};
+
+struct Q5_1 {
+    static constexpr int kUnit = 32, kUnitBytes = 24, kGroup = 32, kBits = 5, kZero = 0;
+    static constexpr bool kHasMinimum = true;
+    static RowBytes codes(const std::byte* unit, int) { return five_bits(unit + 4, unit + 8); }
+    static void scales(const RowPointers& units, RowFloats* s, RowFloats* m) {
+        s[0] = load_halves(units, 0);
+        m[0] = load_halves(units, 2);
+    }
+};
+
 struct Q8_0 {
     static constexpr int kUnit = 32, kUnitBytes = 34, kGroup = 32, kBits = 8;
     static constexpr int kZero = kSignedCodes ? 0 : 128;

@@ -6,7 +6,8 @@
 // rows, Partial holds sums of products of one row's codes that are still spread over lanes.
 //
 // field(): bits `shift` and up of every byte, as many as the mask has; with_upper() puts bits above
-// others; three_quarters() rounds down; first_fours() are the first 4 bytes of four registers.
+// others; bits_of() makes every bit a byte, 0 or 1; three_quarters() rounds down; first_fours() are
+// the first 4 bytes of four registers.
 // add_products() multiplies codes with activations: codes are unsigned, but those of 8 bits are
 // signed where kSignedCodes is. reduce_halves() sums up the first and the last 16 of all 32 codes
 // (kSplit asked add_products() to keep them apart), reduce() all of them.

@@ -2,6 +2,7 @@
 // of them are one register. It goes at the speed of memory, or nearly.
 #pragma once
 
+#include "products/block_types.hpp"
 #include "products/product_kernels.hpp"
 #include "products/rounded_tokens.hpp"
 
@@ -34,6 +35,31 @@ inline void multiply_rows(const RowPointers& units, const std::byte* codes, int 
                                                      load32(codes + 32 * i));
     }
 }
+
+#if defined(__AVX512VNNI__)
+// A unit's codes are one register: each two bits of all bytes are 32 values of either half.
+template <>
+inline void multiply_rows<TQ2_0>(const RowPointers& units, const std::byte* codes, int, int,
+                                 Partial (&p)[kRows]) {
+    constexpr int kFields = 4;
+    __m512i activations[kFields];
+#pragma GCC unroll 4
+    for (int f = 0; f < kFields; ++f)
+        activations[f] = _mm512_inserti64x4(_mm512_castsi256_si512(load32(codes + 32 * f)),
+                                            load32(codes + TQ2_0::kUnit / 2 + 32 * f), 1);
+    const __m512i mask = _mm512_set1_epi8(3);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+        const __m512i packed = _mm512_loadu_si512(units[r]);
+        __m512i sums = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int f = 0; f < kFields; ++f)
+            sums = _mm512_dpbusd_epi32(
+                sums, _mm512_and_si512(_mm512_srli_epi16(packed, 2 * f), mask), activations[f]);
+        p[r] = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
+    }
+}
+#endif
 
 template <class Type>
 inline RowFloats add_unit(RowFloats acc, const RowPointers& units, const TokenPart& token) {

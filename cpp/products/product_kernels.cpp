@@ -3,6 +3,7 @@
 
 #include "products/block_types.hpp"
 #include "products/block_types_k.hpp"
+#include "products/half_rows.hpp"
 #include "products/many_tokens.hpp"
 
 namespace entropykv {
@@ -10,7 +11,11 @@ namespace {
 
 template <class Type>
 constexpr ProductKernels kernels_of() {
-    return {Type::kGroup, token_bytes<Type>, quantise<Type>, one_token<Type>, many_tokens<Type>};
+    return {token_bytes<Type>, quantise<Type>, one_token<Type>, many_tokens<Type>};
+}
+
+constexpr ProductKernels half_kernels() {
+    return {float_token_bytes, copy_token, one_half_token, many_half_tokens};
 }
 
 }  // namespace
@@ -38,6 +43,7 @@ const ProductTable ENTROPYKV_PRODUCTS{
     kTileBytes,
     // In the order of WeightType.
     {kernels_of<Q4_0>(), kernels_of<Q4_1>(), kernels_of<Q8_0>(), kernels_of<Q4_K>(),
-     kernels_of<Q5_K>(), kernels_of<Q6_K>(), kernels_of<TQ1_0>(), kernels_of<TQ2_0>()}};
+     kernels_of<Q5_K>(), kernels_of<Q6_K>(), kernels_of<TQ1_0>(), kernels_of<TQ2_0>(),
+     kernels_of<Q5_0>(), kernels_of<Q5_1>(), half_kernels()}};
 
 }  // namespace entropykv

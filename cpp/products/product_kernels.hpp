@@ -6,6 +6,9 @@
 // and the K types). What a row of weights gives for a token is the sum over its groups of weights,
 // in their order, of (integer product) * (scale of the group * scale of the token there): every
 // kernel computes exactly that, so a token gets the same bits whatever is read together with it.
+//
+// f16 weights are multiplied with activations as they are, in f32: value i of a row is added to
+// sum i % 16, and those 16 are added up in one order.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +17,8 @@
 
 namespace entropykv {
 
-enum class WeightType { q4_0, q4_1, q8_0, q4_k, q5_k, q6_k, tq1_0, tq2_0 };
-constexpr int kWeightTypes = 8;
+enum class WeightType { q4_0, q4_1, q8_0, q4_k, q5_k, q6_k, tq1_0, tq2_0, q5_0, q5_1, f16 };
+constexpr int kWeightTypes = 11;
 
 // Rows of a matrix of weights: consecutive blocks each, `stride` bytes from one to the next.
 struct WeightRows {
@@ -33,7 +36,6 @@ struct RoundedTokens {
 };
 
 struct ProductKernels {
-    int group;  // weights that share a scale
     // Bytes of a token of n_values after rounding.
     std::size_t (*token_bytes)(int n_values);
     void (*quantise)(const float* token, int n_values, std::byte* rounded);

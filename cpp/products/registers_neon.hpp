@@ -50,6 +50,15 @@ inline RowBytes with_upper(RowBytes low, RowBytes high, int shift) {
     const auto n = static_cast<std::uint8_t>(shift);
     return {vorrq_u8(low.lower, high.lower << n), vorrq_u8(low.upper, high.upper << n)};
 }
+inline RowBytes bits_of(std::uint32_t bits) {
+    const HalfBytes bit_of_lane = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    const auto half = [&](std::uint64_t first, std::uint64_t second) {
+        const HalfBytes byte_of_lane = vcombine_u8(vcreate_u8(first), vcreate_u8(second));
+        const HalfBytes bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(bits)), byte_of_lane);
+        return vshrq_n_u8(vtstq_u8(bytes, bit_of_lane), 7);
+    };
+    return {half(0, 0x0101010101010101), half(0x0202020202020202, 0x0303030303030303)};
+}
 inline RowBytes flip_signs(RowBytes a) {
     const HalfBytes signs = vdupq_n_u8(0x80);
     return {veorq_u8(a.lower, signs), veorq_u8(a.upper, signs)};

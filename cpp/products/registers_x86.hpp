@@ -56,6 +56,19 @@ inline RowBytes field(RowBytes a, int shift, int mask) {
 inline RowBytes with_upper(RowBytes low, RowBytes high, int shift) {
     return _mm256_or_si256(low, _mm256_slli_epi16(high, shift));
 }
+inline RowBytes bits_of(std::uint32_t bits) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    return _mm256_maskz_set1_epi8(bits, 1);
+#else
+    const __m256i byte_of_lane =
+        _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit_of_lane = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+    const __m256i bytes =
+        _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), byte_of_lane);
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of_lane), bit_of_lane);
+    return _mm256_and_si256(is_set, _mm256_set1_epi8(1));
+#endif
+}
 inline RowBytes flip_signs(RowBytes a) { return _mm256_xor_si256(a, _mm256_set1_epi8(-128)); }
 inline RowBytes three_times(RowBytes a) { return _mm256_add_epi8(a, _mm256_add_epi8(a, a)); }
 inline HalfBytes three_times(HalfBytes a) { return _mm_add_epi8(a, _mm_add_epi8(a, a)); }

@@ -222,6 +222,31 @@ class GateHook:
     def check_step(self) -> None:
         """RuntimeError unless the gate of every layer was changed once since begin_step()."""
 
+class StockHook:
+    """Leaves a context's graphs as they are, but for squared ReLU; can time their nodes."""
+
+    def __init__(self, relu2_layers: int) -> None:
+        """`relu2_layers`: layers whose gates become squared ReLU, all or 0."""
+
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+
+    @property
+    def user_data(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+
+    def measure_work(self, on: bool) -> None:
+        """Begin to time every node by itself, from 0; or end it: graphs run as a whole again."""
+
+    @property
+    def work(self) -> dict[str, tuple[float, float, float]]:
+        """Since measure_work(True): (seconds, operations, bytes) of weights, attention and rest.
+
+        Operations and bytes are those of products of weights; seconds are without what it takes to
+        compute a node by itself.
+        """
+
 def product_kernels() -> list[str]:
     """Kernels of products that this machine can run, the one that is used last."""
 
@@ -249,6 +274,13 @@ class WeightHook:
     @property
     def products_scratch_bytes(self) -> int:
         """Bytes that the threads work with."""
+
+    def measure_work(self, on: bool) -> None:
+        """As StockHook."""
+
+    @property
+    def work(self) -> dict[str, tuple[float, float, float]]:
+        """As StockHook."""
 
     def begin_step(self) -> None: ...
     def check_step(self) -> None:
@@ -291,6 +323,13 @@ class GraphHook:
     @property
     def products_scratch_bytes(self) -> int:
         """As WeightHook."""
+
+    def measure_work(self, on: bool) -> None:
+        """As StockHook."""
+
+    @property
+    def work(self) -> dict[str, tuple[float, float, float]]:
+        """As StockHook."""
 
     def serve(self, batch: AttentionBatch) -> None:
         """From now on, change graphs: the batch says whose tokens they read."""

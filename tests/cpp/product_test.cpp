@@ -14,7 +14,7 @@ namespace {
 struct Shape {
     int rows, values, tokens;
 };
-constexpr Shape kShapes[] = {{37, 256, 7}, {8, 1280, 3}, {70, 512, 261}};
+constexpr Shape kShapes[] = {{37, 256, 7}, {8, 1280, 3}, {70, 512, 261}, {13, 77, 8}};
 
 struct Problem {
     const BlockFormat& format;
@@ -52,7 +52,7 @@ struct Problem {
     }
 };
 
-// Rounding moves an activation by half a step of its group at most.
+// Rounding moves an activation by half a step of its group at most; f16 weights need none.
 void test_accuracy(const Problem& problem, const std::vector<float>& out) {
     const int group = problem.format.values;
     bool near = true;
@@ -69,7 +69,7 @@ void test_accuracy(const Problem& problem, const std::vector<float>& out) {
                     exact += weight * problem.token(t, i);
                 }
                 magnitude += 16 * weights * largest;  // of codes, before the zero is taken away
-                bound += weights * largest / 127 / 2;
+                if (problem.format.rounds()) bound += weights * largest / 127 / 2;
             }
             const double error = std::abs(out[index(t * problem.shape.rows + row)] - exact);
             near = near && error <= bound * 1.0001 + 1e-6 * magnitude;
@@ -99,6 +99,7 @@ void test_all() {
     std::mt19937 random(7);
     for (const BlockFormat& format : block_formats())
         for (const Shape& shape : kShapes) {
+            if (shape.values % format.values != 0) continue;
             const Problem problem(format, shape, random);
             std::vector<float> first;
             for (const ProductTable* table : available_products()) {

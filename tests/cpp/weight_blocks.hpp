@@ -18,6 +18,9 @@ struct BlockFormat {
     int values;
     int bytes;
     std::vector<int> halves;  // where a block has f16 scales
+
+    // Activations are not rounded for f16 weights.
+    bool rounds() const { return type != WeightType::f16; }
 };
 
 inline const std::vector<BlockFormat>& block_formats() {
@@ -26,6 +29,8 @@ inline const std::vector<BlockFormat>& block_formats() {
         {WeightType::q8_0, 32, 34, {0}},      {WeightType::q4_k, 256, 144, {0, 2}},
         {WeightType::q5_k, 256, 176, {0, 2}}, {WeightType::q6_k, 256, 210, {208}},
         {WeightType::tq1_0, 256, 54, {52}},   {WeightType::tq2_0, 256, 66, {64}},
+        {WeightType::q5_0, 32, 22, {0}},      {WeightType::q5_1, 32, 24, {0, 2}},
+        {WeightType::f16, 1, 2, {0}},
     };
     return formats;
 }
@@ -56,6 +61,8 @@ public:
         switch (type) {
             case WeightType::q4_0: return half(0) * (nibble(2 + i % 16, i / 16) - 8);
             case WeightType::q4_1: return half(0) * nibble(4 + i % 16, i / 16) + half(2);
+            case WeightType::q5_0: return half(0) * (five_bits(6, 2, i) - 16);
+            case WeightType::q5_1: return half(0) * five_bits(8, 4, i) + half(2);
             case WeightType::q8_0: return half(0) * static_cast<std::int8_t>(byte(2 + i));
             case WeightType::q4_k: return scaled(i, nibble(16 + i / 64 * 32 + i % 32, i / 32 % 2));
             case WeightType::q5_k:
@@ -65,6 +72,7 @@ public:
             case WeightType::tq1_0: return half(52) * (digit(i) - 1);
             case WeightType::tq2_0:
                 return half(64) * ((byte(i / 128 * 32 + i % 32) >> i % 128 / 32 * 2 & 3) - 1);
+            case WeightType::f16: return half(0);
         }
         return 0.0;
     }
@@ -76,6 +84,10 @@ private:
         std::uint16_t bits;
         std::memcpy(&bits, bytes_ + at, sizeof bits);
         return half_to_float(bits);
+    }
+    // Four bits of a code from `low` on, and its upper bit in the four bytes from `upper` on.
+    int five_bits(int low, int upper, int i) const {
+        return nibble(low + i % 16, i / 16) + (byte(upper + i / 8) >> i % 8 & 1) * 16;
     }
     // Of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits each.
     double scaled(int i, int code) const {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from entropykv import _core
+from entropykv import Session, _core
 from entropykv.cli.bench import attention_bandwidth
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
+from entropykv.model.geometry import read_geometry
 from tests.support.command import assert_refused, entropykv
 
 
@@ -36,8 +38,51 @@ def test_every_budget_is_measured_beside_stock(tiny_llama: Path) -> None:
         assert measured.decode_ratio > 0
     assert rows[2].kv_bytes > 2 * rows[3].kv_bytes > 0
     assert rows[3].eviction_share > rows[2].eviction_share == 0.0
-    assert steps[0] == (1, 16)
-    assert steps[-1] == (16, 16)
+    assert steps[0] == (1, 22)
+    assert steps[-1] == (22, 22)
+
+
+def test_weights_and_attention_are_told_apart(tiny_llama: Path) -> None:
+    settings = BenchSettings(
+        lengths=[512], budgets=[1.0, 0.25], kv_types=["f16"], n_threads=1, rounds=1
+    )
+    stock, no_flash, full, small = bench(tiny_llama, settings)
+    assert no_flash.works == ()
+    geometry = read_geometry(tiny_llama)
+    for row in (stock, full, small):
+        by_name = {(work.phase, work.work): work for work in row.works}
+        assert {name for name, _ in by_name} == {"prompt", "decode"}
+        for phase in ("prompt", "decode"):
+            parts = [work for work in row.works if work.phase == phase]
+            assert sum(work.share for work in parts) == pytest.approx(1)
+        # 16 steps, each of every weight; the embedding is none where the head is another matrix.
+        weights = by_name["decode", "weights"]
+        read = weights.bytes_per_second * weights.seconds / 16
+        assert 0.3 * geometry.weights_bytes < read < 1.01 * geometry.weights_bytes
+        assert by_name["prompt", "weights"].operations_per_second > 0
+        assert by_name["decode", "attention"].bytes_per_second > 0
+    attention = {
+        row.name: next(w for w in row.works if (w.phase, w.work) == ("prompt", "attention"))
+        for row in (stock, full, small)
+    }
+    for row in (stock, full):
+        done = attention[row.name].operations_per_second * attention[row.name].seconds
+        values = geometry.n_layer * geometry.n_head * 2 * geometry.head_dim_k
+        assert done == pytest.approx(2 * values * 512 * 513 / 2)
+    assert attention[small.name].operations_per_second == 0
+    assert all(work.ratio == 1.0 for work in stock.works)
+
+
+def test_timing_changes_no_logits(tiny_llama: Path) -> None:
+    with Session(tiny_llama, n_ctx=64, n_threads=2) as session:
+        tokens = list(range(5, 45))
+        logits = session.decode(tokens, all_logits=True)
+        session.reset()
+        session.hook.measure_work(True)
+        assert np.array_equal(session.decode(tokens, all_logits=True), logits)
+        assert session.hook.work["weights"][0] > 0
+        session.hook.measure_work(False)
+        assert set(map(tuple, session.hook.work.values())) == {(0.0, 0.0, 0.0)}
 
 
 def test_the_command_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: Path) -> None:
@@ -47,7 +92,8 @@ def test_the_command_prints_a_table_and_writes_json(tiny_llama: Path, tmp_path: 
         *("--budgets", "1.0,0.5", "--json", target),
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("| 64 |") == 6
+    assert result.stdout.count("tok/s |") == 2
+    assert result.stdout.count("| stock |") == 1 + 6  # of both phases, three kinds of work
     content = json.loads(target.read_text(encoding="utf-8"))
     assert len(content["rows"]) == 6
     assert content["read_bandwidth"] > 1e8

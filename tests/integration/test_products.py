@@ -15,7 +15,10 @@ from tests.support.logits import relative_error, tokens_for
 from tests.support.tiny_models import write_llama
 from tests.support.weight_types import FILE_TYPES, quantised
 
-OURS = ("TQ2_0", "TQ1_0", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+OURS = (
+    *("TQ2_0", "TQ1_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"),
+    *(("F16",) if "avx512vnni" in _core.product_kernels() else ()),
+)
 STOCKS_FOR_ONE_TOKEN = ("Q6_K",)
 TOKENS = tokens_for(70)
 

@@ -14,6 +14,8 @@ FILE_TYPES = {
     "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
     "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "Q5_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_0,
+    "Q5_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_1,
     "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S,
     "Q5_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_S,

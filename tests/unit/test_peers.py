@@ -11,6 +11,7 @@ import pytest
 from benchmarks.peers import __main__ as command
 from benchmarks.peers.ours import (
     EQUAL_BYTES,
+    STOCK,
     Ours,
     Run,
     StockReference,
@@ -18,7 +19,7 @@ from benchmarks.peers.ours import (
     entries_in,
     equality,
 )
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, Method, Passage, Result, passage_of
+from benchmarks.peers.protocol import AGREEMENT, GREEDY, SPEED, Method, Passage, Result, passage_of
 from benchmarks.peers.results import ResultFile, summarise, table
 from entropykv import Session
 from tests.support.tiny_models import write_llama
@@ -130,10 +131,15 @@ def test_our_rows_are_against_stock_llama_cpp(tmp_path: Path) -> None:
     run = Run(str(path), n_ctx=144, n_threads=1, entropy_config=None)
     ours = Ours(run, StockReference(run), ["uniform"], ["f16", "q8_0"], [1.0, 0.5], 4)
     names = {(m.name, m.kv_type) for m in ours.methods}
-    assert names == {("uniform", "f16"), ("uniform", "q8_0"), ("uniform" + EQUAL_BYTES, "q8_0")}
+    assert names == {
+        ("uniform", "f16"),
+        ("uniform", "q8_0"),
+        ("uniform" + EQUAL_BYTES, "q8_0"),
+        (STOCK, "f16"),
+    }
     passage = Passage("text", tuple(range(5, 133)), tuple(range(40, 56)))
     figures = dict(ours.measure(passage, ours.methods))
-    assert len(figures) == len(ours.methods) == 12
+    assert len(figures) == len(ours.methods) == 19
     full = figures[Method(AGREEMENT, "entropykv", "uniform", "f16", 1.0)]
     less = figures[Method(AGREEMENT, "entropykv", "uniform", "f16", 0.5)]
     assert full["kl"] < 1e-3 < less["kl"]
@@ -144,6 +150,9 @@ def test_our_rows_are_against_stock_llama_cpp(tmp_path: Path) -> None:
     assert q8["bytes"] < more["bytes"] <= 0.5
     greedy = figures[Method(GREEDY, "entropykv", "uniform", "f16", 1.0)]
     assert (greedy["equal"], greedy["first_difference"]) == (1.0, 4.0)
+    speeds = [figures[method] for method in ours.methods if method.measure == SPEED]
+    assert len(speeds) == 1 + 6
+    assert all(min(each["prompt_speed"], each["decode_speed"]) > 0 for each in speeds)
 
 
 def test_a_missing_framework_names_the_extra(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from entropykv.cli.options import (
@@ -102,6 +102,8 @@ def _bench(options: argparse.Namespace) -> int:
         print(f"\n{note}")
     computed = ", ".join(f"{name} {kernels}" for name, kernels in rows[-1].products.items())
     print(f"\nproducts of weights, by type: {computed}")
+    for line in works_table(rows):
+        print(line)
     bandwidth = read_bandwidth(threads)
     shares = attention_bandwidth(rows)
     _print_bandwidths(threads, bandwidth, shares)
@@ -119,6 +121,27 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot:
         draw_bench(rows, options.plot)
     return 0
+
+
+def works_table(rows: Sequence[BenchRow]) -> list[str]:
+    """Return the lines of a table with weights and attention apart, as far as it was measured."""
+    lines = [
+        "\nWeights and attention apart, every node of llama.cpp's graphs by itself; GOPS are 10^9",
+        "operations a second; attention's are known where nothing is evicted:\n",
+        "| tokens | cache | phase | work | share of time | GOPS | GB/s | ratio to stock |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for work in row.works:
+            speeds = [
+                f"{speed / 1e9:.1f}" if speed else ""
+                for speed in (work.operations_per_second, work.bytes_per_second)
+            ]
+            lines.append(
+                f"| {row.length} | {row.name} | {work.phase} | {work.work} | {work.share:.0%} "
+                f"| {speeds[0]} | {speeds[1]} | {work.ratio:.2f} |"
+            )
+    return [*lines, ""]
 
 
 def _print_bandwidths(

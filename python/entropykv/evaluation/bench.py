@@ -16,19 +16,33 @@ from entropykv import _core
 from entropykv.calibration.texts import read_texts
 from entropykv.errors import ContextError
 from entropykv.evaluation.rounds import disagreement
+from entropykv.evaluation.work import (
+    AttentionLoad,
+    Times,
+    WorkFigures,
+    full_attention_operations,
+    works_of,
+)
 from entropykv.llamacpp.stock import StockSession
+from entropykv.model.geometry import ModelGeometry, read_geometry
 from entropykv.policy.names import AUTO
 from entropykv.session.session import Session
 
 BLOCK = 16
 """How many tokens one contestant decodes before it is the next one's turn."""
 
+NO_FLASH = "stock, no flash attention"
+"""The contestant whose attention is many nodes, which are not told apart from others."""
+
 _READ_BYTES = 512 << 20  # far more bytes than any cache has
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Say what to measure; lengths in tokens, budgets as fractions of the length."""
+    """Say what to measure; lengths in tokens, budgets as fractions of the length.
+
+    `no_flash`: whether stock llama.cpp is measured without flash attention, too.
+    """
 
     lengths: Sequence[int]
     budgets: Sequence[float] = (1.0, 0.2)
@@ -37,6 +51,7 @@ class BenchSettings:
     n_threads: int = 0
     n_generate: int = 64
     rounds: int = 3
+    no_flash: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,8 @@ class BenchRow:
     """Hold one contestant at one length: tokens per second, and ratios to stock flash attention.
 
     `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp. `products`: see
-    SessionStats. `disagreement`: by what share the slowest round took longer than the fastest.
+    SessionStats. `works`: weights and attention apart. `disagreement`: by what share the slowest
+    round took longer than the fastest.
     """
 
     length: int
@@ -57,12 +73,16 @@ class BenchRow:
     eviction_share: float = 0.0
     products: dict[str, str] = field(default_factory=dict)
     disagreement: float = 0.0
+    works: tuple[WorkFigures, ...] = ()
 
 
 @dataclass
 class _Contestant:
     name: str
     session: StockSession | Session
+    apart: dict[str, Times] = field(default_factory=dict)
+    """What each kind of work took, by phase: of a prompt, of BLOCK tokens after it."""
+    loads: dict[str, AttentionLoad] = field(default_factory=dict)
     prompt_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
 
@@ -77,6 +97,26 @@ class _Contestant:
         for token in tokens:
             self.session.decode([token])
         self.decode_seconds.append((time.perf_counter() - start) / len(tokens))
+
+    def take_apart(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Read and write once more, every node by itself."""
+        self.session.reset()
+        for phase, part in (("prompt", (prompt,)), ("decode", [[token] for token in tokens])):
+            self.session.hook.measure_work(True)
+            for step in part:
+                self.session.decode(step)
+            self.apart[phase] = self.session.hook.work
+        self.session.hook.measure_work(False)
+
+    def works(self, stock: _Contestant) -> tuple[WorkFigures, ...]:
+        """Figures of the kinds of work; none where it was not taken apart."""
+        return tuple(
+            work
+            for phase, times in self.apart.items()
+            for work in works_of(
+                phase, times, stock.apart[phase], self.loads.get(phase, AttentionLoad())
+            )
+        )
 
     def row(self, length: int, stock: _Contestant) -> BenchRow:
         prompt = statistics.median(self.prompt_seconds)
@@ -101,6 +141,7 @@ class _Contestant:
             eviction_share=share,
             products=products,
             disagreement=self._disagreement(),
+            works=self.works(stock),
         )
 
     def _disagreement(self) -> float:
@@ -128,11 +169,13 @@ def bench(
         contestants: list[_Contestant] = []
         try:
             contestants.extend(_contestants(model, settings, length))
-            total = settings.rounds * len(contestants) * len(settings.lengths)
+            n_apart = sum(map(_is_taken_apart, contestants))
+            total = (settings.rounds * len(contestants) + n_apart) * len(settings.lengths)
             for _ in _rounds(contestants, settings, length):
                 done += 1
                 if progress is not None:
                     progress(done, total)
+            _set_loads(contestants, read_geometry(model), length)
             yield from (c.row(length, contestants[0]) for c in contestants)
         finally:
             for contestant in contestants:
@@ -144,7 +187,8 @@ def _contestants(
 ) -> Iterator[_Contestant]:
     """Make all contestants, stock flash attention first."""
     n_ctx = length + settings.n_generate + BLOCK
-    for name, flash in (("stock", True), ("stock, no flash attention", False)):
+    stock = {"stock": True, **({NO_FLASH: False} if settings.no_flash else {})}
+    for name, flash in stock.items():
         yield _Contestant(
             name, StockSession(model, n_ctx=n_ctx, n_threads=settings.n_threads, flash=flash)
         )
@@ -175,6 +219,33 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
         for first in range(length, last, BLOCK):
             for contestant in contestants:
                 contestant.write(tokens[first : first + BLOCK])
+    for contestant in filter(_is_taken_apart, contestants):
+        contestant.take_apart(tokens[:length], tokens[length : length + BLOCK])
+        yield
+
+
+def _is_taken_apart(contestant: _Contestant) -> bool:
+    """Whether the attention of its graphs is one node a layer."""
+    return contestant.name != NO_FLASH
+
+
+def _set_loads(contestants: Sequence[_Contestant], geometry: ModelGeometry, length: int) -> None:
+    """Tell what attention had to do: stock holds all in f16, we what is in the cache.
+
+    How many rows a prompt's tokens attended to is known where nothing was evicted.
+    """
+    for contestant in contestants:
+        held = geometry.cached_values * 2 * (length + BLOCK / 2)
+        operations = full_attention_operations(geometry, length)
+        if isinstance(contestant.session, Session):
+            stats = contestant.session.stats()
+            held = stats.kv_bytes_now
+            if stats.entries_kept < stats.entries_full:
+                operations = 0.0
+        contestant.loads = {
+            "prompt": AttentionLoad(operations=operations),
+            "decode": AttentionLoad(bytes=held * BLOCK),
+        }
 
 
 def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:

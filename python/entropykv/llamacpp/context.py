@@ -84,7 +84,7 @@ def let_hook_change(
     parameters: Any,
     hook: _core.GraphHook
     | _core.WeightHook
-    | _core.GateHook
+    | _core.StockHook
     | _core.KShiftProbe
     | _core.WindowProbe,
 ) -> None:

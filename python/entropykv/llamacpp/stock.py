@@ -54,10 +54,8 @@ class StockSession:
                 if flash
                 else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
-            layers = relu2_layers(self._model, options)
-            if layers:
-                self._gates = _core.GateHook(layers)
-                let_hook_change(parameters, self._gates)
+            self.hook = _core.StockHook(relu2_layers(self._model, options))
+            let_hook_change(parameters, self.hook)
             self._context = self._model.new_context(parameters)
         except BaseException:
             self._model.close()

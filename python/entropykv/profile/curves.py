@@ -147,51 +147,64 @@ class HeadLoss(NamedTuple):
     """Mean square of the whole outputs."""
 
 
-def probabilities(queries: Queries, k: Rows) -> Rows:
-    """Return attention of the last n tokens over all T entries: (n * heads, T), query by query."""
+def weights_of(queries: Queries, k: Rows, positions: npt.NDArray[np.intp]) -> tuple[Rows, Rows]:
+    """Return attention of the last n tokens to all T entries, query by query, before it is normed.
+
+    Entries are in the order of `positions`, of which the last n are those of the queries. Returns
+    the weights, (n * heads, T), and what a row adds to its sum for its sink, (n * heads, 1).
+    """
     n_queries, n_heads, _ = queries.rows.shape
-    logits = queries.rows.reshape(n_queries * n_heads, -1) @ k.T
+    logits: Rows = queries.rows.reshape(n_queries * n_heads, -1) @ k[positions].T
     if queries.softcap > 0.0:
         logits = np.float32(queries.softcap) * np.tanh(logits / np.float32(queries.softcap))
     own = len(k) - n_queries + np.repeat(np.arange(n_queries), n_heads)
-    distance = own[:, None] - np.arange(len(k))[None, :]
     if queries.slopes is not None:
+        distance = own[:, None] - positions[None, :]
         logits -= np.tile(queries.slopes, n_queries)[:, None] * distance
-    hidden = distance < 0
     if queries.window > 0:
         begin = (
             own // queries.window * queries.window if queries.chunked else own - queries.window + 1
         )
-        hidden |= np.arange(len(k))[None, :] < begin[:, None]
-    logits[hidden] = -np.inf
+        logits[positions[None, :] < begin[:, None]] = -np.inf
+    newest = logits[:, -n_queries:]  # all others are before every query
+    newest[positions[None, -n_queries:] > own[:, None]] = -np.inf
     sinks = np.tile(queries.sinks, n_queries)[:, None]
     largest = np.maximum(logits.max(axis=1, keepdims=True), sinks)
-    weights: Rows = np.exp(logits - largest)
-    weights /= weights.sum(axis=1, keepdims=True) + np.exp(sinks - largest)
-    return weights
+    logits -= largest
+    return np.exp(logits, out=logits), np.exp(sinks - largest)
 
 
 def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss:
-    """Return what one KV head loses; `queries` are those of its query heads."""
-    p = probabilities(queries, entries.k)
+    """Return what one KV head loses; `queries` are those of its query heads.
+
+    Entries are put in the order in which they are evicted last, then those that never are: what
+    lies between two numbers kept is a slice, and added up once.
+    """
     candidates = np.arange(rules.n_sinks, max(rules.n_sinks, rules.n_read - rules.recent_window))
     scores = entries.importance[candidates] * np.square(entries.v[candidates]).sum(axis=1)
     order = candidates[np.argsort(-scores, kind="stable")]
+    kept = np.setdiff1d(np.arange(len(entries.k)), order, assume_unique=True)
+    positions = np.concatenate([order, kept])
+    weights, of_sinks = weights_of(queries, entries.k, positions)
+    ones = np.ones((len(positions), 1), np.float32)
+    values = np.concatenate([entries.v[positions], ones], axis=1)
     mass = np.zeros(len(rules.keep))
     dropped = np.zeros(len(rules.keep))
-    lost_output = np.zeros((len(p), entries.v.shape[1]), np.float32)
-    lost_mass = np.zeros(len(p))
-    last = len(order)
-    # What lies between two numbers kept is lost with the smaller one: add it only once.
-    for i in reversed(range(len(rules.keep))):
-        band = order[min(rules.keep[i], len(order)) : last]
-        last = min(rules.keep[i], len(order))
-        lost_mass += p[:, band].sum(axis=1, dtype=np.float64)
-        lost_output += p[:, band] @ entries.v[band]
-        mass[i] = min(lost_mass.mean(), 1.0)
-        dropped[i] = np.square(lost_output, dtype=np.float64).sum(axis=1).mean()
-    whole = float(np.square(p @ entries.v, dtype=np.float64).sum(axis=1).mean())
-    return HeadLoss(mass, dropped, whole)
+    lost = np.zeros((len(weights), values.shape[1]), np.float32)  # outputs, and mass at the end
+    ends = [min(keep, len(order)) for keep in rules.keep]
+    all_lost = []
+    for first, last in zip(reversed(ends), [len(order), *reversed(ends[1:])], strict=True):
+        lost = lost + weights[:, first:last] @ values[first:last]
+        all_lost.append(lost)
+    rest = weights[:, : ends[0]] @ values[: ends[0]]
+    whole = lost + rest + weights[:, len(order) :] @ values[len(order) :]
+    total = whole[:, -1:] + of_sinks
+    for i, lost in enumerate(reversed(all_lost)):
+        of_all = (lost / total).astype(np.float64)
+        mass[i] = min(of_all[:, -1].mean(), 1.0)
+        dropped[i] = np.square(of_all[:, :-1]).sum(axis=1).mean()
+    outputs = (whole[:, :-1] / total).astype(np.float64)
+    return HeadLoss(mass, dropped, float(np.square(outputs).sum(axis=1).mean()))
 
 
 def average_curves(rules: CurveRules, texts: Sequence[Sequence[Sequence[HeadLoss]]]) -> LossCurves:

@@ -84,6 +84,8 @@ class Session(Saving):
                 host.close()
             raise
         self._store = self._seat.store
+        self.hook = self._store.hook
+        """What changes the context's graphs, and can time them: see entropykv.evaluation.work."""
         self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
         self._closed = False
         self._sequence = TokenSequence(self.recipe.n_ubatch)

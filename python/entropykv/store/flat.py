@@ -76,7 +76,7 @@ class FlatStore(Store):
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
         self.bytes_full_per_token = 2 * geometry.cached_values
         n_gates = relu2_layers(model, options)
-        self._hook = _core.WeightHook(n_gates, options.most_threads)
+        self.hook = _core.WeightHook(n_gates, options.most_threads)
         self._hooked = n_gates > 0 or serves_products()
         plan = self._plan(budget)
         self._cells = plan.cells
@@ -127,7 +127,7 @@ class FlatStore(Store):
         if recipe.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if self._hooked:
-            let_hook_change(parameters, self._hook)
+            let_hook_change(parameters, self.hook)
         return self._model.new_context(parameters)
 
     def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:  # noqa: ARG002
@@ -138,11 +138,11 @@ class FlatStore(Store):
         if shift != self.shift:
             self._store.rebase(shift)
             self.rebases += 1
-        self._hook.begin_step()
+        self.hook.begin_step()
 
     def after(self, n_tokens: int, position: int) -> None:
         """Check that every gate was changed where that is needed; evict down to the budget."""
-        self._hook.check_step()
+        self.hook.check_step()
         self._store.settle(position, n_tokens)
 
     def resize(self, budget: Budget) -> None:
@@ -270,8 +270,8 @@ class FlatStore(Store):
             "kv_bytes_now": self._store.entries * cell_bytes,
             "kv_bytes_staging": self._store.largest_copy,
             "kv_bytes_scratch": 0,
-            "products": self._hook.products,
-            "products_bytes_scratch": self._hook.products_scratch_bytes,
+            "products": self.hook.products,
+            "products_bytes_scratch": self.hook.products_scratch_bytes,
             "entries_kept": self._store.entries * self.n_kv_heads,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,

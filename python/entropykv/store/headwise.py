@@ -52,14 +52,14 @@ class HeadwiseStore(Store):
         self._recipe = recipe
         self._own_host = host is None
         self._host = host or HeadwiseContext(model, recipe, recipe.n_ubatch)
-        self._hook = self._host.hook
+        self.hook = self._host.hook
         self.context = self._host.handle
         self.layers = self._host.layers
         try:
             self._recurrent = RecurrentState(self.context) if self._host.recurrent else None
-            self.rope_obstacle = self._hook.rope_obstacle or (WHY if self._recurrent else "")
-            check_recipe(recipe, model, self.layers, self._hook.rope_obstacle)
-            limit = self._hook.rope_limit or model.geometry.n_ctx_train
+            self.rope_obstacle = self.hook.rope_obstacle or (WHY if self._recurrent else "")
+            check_recipe(recipe, model, self.layers, self.hook.rope_obstacle)
+            limit = self.hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, options.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
@@ -216,8 +216,8 @@ class HeadwiseStore(Store):
             "kv_bytes_now": self._store.used_bytes,
             "kv_bytes_staging": self._store.staging_bytes,
             "kv_bytes_scratch": self._store.scratch_bytes,
-            "products": self._hook.products,
-            "products_bytes_scratch": self._hook.products_scratch_bytes,
+            "products": self.hook.products,
+            "products_bytes_scratch": self.hook.products_scratch_bytes,
             "entries_kept": self._store.entries,
             "evictions": self.evicted,
             "eviction_seconds": self._store.eviction_seconds,

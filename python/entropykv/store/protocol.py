@@ -62,6 +62,8 @@ class Store(Protocol):
     name: str
     context: Any
     """The llama_context to decode with; resize() may put another in its place."""
+    hook: _core.GraphHook | _core.WeightHook
+    """What changes the context's graphs, and can time their nodes."""
     n_kv_heads: int
     """How many KV heads all layers have together."""
     bytes_full_per_token: int
