@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "products/memory_ahead.hpp"
 #include "products/product_kernels.hpp"
 #include "products/sixteen_lanes.hpp"
 
@@ -54,9 +55,13 @@ void half_tile(const WeightRows& w, int first, const std::byte* tokens, std::siz
         for (Lanes& sum : of_token) sum = no_lanes();
     const int n_whole = w.n_values / kLanesOfSum * kLanesOfSum;
     std::size_t offset = 0;
-    for (int i = 0; i < n_whole; i += kLanesOfSum, offset += kLanesOfSum * kHalfBytes)
+    for (int i = 0; i < n_whole; i += kLanesOfSum, offset += kLanesOfSum * kHalfBytes) {
+        if (kTokens == 1)
+            ask_for_bytes(rows[0] + kAhead + kRowsOfTile * offset,
+                          kRowsOfTile * kLanesOfSum * kHalfBytes);
         add_lanes(rows, offset, tokens + sizeof(float) * static_cast<std::size_t>(i), token_stride,
                   sums);
+    }
     if (n_whole < w.n_values) {  // the rest of a row, with zeros behind it
         std::byte rest[kRowsOfTile][kLanesOfSum * kHalfBytes]{};
         for (int r = 0; r < kRowsOfTile; ++r) {

@@ -34,15 +34,21 @@ inline Panel panel_in(std::byte* scratch) {
 template <class Type>
 using FormOf = Form<Type::kBits, Type::kGroup, Type::kHasMinimum, Type::kZero != 0>;
 
-// Unpacks 8 rows, lanes [lane, lane + 8) of the panel, and moves their pointers on.
+// Unpacks 8 rows, lanes [lane, lane + 8) of the panel, and moves their pointers on. The rows that
+// come next are `ahead` bytes behind them.
 template <class Type>
-void unpack_rows(const std::byte** units, int n_values, const Panel& panel, int lane) {
+void unpack_rows(const std::byte** units, int n_values, std::size_t ahead, const Panel& panel,
+                 int lane) {
     constexpr int n_groups = Type::kUnit / Type::kGroup;
     std::byte* codes = panel.codes + 4 * lane;
     int group = lane;
     const std::byte* rows[kRows];
     std::copy(units, units + kRows, rows);
+    std::size_t asked = 0;  // of a row: once for every line of memory
     for (int i = 0; i < n_values; i += Type::kUnit) {
+        if (asked % kLine < Type::kUnitBytes)
+            for (const std::byte* row : rows) ask_for_bytes(row + ahead, Type::kUnitBytes);
+        asked += Type::kUnitBytes;
         RowFloats s[n_groups], m[n_groups];
         Type::scales(rows, s, m);
         for (int g = 0; g < n_groups; ++g, group += kTileRows) {
@@ -127,7 +133,7 @@ void many_tokens(const WeightRows& w, const RoundedTokens& tokens, std::byte* sc
     for (int column = 0; column < w.n_values; column += kPanelValues) {
         const int n_values = std::min(kPanelValues, w.n_values - column);
         for (int lane = 0; lane < kTileRows; lane += kRows)
-            unpack_rows<Type>(units + lane, n_values, panel, lane);
+            unpack_rows<Type>(units + lane, n_values, kRows * w.stride, panel, lane);
         add_tokens<Type, Tile::kTokens>(panel, n_values, column, w.n_values, tokens, 0);
     }
     for (int t = 0; t < tokens.n_tokens; ++t)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "products/block_types.hpp"
+#include "products/memory_ahead.hpp"
 #include "products/product_kernels.hpp"
 #include "products/rounded_tokens.hpp"
 
@@ -98,11 +99,16 @@ void one_token(const WeightRows& w, const std::byte* token, float* out) {
             const int row = first + r < w.n_rows ? first + r : w.n_rows - 1;
             units[r] = w.data + static_cast<std::size_t>(row) * w.stride;
         }
+        const std::byte* ahead = units[0] + kAhead;
+        const std::byte* end = ahead + kRows * w.stride;
         RowFloats acc = same_floats(0.0f);
         for (int i = 0; i < w.n_values; i += Type::kUnit) {
+            ask_for_bytes(ahead, kRows * Type::kUnitBytes / kLine * kLine);
+            ahead += kRows * Type::kUnitBytes / kLine * kLine;
             acc = add_unit<Type>(acc, units, part_of<Type>(token, w.n_values, i));
             for (const std::byte*& unit : units) unit += Type::kUnitBytes;
         }
+        ask_for_bytes(ahead, static_cast<std::size_t>(end - ahead));
         float sums[kRows];
         store_floats(sums, acc);
         const int n = w.n_rows - first < kRows ? w.n_rows - first : kRows;
