@@ -108,7 +108,7 @@ class HeadwiseStore(Store):
         self.cold.check_file()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
-            ropes = [node.rope for node in self._hook.nodes]
+            ropes = [node.rope for node in self.hook.nodes]
             self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
             self.shift = shift
             self.rebases += 1
