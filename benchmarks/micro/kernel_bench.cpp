@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "page/page_codec.hpp"
 
 namespace {
 
@@ -260,8 +261,7 @@ int main(int argc, char** argv) {
     for (const int dim : options.dims)
         for (const std::string& type : options.types)
             for (const int entries : options.entries) {
-                const Pages pages(type == "q8_0" ? KvType::q8_0 : KvType::f16, dim,
-                                  (entries + kPage - 1) / kPage * kPage,
+                const Pages pages(kv_type_named(type), dim, (entries + kPage - 1) / kPage * kPage,
                                   index(options.mebibytes) << 20);
                 for (const int rows : options.groups) measure(options, pages, type, rows);
             }

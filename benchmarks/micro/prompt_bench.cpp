@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "page/page_codec.hpp"
 
 namespace {
 
@@ -124,8 +125,8 @@ int main(int argc, char** argv) {
                     const double kept = bench.observe(true);
                     const double again = bench.observe(false);
                     std::printf("| %s | %s | %d | %d | %.2f | %.0f | %.2f | %.2f |\n",
-                                kernels->name, type == KvType::f16 ? "f16" : "q8_0", dim, entries,
-                                attend, 4.0 * dim / attend, again, kept);
+                                kernels->name, codec_of(type).name, dim, entries, attend,
+                                4.0 * dim / attend, again, kept);
                 }
             }
         }
