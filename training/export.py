@@ -63,7 +63,8 @@ def _profile(model: Path) -> EntropyProfile:
     texts = []
     for i in range(20):
         document = Writer(f"profile {i}").training_document(1024, n_filler=0.2, n_questions=0.3)
-        texts.append(Text(f"facts {i}", "".join(document.words[1:])))
+        words = (word for word in document.words if word not in (BOS, EOS))  # they are no text
+        texts.append(Text(f"facts {i}", "".join(words)))
     settings = CalibrationSettings(max_length=1000, curve_length=1000, curve_texts=20)
     return calibrate(model, texts, settings)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import EntropyProfile, ProfileError, Session
+from entropykv.calibration.damage import LEAST_TEXT, RECENT_WINDOW, layer_damage
 from entropykv.calibration.measure import (
     CalibrationSettings,
     calibrate,
@@ -19,6 +20,7 @@ from entropykv.calibration.measure import (
 )
 from entropykv.calibration.observe import Observer
 from entropykv.profile.curves import CurveRules, average_curves
+from entropykv.session.echo import OVERLAP, REQUEST
 from tests.support import reference
 from tests.support.calibration_texts import QUICK, some_texts
 from tests.support.command import assert_refused, entropykv
@@ -126,6 +128,50 @@ def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> Non
             error = np.sqrt(dropped / whole)
             np.testing.assert_allclose(curves.output_error[layer, head], error, atol=4e-3)
             assert mass[0] > 0.1
+
+
+def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
+    """The reference hides what the layer has dropped from all queries that come after it."""
+    tokens = tokens_for(320)
+    half, n_continued, n_repeated = 160, 40, 20
+    with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
+        request = observer.tokenize_plainly(REQUEST)
+        damage = layer_damage(observer, [tokens])
+        again = layer_damage(observer, [tokens, tokens])
+    repeated = tokens[OVERLAP : OVERLAP + n_repeated]
+    expected = np.zeros(3)
+    for before, following in (([], tokens[half : half + n_continued]), (request, repeated)):
+        text = [*tokens[:half], *before, *following]
+        first = half + len(before)
+        whole = predictions_of(tiny_llama, text, first)
+        right = np.mean(whole[:-1].argmax(axis=1) == np.array(following[1:])) if before else 1.0
+        for layer in range(3):
+            hidden = np.zeros((len(text), len(text)))
+            hidden[half:, 4 : half - RECENT_WINDOW] = -np.inf
+            rows = predictions_of(tiny_llama, text, first, {layer: hidden})
+            expected[layer] += right * (np.exp(whole) * (whole - rows)).sum(axis=1).mean()
+    assert damage is not None
+    assert again is not None
+    np.testing.assert_allclose(damage, expected, rtol=0.05)
+    np.testing.assert_allclose(again, damage)
+    assert expected.min() > 1e-3
+
+
+def test_short_texts_show_no_damage(tiny_llama: Path) -> None:
+    with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
+        assert layer_damage(observer, [tokens_for(LEAST_TEXT - 1)]) is None
+
+
+def predictions_of(
+    path: Path, text: list[int], first: int, hidden: dict[int, npt.NDArray[Any]] | None = None
+) -> npt.NDArray[np.float64]:
+    """Log probabilities from a position on."""
+    model = ModelReference(path, "silu")
+    model.stored = reference.round_f16
+    model.hidden = hidden or {}
+    logits = model.logits(text)[first:]
+    rows = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))
 
 
 def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_path: Path) -> None:

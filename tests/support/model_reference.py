@@ -35,6 +35,7 @@ class ModelReference:
     def __init__(self, path: Path, activation: str) -> None:
         """`activation` is what the gates compute, whatever the file says."""
         self.attended: list[tuple[Array, Array, Array, Array]] = []
+        self.hidden: dict[int, Array] = {}  # what is added to the scores of a layer
         self.stored: Callable[[Array], Array] = np.asarray  # what K and V are after they were kept
         reader = GGUFReader(path)
         self.activation = ACTIVATIONS[activation]
@@ -72,7 +73,7 @@ class ModelReference:
         group = self.n_head // self.n_head_kv
         k, v = self.stored(k).repeat(group, axis=0), self.stored(v).repeat(group, axis=0)
         scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[2])
-        scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
+        scores += np.triu(np.full(scores.shape[1:], -np.inf), 1) + self.hidden.get(layer, 0.0)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
         self.attended.append((q, k, v, weights))

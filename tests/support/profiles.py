@@ -32,6 +32,14 @@ def example() -> EntropyProfile:
             spread=entropies / 10,
         ),
         curves=LossCurves(
-            64, 8, 4, 6, 1, (0, 8, 32), np.full((2, 2, 3), 0.25), np.full((2, 2, 3), 1.5)
+            64,
+            8,
+            4,
+            6,
+            1,
+            (0, 8, 32),
+            np.full((2, 2, 3), 0.25),
+            np.full((2, 2, 3), 1.5),
+            np.array([0.5, 0.0]),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,31 @@ def test_average_over_texts() -> None:
     error = sum(x.dropped for x in losses) / sum(x.whole for x in losses)
     np.testing.assert_allclose(curves.output_error[0, 0], np.sqrt(error))
     assert curves.n_texts == 2
+
+
+def test_losses_of_a_layer_are_scaled_to_its_damage() -> None:
+    error = np.array([[[3.0, 1.0], [4.0, 2.0]], [[1.0, 1.0], [7.0, 0.0]], [[2.0, 1.0], [2.0, 1.0]]])
+    plain = LossCurves(64, 8, 4, 6, 1, (0, 8), np.zeros((3, 2, 2)), error)
+    damage = np.array([0.5, 0.0, 2.0])
+    scaled = replace(plain, layer_damage=damage)
+    knots, losses = scaled.knots(64, 60)
+    assert (knots, losses[2::3]) == ([0.0, 8.0, 60.0], [0.0] * 6)
+    of_heads = np.array(losses).reshape(3, 2, 3)
+    # 25 and 8 are what the heads of the first and the last layer lose together.
+    expected = np.square(error) * np.array([0.5 / 25, 0.0, 2.0 / 8])[:, None, None]
+    np.testing.assert_allclose(of_heads[:, :, :2], expected / expected.max())
+    assert plain.knots(64, 60)[1][0] == 9.0
+    with pytest.raises(ProfileError, match="layer_damage"):
+        replace(plain, layer_damage=damage[:2])
+    with pytest.raises(ProfileError, match="layer_damage"):
+        replace(plain, layer_damage=-damage)
+
+
+def test_a_layer_that_changes_no_prediction_gets_its_floor() -> None:
+    error = np.full((2, 1, 2), 0.5)
+    curves = LossCurves(64, 8, 4, 6, 1, (0, 8), np.zeros((2, 1, 2)), error, np.array([0.0, 1.0]))
+    knots, losses = curves.knots(64, 60)
+    assert _core.share_by_curves(24, 64, 4, [4, 4], knots, losses, []) == [4, 44]
 
 
 # shares

@@ -92,6 +92,8 @@ BAD = [
     ("curves.keep.1", 0, "curves.keep must ascend"),
     ("curves.length", 0, "curves.length"),
     ("curves.n_texts", "1", "curves.n_texts"),
+    ("curves.layer_damage.1", -0.5, "curves.layer_damage[1]"),
+    ("curves.layer_damage", 0.5, "curves.layer_damage must be a list of 2"),
     ("curves.more", 1, "curves has the unknown key 'more'"),
 ]
 # JSON Schema cannot compare sizes, and its numbers include NaN.
@@ -104,6 +106,7 @@ BAD_BEYOND_THE_SCHEMA = [
     ("curves.output_error.1", [], "curves.output_error[1] must be a list of 2"),
     ("curves.keep", [0, 32, 8], "curves.keep must ascend"),
     ("curves.keep.2", 65, "curves.keep[2]"),
+    ("curves.layer_damage", [0.5], "curves.layer_damage must be a list of 2"),
 ]
 GOOD = [
     ("fingerprint", ...),
@@ -114,6 +117,7 @@ GOOD = [
     ("measurement.texts", []),
     ("measurement.rows", "all"),
     ("curves.mass_lost.0.0.0", 1),
+    ("curves.layer_damage", ...),
     ("fingerprint.n_vocab", 0),
 ]
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from entropykv import _version
 from entropykv.calibration.basis import Basis
+from entropykv.calibration.damage import (
+    LEAST_TEXT,
+    MOST_TEXTS,
+    layer_damage,
+    predicted_tokens,
+)
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.texts import (
     LEAST_CURVE_TOKENS,
@@ -94,7 +100,7 @@ def calibrate(
         excerpts = excerpts_of(texts, observer.tokenize, settings)
         long_texts = _long_texts(texts, observer, settings, trained)
         on_basis(_basis(observer, excerpts, long_texts))
-        on_start(sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, long_texts)))
+        on_start(_to_read(observer, excerpts, long_texts))
         measured = measure(observer.entropies, excerpts, on_progress)
         curves = _curves(observer, long_texts, on_progress)
         return EntropyProfile(
@@ -244,4 +250,14 @@ def _curves(
     for tokens in texts:
         losses.append(observer.losses(tokens, rules))
         on_progress(len(tokens))
-    return average_curves(rules, losses)
+    damage = layer_damage(observer, texts, on_progress)
+    return replace(average_curves(rules, losses), layer_damage=damage)
+
+
+def _to_read(
+    observer: Observer, excerpts: Sequence[Excerpt], texts: Sequence[Sequence[int]]
+) -> int:
+    """Return how many tokens a calibration reads."""
+    damaged = [len(text) for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
+    of_layers = sum(map(predicted_tokens, damaged)) * observer.n_layer
+    return sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts)) + of_layers

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.errors import UnsupportedModelError
+from entropykv.errors import CalibrationError, UnsupportedModelError
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.policy.recipe import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
+Logits = npt.NDArray[np.float32]
 
 
 class Observer:
@@ -64,9 +66,9 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
+    def _full_store(self, options: CacheOptions) -> PooledStore:
         """Make a store that evicts nothing and ranks as the policies by attention mass do."""
-        store = HeadwiseStore(self._model, resolve(options, self.geometry))
+        store = PooledStore(self._model, resolve(options, self.geometry))
         store.sharing.keep_everything()
         return store
 
@@ -103,6 +105,10 @@ class Observer:
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text as a prompt has them, with BOS where the model wants it."""
         return self._model.tokenize(text, add_bos=self._model.adds_bos, special=False)
+
+    def tokenize_plainly(self, text: str) -> list[int]:
+        """Return the tokens of a text that stands within another one."""
+        return self._model.tokenize(text, add_bos=False, special=False)
 
     def entropies(self, tokens: Sequence[int]) -> Entropies:
         """Return the entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""
@@ -143,7 +149,61 @@ class Observer:
             losses.append(head_loss(of_group, Entries(k, v, importance[head]), rules))
         return losses
 
-    def _read(self, tokens: Sequence[int], position: int) -> None:
-        decode_inside(
-            self._store, self._batch, tokens, position, n_rows=0, model_name=self._model.name
+    @contextmanager
+    def reading(self, tokens: Sequence[int]) -> Iterator[ReadText]:
+        """Read a text, so that it can be gone on with several times."""
+        self._store.truncate(0)
+        for first in range(0, len(tokens), self._n_ubatch):
+            self._read(tokens[first : first + self._n_ubatch], first)
+        text = ReadText(self._store, len(tokens), self._predict)
+        try:
+            yield text
+        finally:
+            text.end()
+            self._store.truncate(0)
+            self._store.sharing.keep_everything()
+
+    def _predict(self, tokens: Sequence[int], position: int) -> Logits:
+        parts = []
+        for first in range(0, len(tokens), self._n_ubatch):
+            part = tokens[first : first + self._n_ubatch]
+            logits = self._read(part, position + first, n_rows=len(part))
+            if logits is not None:
+                parts.append(logits)
+        return np.concatenate(parts)
+
+    def _read(self, tokens: Sequence[int], position: int, *, n_rows: int = 0) -> Logits | None:
+        return decode_inside(
+            self._store, self._batch, tokens, position, n_rows=n_rows, model_name=self._model.name
         )
+
+
+class ReadText:
+    """A text that was read with everything kept, to go on from its end again and again."""
+
+    def __init__(
+        self, store: PooledStore, position: int, predict: Callable[[Sequence[int], int], Logits]
+    ) -> None:
+        """`store` holds the text, which ends at `position`; `predict` reads on."""
+        self._store = store
+        self._position = position
+        self._predict = predict
+        self._whole = store.checkpoint()
+
+    def go_back(self) -> None:
+        """Hold the whole text again, and nothing after it."""
+        if self._whole is None or not self._store.go_on_from(self._whole, ends=False):
+            raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
+
+    def forget(self, layer: int, recent_window: int) -> None:
+        """Have the KV heads of a layer keep only the sinks and the newest tokens."""
+        self._store.sharing.limit_layer(layer, recent_window)
+
+    def predictions(self, tokens: Sequence[int]) -> Logits:
+        """Read tokens after what is held; returns their logits, (len(tokens), n_vocab)."""
+        return self._predict(tokens, self._position)
+
+    def end(self) -> None:
+        """Give the pages back."""
+        if self._whole is not None:
+            self._whole.drop()

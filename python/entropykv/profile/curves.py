@@ -22,6 +22,9 @@ N_SINKS = 4
 FloatArray = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 _MOST_ERROR = 1e4
+_LEAST_LOSS = 1e-12
+MOST_DAMAGE = 1e4
+"""Nats; of predictions that are certain of something else there may be many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +37,10 @@ class LossCurves:
     `mass_lost` is the mean attention mass that the last queries give to what was evicted;
     `output_error` is the norm of that part of their outputs (sum of p * v), relative to the norm of
     the whole outputs, both as root mean squares over queries and the query heads of the group. Both
-    have shape (n_layer, n_head_kv, len(keep)). For another context the numbers of `keep` grow in
-    proportion to `length`. Raises ProfileError, naming the field.
+    have shape (n_layer, n_head_kv, len(keep)). `layer_damage`, (n_layer,), is what the model's
+    predictions lose where all KV heads of a layer keep only the protected entries: see
+    calibration/damage.py; None: nobody has measured it. For another context the numbers of `keep`
+    grow in proportion to `length`. Raises ProfileError, naming the field.
     """
 
     length: int
@@ -46,6 +51,7 @@ class LossCurves:
     keep: tuple[int, ...]
     mass_lost: FloatArray
     output_error: FloatArray
+    layer_damage: FloatArray | None = None
 
     def __post_init__(self) -> None:
         """Check every field and take read-only copies of the arrays."""
@@ -66,6 +72,20 @@ class LossCurves:
                 )
             values.flags.writeable = False
             object.__setattr__(self, name, values)
+        if self.layer_damage is not None:
+            self._check_damage()
+
+    def _check_damage(self) -> None:
+        damage = np.array(self.layer_damage, dtype=np.float64)
+        if damage.shape != (len(self.output_error),) or not np.all(
+            (damage >= 0.0) & (damage <= MOST_DAMAGE)
+        ):
+            raise ProfileError(
+                f"profile: curves.layer_damage must be a number from 0 to {MOST_DAMAGE:g} for "
+                "every layer; calibrate again"
+            )
+        damage.flags.writeable = False
+        object.__setattr__(self, "layer_damage", damage)
 
     def knots(self, n_ctx: int, most: int) -> tuple[list[float], list[float]]:
         """Return entries beyond the protected ones in a context of n_ctx, and what is lost there.
@@ -76,9 +96,18 @@ class LossCurves:
         """
         scaled = [k * n_ctx / self.length for k in self.keep]
         inside = [k for k in scaled if k < most] or [0.0]
-        losses = np.square(self.output_error).reshape(-1, len(self.keep))[:, : len(inside)]
+        losses = self._losses().reshape(-1, len(self.keep))[:, : len(inside)]
         complete = np.concatenate([losses, np.zeros((len(losses), 1))], axis=1)
         return [*inside, float(max(most, 1))], cast("list[float]", complete.ravel().tolist())
+
+    def _losses(self) -> FloatArray:
+        """Return what every KV head loses, in units that are the same for all of them."""
+        losses = np.square(self.output_error)
+        if self.layer_damage is None:
+            return losses
+        of_layers = np.maximum(losses[:, :, 0].sum(axis=1), _LEAST_LOSS)
+        scaled: FloatArray = losses * (self.layer_damage / of_layers)[:, None, None]
+        return scaled / (scaled.max() or 1.0)  # only ratios count
 
 
 @dataclass(frozen=True)

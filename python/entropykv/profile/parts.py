@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from entropykv.errors import ProfileError
-from entropykv.profile.curves import LossCurves
+from entropykv.profile.curves import MOST_DAMAGE, LossCurves
 from entropykv.profile.json_fields import (
     ADVICE,
     MAX_ENTROPY_BITS,
@@ -147,12 +147,15 @@ def curves_to_json(curves: LossCurves) -> dict[str, Any]:
     data["keep"] = list(curves.keep)
     for name in ("mass_lost", "output_error"):
         data[name] = rounded(data[name])
-    return data
+    damage = data.pop("layer_damage")
+    return data if damage is None else {**data, "layer_damage": rounded(damage)}
 
 
 def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossCurves:
     """Read the curves, `shape` being (n_layer, n_head_kv); ProfileError names a field."""
-    data = object_in(value, where, "curves", tuple(LossCurves.__dataclass_fields__))
+    optional = ("layer_damage",) if isinstance(value, dict) and "layer_damage" in value else ()
+    required = (name for name in LossCurves.__dataclass_fields__ if name != "layer_damage")
+    data = object_in(value, where, "curves", (*required, *optional))
     least = {"length": 1, "queries": 1, "n_sinks": 0, "recent_window": 1, "n_texts": 1}
     numbers = {
         name: integer_in(data[name], where, f"curves.{name}", low, _MOST)
@@ -170,8 +173,17 @@ def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossC
         name: table_in(data[name], where, f"curves.{name}", (*shape, len(kept)), most)
         for name, most in (("mass_lost", 1.0), ("output_error", 1e4))
     }
-    mass_lost, output_error = tables["mass_lost"], tables["output_error"]
-    return LossCurves(keep=tuple(kept), mass_lost=mass_lost, output_error=output_error, **numbers)
+    damage = None
+    if optional:
+        field = "curves.layer_damage"
+        damage = table_in(data["layer_damage"], where, field, shape[:1], MOST_DAMAGE)
+    return LossCurves(
+        keep=tuple(kept),
+        mass_lost=tables["mass_lost"],
+        output_error=tables["output_error"],
+        layer_damage=damage,
+        **numbers,
+    )
 
 
 def rounded(values: FloatArray) -> Any:

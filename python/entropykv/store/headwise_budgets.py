@@ -62,6 +62,17 @@ class HeadwiseBudgets:
         pages = sum(_core.pages_for(n_ctx, n) for n in self.plan.entries_per_page)
         self._set([n_ctx] * len(self.plan.limits), pages)
 
+    def limit_layer(self, layer: int, recent_window: int) -> None:
+        """Drop what the KV heads of a layer hold besides sinks and newest; the others keep all."""
+        n_sinks = self.plan.protection.n_sinks
+        budgets = [
+            n_sinks + recent_window if number == layer else self._recipe.n_ctx
+            for number, shape in enumerate(self._layers)
+            for _ in range(shape.n_head_kv)
+        ]
+        pages = sum(_core.pages_for(self._recipe.n_ctx, n) for n in self.plan.entries_per_page)
+        self._store.set_budgets(budgets, pages, n_sinks, recent_window)
+
     def _set(self, budgets: list[int], pages: int) -> None:
         protection = self.plan.protection
         self._store.set_budgets(budgets, pages, protection.n_sinks, protection.recent_window)
