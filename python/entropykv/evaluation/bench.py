@@ -225,7 +225,7 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
 
 
 def _is_taken_apart(contestant: _Contestant) -> bool:
-    """Whether the attention of its graphs is one node a layer."""
+    """Tell whether the attention of its graphs is one node a layer."""
     return contestant.name != NO_FLASH
 
 

@@ -1,4 +1,4 @@
-"""The file of a saved session: what it looks like, written and read without trusting it.
+"""Define the file of a saved session, which is written whole and read without trusting it.
 
 All numbers are little-endian:
 
@@ -34,7 +34,7 @@ from entropykv.files import new_file, open_regular
 
 MAGIC = b"EKVSESS\0"
 VERSION = 5
-"""Another one wherever anything in the file changes: sections, header, or the layout of a page."""
+"""The version of the format: it changes wherever anything in the file changes, layout included."""
 
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
@@ -43,13 +43,13 @@ AGAIN = "read the prompt again and save a new session"
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """Settings that a session was saved with; who loads it compares them with its own."""
+    """Hold the settings that a session was saved with, to compare with those of who loads it."""
 
     entropykv: str
     llama_cpp_python: str
     model: str
     fingerprint: dict[str, Any]
-    """Which model file: see model.identity.identity_of."""
+    """The model file: see model.identity.identity_of."""
     store: str
     kv_type: str
     policy: str
@@ -66,29 +66,29 @@ class SavedSettings:
 
 @dataclass(frozen=True)
 class SavedContents:
-    """Contents of a session when it was saved."""
+    """Hold the contents of a session when it was saved."""
 
     position: int
     echoed: int
-    """Tokens from the first on whose entries echoes have scored: see echo.py."""
+    """How many tokens from the first on have entries that echoes have scored: see echo.py."""
     n_tokens: int
-    """Tokens read."""
+    """How many tokens were read."""
     n_logits: int
-    """The vocabulary's size, or 0 where no token was read last: after truncate()."""
+    """The vocabulary's size, or 0 where there are no logits of a last token: after truncate()."""
     entries: list[list[int]]
-    """Entries kept, [layer][KV head]."""
+    """How many entries are kept, as [layer][KV head]."""
     evicted: int
-    """Entries evicted so far, as the store counts them."""
+    """How many entries were evicted so far, as the store counts them."""
     shift: int
     """How far positions of the text are before what RoPE saw: see rope.py."""
     chat: bool | None
-    """Whether the text is a chat by the model's template; None: nobody said."""
+    """True where the text is a chat by the model's template; None: nobody said."""
     sections: list[int]
-    """Bytes of the store's sections."""
+    """The bytes of each of the store's sections."""
 
     @property
     def n_entries(self) -> int:
-        """Entries of all KV heads."""
+        """Return how many entries all KV heads hold."""
         return sum(map(sum, self.entries))
 
 
