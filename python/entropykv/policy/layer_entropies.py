@@ -1,4 +1,4 @@
-"""Budgets per layer by the entropy of its attention in this text: the layer document's policies."""
+"""Share budgets per layer by the entropy of its attention in this text: the layer document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entropykv.policy.plan import HeadwisePlan, by_layer
 LAYER_RANGE = (8, 128)
 """Budgets of the layers with the lowest and the highest entropy, as in the layer document."""
 MOST_BITS = 32
-"""Entropy of a row: it has fewer than 2^32 entries."""
+"""The most entropy of a row in bits: it has fewer than 2^32 entries."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -63,7 +63,7 @@ class LayerEntropies:
         self._followed = self._seen.copy()
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Shares by layer; the heads of a layer get the same."""
+        """Return shares by layer; the heads of a layer get the same."""
         rows, sums = self._followed[0], self._followed[1:]
         if rows == 0:
             return None
@@ -89,9 +89,7 @@ class LayerEntropies:
         self._followed = self._seen.copy()
 
     def state(self) -> Floats:
-        """Number of rows, then the sum of every layer's mean entropy over them: of all that were
-        seen, and of those that the budgets follow.
-        """
+        """Return numbers of rows, and sums of each layer's entropy: all seen, and followed."""
         return np.concatenate([self._seen, self._followed])
 
     def problem(self, state: Floats) -> str | None:

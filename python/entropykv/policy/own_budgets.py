@@ -1,4 +1,4 @@
-"""Budgets that follow the text by a policy of the user's own."""
+"""Let budgets follow the text by a policy of the user's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entropykv.settings.own_policy import BudgetToShare, Floats, MicroBatchSeen,
 
 
 class OwnBudgets:
-    """The OnlineBudgets of an OwnPolicy that observes: a copy of it for every text."""
+    """Ask an OwnPolicy that observes for shares; every text has a copy of it."""
 
     def __init__(
         self,

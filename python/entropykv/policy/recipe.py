@@ -1,4 +1,4 @@
-"""Recipe: what was asked of the cache, and what it means for a model.
+"""Resolve what was asked of the cache into what it means for a model: the Recipe.
 
 `entropykv plan` prints what a session follows: both have it of resolve().
 """
@@ -33,13 +33,13 @@ from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import Recovery
 
 Q8_0_BLOCK = 32
-"""Values that share a scale in llama.cpp's own cache, where no block holds values of two heads."""
+"""Values that share a scale in llama.cpp's own cache, in blocks within one head."""
 _Q8_0_BLOCK_BYTES = 34
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Say how a session runs a model: the options, and all that follows from them before it reads.
+    """Hold how a session runs a model: the options, and what follows from them before it reads.
 
     Nothing of it changes while the session lasts but the budget, which resize() changes.
     """
@@ -49,31 +49,31 @@ class Recipe:
     geometry: ModelGeometry
     store: Literal["headwise", "flat"]
     fallback: str | None
-    """Why the flat store serves the model where either might."""
+    """Why the flat store serves the model where either might; None where it does not."""
     policy: Policy
     profile: EntropyProfile | None
-    """What the policy shares the budget by."""
+    """The profile that the policy shares the budget by, if there is one."""
     freezing: Freezing | None
-    """With the type of frozen entries; None: nothing is frozen."""
+    """How entries freeze, with the type of frozen ones; None: nothing is frozen."""
     kv_type: str
     n_ctx: int
     n_ubatch: int
-    """Tokens of text in a micro-batch, at most."""
+    """The most tokens of text in a micro-batch."""
 
     @property
     def own_windows(self) -> bool:
-        """Whether the recent window of a KV head hangs on its own budget: see own_windows()."""
+        """Tell whether the recent window of a KV head follows its own budget: see own_windows()."""
         return own_windows(self.policy, self.options.recent_window)
 
     @property
     def variation(self) -> float:
-        """Variation of the profile's entropies, for position scores; 0 without a profile."""
+        """Return the variation of the profile's entropies, for position scores; 0 without one."""
         return self.profile.coefficient_of_variation if self.profile else 0.0
 
     def headwise_plan(
         self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
     ) -> HeadwisePlan:
-        """Return what a budget means for every KV head. BudgetError where it holds too little.
+        """Return what a budget means for every KV head; raises BudgetError if it is too small.
 
         `budget` None: the one that was asked for. `layers`: the attention layers that were found in
         the model's graph; None: by the file's header, which says nothing of windows.
@@ -91,12 +91,12 @@ class Recipe:
 
     @property
     def cell_bytes(self) -> int:
-        """K and V of one token in llama.cpp's own cache, all layers together."""
+        """Return the bytes of a token in llama.cpp's own cache, all layers together."""
         values = self.geometry.cached_values
         return values * _Q8_0_BLOCK_BYTES // Q8_0_BLOCK if self.kv_type == "q8_0" else 2 * values
 
     def flat_plan(self, budget: Budget | None = None) -> FlatPlan:
-        """Return what a budget means for llama.cpp's own cache. BudgetError as headwise_plan()."""
+        """Return what a budget means for llama.cpp's cache; raises as headwise_plan()."""
         return plan_flat(
             self.options.budget if budget is None else budget,
             self.cell_bytes,
@@ -202,7 +202,7 @@ def resolve(
 def given_profile(
     given: EntropyProfile | str | os.PathLike[str] | None,
 ) -> EntropyProfile | None:
-    """Return the profile that was given, or whose path was; ProfileError if it cannot be read."""
+    """Return the profile that was given, or read it; raises ProfileError where it cannot be."""
     if given is None or isinstance(given, EntropyProfile):
         return given
     return EntropyProfile.load(given)
@@ -224,7 +224,7 @@ def _largest_micro_batch(
     policy: Policy,
     freezing: Freezing | None,
 ) -> int:
-    """Tokens of a micro-batch; few where recall looks for frozen entries with each of them.
+    """Return the most tokens of a micro-batch; few where recall looks for frozen entries.
 
     Not with echoes: they find what is needed before anything is frozen.
     """

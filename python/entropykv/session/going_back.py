@@ -1,4 +1,4 @@
-"""GoingBack: to where a session can return, and what is read again from there."""
+"""Go back to where a session can return, and say what is read again from there: GoingBack."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from entropykv.session.session_cache import SessionCache
 
 
 class GoingBack(SessionCache):
-    """A session that forgets the end of its text, or all of it."""
+    """Be a session that can forget the end of its text, or all of it."""
 
     _writes = False
-    """Whether the latest tokens were written one by one, and not a prompt."""
+    """True where the latest tokens were written one by one, and are not a prompt."""
 
     @property
     def reusable_from(self) -> int:
-        """The position at the end of what last evicted an entry in any KV head; 0 if none ever did.
+        """Return where the text ended when an entry was last evicted; 0 if none ever was.
 
         Truncating to it or beyond leaves the entries that were there when the session stood there.
         After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
@@ -28,7 +28,7 @@ class GoingBack(SessionCache):
         return self._sequence.reusable_from
 
     def can_return_to(self, position: int) -> bool:
-        """Whether truncate(position) leaves the entries of a session that never read on.
+        """Tell whether truncate(position) leaves the entries of a session that never read on.
 
         Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
         them are frozen may be others.
@@ -41,7 +41,7 @@ class GoingBack(SessionCache):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no decode has failed half-way since the last reset()."""
+        """Tell whether no decode has failed half-way since the last reset()."""
         return not self._broken
 
     def repeatable_from(self, position: int, end: int) -> int:

@@ -1,4 +1,4 @@
-"""The pages that the sequences of a pool share: who is live, who is parked, and how much each has.
+"""Share the pages of a pool among its sequences: who is live, who is parked, who has what.
 
 All of it happens between two steps: see Scheduler.between_steps().
 """
@@ -18,7 +18,7 @@ from entropykv.settings.options import Budget
 
 
 class SharedPool:
-    """One pool of pages, and the sequences that hold some of them, or are parked."""
+    """Hold a pool of pages, and the sequences that hold some of them, or are parked."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SharedPool:
         self._n_sequences = recipe.options.n_sequences or 1
         self._free_numbers = list(range(self._n_sequences))
         self.evicted_by_gone = 0
-        """Entries evicted of texts in whose place others were given."""
+        """How many entries were evicted of texts whose place others took."""
         self._pages = self._total_pages(recipe.options.budget)
         core.set_pages(self._pages)
         core.on_full(self.parking.make_room)
@@ -53,7 +53,7 @@ class SharedPool:
 
     @property
     def live(self) -> list[Seat]:
-        """Sequences that hold pages."""
+        """Return the sequences that hold pages."""
         return [seat for seat in self._seats if seat.live]
 
     def forget(self, seat: Seat) -> None:
@@ -73,7 +73,7 @@ class SharedPool:
         seat.live = False
 
     def park(self, seat: Seat) -> None:
-        """Keep what a sequence holds elsewhere, and give its pages to the others. PoolError."""
+        """Keep what a sequence holds elsewhere, and give its pages to others; raises PoolError."""
         if not seat.live:
             return
         parked = self._kept(seat)
@@ -82,7 +82,7 @@ class SharedPool:
         seat.parked = parked
 
     def _kept(self, seat: Seat) -> Parked:
-        """Keep what a live sequence holds: its pages are shared, but for frozen ones. PoolError."""
+        """Keep what a live sequence holds; its pages are shared, frozen ones copied. PoolError."""
         store = seat.headwise
         pages = store.checkpoint()
         if pages is None:
@@ -90,12 +90,12 @@ class SharedPool:
         return self.parking.hold(seat.position, pages, store.state_of)
 
     def somebody_else_reads(self, seat: Seat) -> bool:
-        """Whether it is worth waiting: another live sequence is in use."""
+        """Tell whether it is worth waiting: another live sequence is in use."""
         now = time.monotonic()
         return any(not each.is_idle(now) for each in self.live if each is not seat)
 
     def make_live(self, seat: Seat) -> None:
-        """Give a sequence a share: of the idle ones' first, then of all. PoolError."""
+        """Give a sequence a share, first of the idle ones', then of all; raises PoolError."""
         now = time.monotonic()
         full: PoolError | None = None
         for each in self.live:
@@ -135,7 +135,7 @@ class SharedPool:
         seat.parked = None
 
     def kept_of(self, seat: Seat) -> Parked:
-        """Keep what a sequence holds, for another one, in pages of both. PoolError."""
+        """Keep what a sequence holds for another one, in pages of both; raises PoolError."""
         return self._kept(seat) if seat.parked is None else self.parking.copy(seat.parked)
 
     def give(self, seat: Seat, parked: Parked) -> None:
@@ -163,7 +163,7 @@ class SharedPool:
         return self.parking.hold(seat.position, pages, store.state_of, spare=True)
 
     def _total_pages(self, budget: Budget) -> int:
-        """Pages of the pool: as many as all sequences can use, at most."""
+        """Return the pages of the pool: at most as many as all sequences can use."""
         most = self._n_sequences * self._plan(Budget("fraction", 1.0)).pool_pages
         plan = self._plan(budget)
         if budget.kind == "bytes":
@@ -203,7 +203,7 @@ class SharedPool:
                 seat.given_up += held - store.core.entries
 
     def resize(self, budget: Budget) -> None:
-        """Change the pool's bytes; it grows at once, and shrinks by evicting. BudgetError."""
+        """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
         pages = self._total_pages(budget)
         now = time.monotonic()
         for seat in self.live:
