@@ -6,14 +6,18 @@ import io
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from entropykv import Session
 from entropykv.cli import main
 from entropykv.llama.arguments import split_arguments
+from entropykv.llamacpp.threads import ThreadChoice
 from entropykv.server import ModelOptions
 from entropykv.settings import cores
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
+from tests.support.logits import Logits, tokens_for
 
 TOLD = "entropykv: 2 threads were asked for, but 1 core is there for this process"
 
@@ -68,3 +72,26 @@ def test_nobody_says_how_many() -> None:
     ):
         assert found == (here, here)
     assert split_arguments(None, {"n_threads": 7})[0].threads == 7
+
+
+def test_steps_with_other_numbers_of_threads_compute_the_same(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_for(90)
+
+    def read() -> Logits:
+        with Session(tiny_llama, n_ctx=128, kv_budget=0.5, n_ubatch=16, n_threads=3) as session:
+            rows = [session.decode(tokens[:80], all_logits=True)]
+            rows += [session.decode([token]) for token in tokens[80:]]
+            return np.concatenate(rows)
+
+    expected = read()
+    used: set[int] = set()
+
+    def add(choice: ThreadChoice, *_: object) -> None:
+        used.add(choice.n)
+        choice.n = choice.n % choice.most + 1
+
+    monkeypatch.setattr(ThreadChoice, "add", add)
+    assert np.array_equal(read(), expected)
+    assert used == {1, 2, 3}

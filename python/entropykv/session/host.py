@@ -20,6 +20,7 @@ from entropykv.errors import (
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.recipe import resolve
 from entropykv.session.checkpoints import Checkpoints
@@ -79,6 +80,9 @@ class Host:
         # All single tokens besides a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
+        # llama.cpp's own attention may add up otherwise with another number of threads.
+        fixed = self.recipe.store == "flat"
+        self._threads = Threads(options.threads, options.threads_batch, fixed=fixed)
         self.scheduler = Scheduler(self._admit, self._step, together=not self.recurrent)
         self.shared: SharedPool | None = None
         """The pages of a pool; a session that is alone has its own."""
@@ -237,8 +241,11 @@ class Host:
 
     def _step(self, works: list[Work]) -> None:
         self._in_step = True
+        parts = [work.part for work in works]
+        n_tokens = sum(len(part.tokens) + len(part.echo) for part in parts)
         try:
-            decode_parts([work.part for work in works], self._batch, self.model.name)
+            with self._threads.step(parts[0].store.context, n_tokens):
+                decode_parts(parts, self._batch, self.model.name)
         finally:
             self._in_step = False
             while self._leaving:
