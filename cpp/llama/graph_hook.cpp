@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -147,6 +148,9 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     seen.rope = rope_of(cache_layer, seen.shape.k_dim);
     if (seen.shape.n_head % seen.shape.n_head_kv != 0)
         return refuse("its query heads are no multiple of its KV heads");
+    const auto of_layer = [&](const Keys& keys) { return keys.cache_layer == cache_layer; };
+    if (std::count_if(keys_.begin(), keys_.end(), of_layer) > 1)
+        return refuse("it writes several kinds of keys for one layer");
     for (AttentionNode& first : nodes_)
         if (first.cache_layer == cache_layer) return look_at_reader(first, node, seen);
     nodes_.push_back(seen);

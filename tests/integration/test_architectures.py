@@ -22,7 +22,7 @@ from tests.support.releases import write_known
 # Why the headwise store refuses, by kind; what is not here, it serves.
 REFUSALS = {
     "recurrent": "only recurrent layers",
-    "sparse": "not the KV cache|computed in its graph",
+    "sparse": "not the KV cache|computed in its graph|several kinds of keys",
     "unfused": "not one flash attention node per layer",
     "diffusion": "diffusion model",
 }
