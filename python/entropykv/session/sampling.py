@@ -217,9 +217,12 @@ class SamplerChain:
         sampling = self._sampling
         if not sampling.penalizes or sampling.repeat_last_n == 0:
             return
+        init = llama_cpp.llama_sampler_init_penalties
+        # From llama-cpp-python 0.3.35 on, it wants to know how many tokens there are.
+        vocabulary = [self._n_vocab] if len(init.argtypes) > 4 else []
         self._remembering.append(
-            llama_cpp.llama_sampler_init_penalties(
-                self._n_vocab,
+            init(
+                *vocabulary,
                 self._window(sampling.repeat_last_n),
                 sampling.repeat_penalty,
                 sampling.frequency_penalty,
