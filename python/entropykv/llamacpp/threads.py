@@ -16,6 +16,8 @@ from typing import Any
 
 import llama_cpp
 
+from entropykv.settings.cache_options import CacheOptions
+
 try:
     import resource
 except ImportError:  # Windows does not count how often threads lose their cores
@@ -103,11 +105,14 @@ class ThreadChoice:
 class Threads:
     """Set the threads of a context before every step, by what the steps before it took."""
 
-    def __init__(self, single: int, batch: int, *, fixed: bool = False) -> None:
-        """Take how many threads compute one token, and several: at most, or always if `fixed`."""
+    def __init__(self, options: CacheOptions, *, fixed: bool = False) -> None:
+        """Take how many threads compute one token, and several: at most, or always if `fixed`.
+
+        llama.cpp's own attention may add up otherwise with another number of threads; ours does not.
+        """
         self._fixed = fixed or resource is None
-        self._single = ThreadChoice(single)
-        self._batch = ThreadChoice(batch)
+        self._single = ThreadChoice(options.threads)
+        self._batch = ThreadChoice(options.threads_batch)
 
     @contextlib.contextmanager
     def step(self, context: Any, n_tokens: int) -> Iterator[None]:

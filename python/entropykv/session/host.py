@@ -80,9 +80,7 @@ class Host:
         # All single tokens besides a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
-        # llama.cpp's own attention may add up otherwise with another number of threads.
-        fixed = self.recipe.store == "flat"
-        self._threads = Threads(options.threads, options.threads_batch, fixed=fixed)
+        self._threads = Threads(options, fixed=self.recipe.store == "flat")
         self.scheduler = Scheduler(self._admit, self._step, together=not self.recurrent)
         self.shared: SharedPool | None = None
         """The pages of a pool; a session that is alone has its own."""
