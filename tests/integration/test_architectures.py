@@ -177,7 +177,7 @@ def test_what_a_window_cannot_use_goes_to_other_layers(model: Architecture, path
 
 
 @every_model
-def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, path: Path) -> None:  # noqa: ARG001
+def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, path: Path) -> None:
     if kind == "diffusion":
         with pytest.raises(UnsupportedModelError, match=REFUSALS[kind]):
             Session(path, n_ctx=256, n_threads=1)

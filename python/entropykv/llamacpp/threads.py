@@ -59,6 +59,7 @@ class ThreadChoice:
     """Choose how many of the threads that were asked for compute."""
 
     def __init__(self, most: int) -> None:
+        """Begin with all of them."""
         self.most = most
         self.n = most
         self._steps = Steps()
@@ -73,15 +74,13 @@ class ThreadChoice:
         self._steps.add(tokens, seconds, cpu_seconds, preemptions)
         if self._steps.n >= FEWEST_STEPS and self._steps.seconds >= SHORTEST_LOOK:
             steps, self._steps = self._steps, Steps()
-            if self._before is not None:
-                self._end_trial(steps)
+            before, self._before = self._before, None
+            if before is not None:
+                self._end_trial(steps, *before)
             else:
                 self._consider(steps)
 
-    def _end_trial(self, steps: Steps) -> None:
-        assert self._before is not None
-        n_before, pace_before = self._before
-        self._before = None
+    def _end_trial(self, steps: Steps, n_before: int, pace_before: float) -> None:
         if steps.seconds / steps.tokens < CLEARLY_FASTER * pace_before:
             self._pause = FIRST_PAUSE
         else:
@@ -108,7 +107,7 @@ class Threads:
     def __init__(self, options: CacheOptions, *, fixed: bool = False) -> None:
         """Take how many threads compute one token, and several: at most, or always if `fixed`.
 
-        llama.cpp's own attention may add up otherwise with another number of threads; ours does not.
+        llama.cpp's own attention may add up otherwise with another number; ours does not.
         """
         self._fixed = fixed or resource is None
         self._single = ThreadChoice(options.threads)
