@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, TokenType
 
 from entropykv.convert import convert
+from entropykv.llamacpp.model import captured_log
 from entropykv.model import shipped
 from entropykv.model.geometry import read_geometry
 from entropykv.model.header import I2_S_TYPE
@@ -107,7 +108,10 @@ def requantise(model: Path, target: Path, name: str) -> None:
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[name]
     parameters.allow_requantize = True
-    failed = llama_cpp.llama_model_quantize(bytes(model), bytes(target), ctypes.byref(parameters))
+    with captured_log():  # a line for every tensor
+        failed = llama_cpp.llama_model_quantize(
+            bytes(model), bytes(target), ctypes.byref(parameters)
+        )
     if failed:
         raise SystemExit(f"{model}: llama.cpp cannot make {name} of it")
 
