@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import EntropyProfile, ProfileError, Session
-from entropykv.calibration.damage import LEAST_TEXT, RECENT_WINDOW, layer_damage
+from entropykv.calibration.damage import LEAST_TEXT, RECENT_WINDOW, divergence, layer_damage
 from entropykv.calibration.measure import (
     CalibrationSettings,
     calibrate,
@@ -155,6 +155,15 @@ def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
     np.testing.assert_allclose(damage, expected, rtol=0.05)
     np.testing.assert_allclose(again, damage)
     assert expected.min() > 1e-3
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    whole = np.log(np.array([[0.5, 0.25, 0.25], [0.9, 0.1, 1e-30]], np.float32))
+    rows = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], np.float32))
+    whole[1, 2] = -np.inf
+    expected = (0.25 * np.log(2.0) + 0.9 * np.log(0.9 / 0.8)) / 2
+    assert divergence(whole, rows) == pytest.approx(expected, rel=1e-5)
+    assert divergence(whole, whole) == 0.0
 
 
 def test_short_texts_show_no_damage(tiny_llama: Path) -> None:

@@ -83,11 +83,15 @@ def _share_right(rows: Logits, tokens: Sequence[int]) -> float:
 
 
 def divergence(whole: Logits, rows: Logits) -> float:
-    """Return the mean KL of predictions from those with everything, both as log probabilities."""
-    of_rows = [
-        float(np.exp(a, dtype=np.float64) @ (a.astype(np.float64) - b))
-        for a, b in zip(whole, rows, strict=True)
-    ]
+    """Return the mean KL of predictions from those with everything, both as log probabilities.
+
+    A token that is impossible with everything at hand adds nothing.
+    """
+    of_rows = []
+    for a, b in zip(whole, rows, strict=True):
+        possible = np.isfinite(a)
+        log = a[possible].astype(np.float64)
+        of_rows.append(float(np.exp(log) @ (log - b[possible])))
     return max(0.0, sum(of_rows) / len(of_rows))
 
 
