@@ -4,30 +4,13 @@
 
 #include <array>
 
-#include "testing.hpp"
+#include "pair.hpp"
 
 namespace {
 
 constexpr int kSequences = 5;
 constexpr int kLayers = 3;
 constexpr int kPiece = 40;
-
-// A sequence in the pool, and the same one alone.
-struct Pair {
-    Pair(const std::vector<LayerShape>& layers, const StoreSettings& settings,
-         const std::shared_ptr<StorePool>& pool, const std::shared_ptr<Workers>& workers,
-         int n_threads)
-        : together(layers, settings, pool),
-          attention(together, *available_kernels().back(), n_threads, workers),
-          alone(layers, settings),
-          attention_alone(alone, *available_kernels().back(), 1) {}
-
-    HeadStore together;
-    Attention attention;
-    HeadStore alone;
-    Attention attention_alone;
-    std::int32_t end = 0;
-};
 
 // What a micro-batch of one sequence reads in one layer.
 struct Rows {
@@ -43,7 +26,7 @@ struct Machine {
           pool(std::make_shared<StorePool>(layers, settings.type, kPiece, kSequences)) {
         const auto workers = std::make_shared<Workers>();
         for (int i = 0; i < kSequences; ++i)
-            pairs.push_back(std::make_unique<Pair>(layers, settings, pool, workers, n_threads));
+            pairs.push_back(std::make_unique<Pair>(layers, settings, pool, n_threads, workers));
         resize(below(400) + 200);
     }
 
@@ -61,7 +44,7 @@ struct Machine {
             store.set_budgets(budgets, index(share), kProtection);
         };
         for (const std::unique_ptr<Pair>& pair : pairs) {
-            apply(*pair, pair->together);
+            apply(*pair, pair->shared);
             apply(*pair, pair->alone);
         }
         pool->set_pages(index(pages));
@@ -141,22 +124,22 @@ struct Machine {
 
     void truncate(Pair& pair, std::int32_t end) {
         pair.end = end;
-        pair.together.truncate(end);
+        pair.shared.truncate(end);
         pair.alone.truncate(end);
     }
 
     void compare() {
         std::size_t used = 0;
         for (const std::unique_ptr<Pair>& pair : pairs) {
-            used += pair->together.share().used_bytes();
-            CHECK(pair->together.share().used_bytes() <= pair->together.share().budget_bytes());
-            CHECK(pair->together.evicted() == pair->alone.evicted());
-            CHECK(pair->together.frozen().now() == pair->alone.frozen().now());
+            used += pair->shared.share().used_bytes();
+            CHECK(pair->shared.share().used_bytes() <= pair->shared.share().budget_bytes());
+            CHECK(pair->shared.evicted() == pair->alone.evicted());
+            CHECK(pair->shared.frozen().now() == pair->alone.frozen().now());
             for (int layer = 0; layer < kLayers; ++layer) {
                 for (int head = 0; head < shape.n_head_kv; ++head) {
-                    CHECK(positions_of(pair->together.head(layer, head)) ==
+                    CHECK(positions_of(pair->shared.head(layer, head)) ==
                           positions_of(pair->alone.head(layer, head)));
-                    CHECK(importance_of(pair->together.head(layer, head)) ==
+                    CHECK(importance_of(pair->shared.head(layer, head)) ==
                           importance_of(pair->alone.head(layer, head)));
                 }
             }

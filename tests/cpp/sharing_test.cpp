@@ -2,29 +2,13 @@
 // the pool counts every page once, never holds more than it may, and frees what nobody owns.
 #include <map>
 
-#include "testing.hpp"
+#include "pair.hpp"
 
 namespace {
 
 constexpr int kHeads = 2;
 constexpr int kMostSequences = 6;
 constexpr int kLargestPiece = 40;
-
-// A sequence of the pool, and one of its own that does the same.
-struct Pair {
-    Pair(const LayerShape& shape, const StoreSettings& settings,
-         const std::shared_ptr<StorePool>& pool)
-        : shared({shape}, settings, pool),
-          attention(shared, *available_kernels().back(), 1),
-          alone({shape}, settings),
-          attention_alone(alone, *available_kernels().back(), 1) {}
-
-    HeadStore shared;
-    Attention attention;
-    HeadStore alone;
-    Attention attention_alone;
-    std::int32_t end = 0;
-};
 
 // What a sequence held, in the pool and alone.
 struct Kept {
@@ -75,7 +59,7 @@ struct Machine {
     }
 
     Pair& add() {
-        pairs.push_back(std::make_unique<Pair>(shape, settings, pool));
+        pairs.push_back(std::make_unique<Pair>(std::vector{shape}, settings, pool));
         set_budgets(*pairs.back());
         return *pairs.back();
     }
@@ -246,7 +230,7 @@ void test_fork_costs_what_it_reads() {
     const auto pool = std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16,
                                                   kMaxTokens, kMostSequences);
     pool->set_pages(400);
-    Pair first(shape, settings, pool), second(shape, settings, pool);
+    Pair first({shape}, settings, pool), second({shape}, settings, pool);
     const std::vector<int> budgets{1000, 1000};
     for (HeadStore* store : {&first.shared, &second.shared})
         store->set_budgets(budgets, 200, kProtection);
@@ -274,7 +258,7 @@ void test_no_room_for_copies() {
     const auto pool = std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16,
                                                   kMaxTokens, kMostSequences);
     pool->set_pages(40);
-    Pair pair(shape, settings, pool);
+    Pair pair({shape}, settings, pool);
     const int full = 20 * pair.shared.layout(0).entries;
     pair.shared.set_budgets({full, full}, 40, kProtection);
     std::mt19937 random(2);
@@ -304,7 +288,7 @@ void test_what_is_impossible_is_refused() {
         made->set_pages(100);
         return made;
     };
-    Pair one(shape, settings, pool()), other(shape, settings, pool());
+    Pair one({shape}, settings, pool()), other({shape}, settings, pool());
     const auto checkpoint = make_checkpoint(one.shared.parts());
     CHECK(refused([&] { go_on_from(other.shared, *checkpoint, false); }));
     checkpoint->drop();

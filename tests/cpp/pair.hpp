@@ -1,0 +1,22 @@
+// What the tests of pools share: a sequence in a pool, beside the same one alone.
+#pragma once
+
+#include <memory>
+
+#include "testing.hpp"
+
+struct Pair {
+    Pair(const std::vector<LayerShape>& layers, const StoreSettings& settings,
+         const std::shared_ptr<StorePool>& pool, int n_threads = 1,
+         const std::shared_ptr<Workers>& workers = nullptr)
+        : shared(layers, settings, pool),
+          attention(shared, *available_kernels().back(), n_threads, workers),
+          alone(layers, settings),
+          attention_alone(alone, *available_kernels().back(), 1) {}
+
+    HeadStore shared;
+    Attention attention;
+    HeadStore alone;
+    Attention attention_alone;
+    std::int32_t end = 0;
+};
