@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from entropykv import (
-    Pool,
-    Session,
-)
+from entropykv import Pool, Session
+from tests.support.threads import in_threads
 
 Rows = list[npt.NDArray[np.float32]]
 N_CTX = 512
@@ -54,3 +52,13 @@ class Steps:
             assert core.used_bytes <= core.budget_bytes
 
         scheduler._run = noted
+
+
+def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:
+    """The same as written(), of several conversations at a time."""
+    return in_threads(
+        [
+            lambda s=session, p=prompt: written(s, p, n)
+            for session, prompt in zip(sessions, prompts, strict=True)
+        ]
+    )

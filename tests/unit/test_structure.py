@@ -18,9 +18,7 @@ MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_A_FUNCTION = 50
 MOST_METHODS_OF_A_CLASS = 25
 
-LONG_FILES: dict[str, int] = {
-    "tests/integration/test_pool.py": 529,
-}
+LONG_FILES: dict[str, int] = {}
 """What is still too long, and how long it may be: shrink it, and take it out of here."""
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES: dict[str, int] = {}

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.policy.division import LossCurve
 from entropykv.policy.names import BudgetRule
 from entropykv.policy.plan import HeadwisePlan, by_layer
 
@@ -82,6 +83,10 @@ class LayerEntropies:
             plan.limits,
         )
         return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
+
+    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
+        """Return nothing: entropies are no losses."""
+        return None
 
     def forget(self) -> None:
         """Begin another text, of which no rows were seen."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.policy.division import LossCurve
 from entropykv.policy.layer_entropies import LayerEntropies
 from entropykv.policy.names import BudgetRule, Policy
 from entropykv.policy.own_budgets import OwnBudgets
@@ -59,6 +60,12 @@ class OnlineBudgets(Protocol):
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
         """Entries of every KV head, all layers in order; None before anything was seen."""
+
+    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
+        """Return what the text loses with fewer pages; the same object until it changes.
+
+        None where it is not known.
+        """
 
     def forget(self) -> None:
         """Begin another text."""
@@ -113,6 +120,9 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
+        self._next_floor = self._floor = 0
+        """Entries of every KV head that knots are beyond: those of the next losses, and of now."""
+        self._curve: LossCurve | None = None
         self._knots: Floats
         self._losses: Floats
         self.forget()
@@ -125,6 +135,7 @@ class MeasuredLosses:
         beyond = max(1, plan.mean_entries - plan.floor_entries)
         factors = KNOT_FACTORS if plan.mean_entries < self._n_ctx else ()
         self._next_knots = sorted({int(factor * beyond) for factor in factors})
+        self._next_floor = plan.floor_entries
 
     def prepare(self, *, budgets_change: bool) -> None:
         """Measure where budgets will change: it takes time."""
@@ -137,6 +148,7 @@ class MeasuredLosses:
         self._knots = np.array(self._next_knots, np.float64)
         losses = self._store.losses() if self._next_knots else np.empty(0)
         self._losses = losses.reshape(self._n_heads, self._knots.size)
+        self._floor, self._curve = self._next_floor, None
 
     def observe_again(self) -> None:
         """Take over the losses by the new scores."""
@@ -166,6 +178,14 @@ class MeasuredLosses:
             )
         return shares
 
+    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
+        """Join the losses of all KV heads, as they were measured."""
+        if self._curve is None and self._knots.size > 1:
+            floors = np.minimum(self._floor, plan.limits)
+            per_page = np.array(plan.entries_per_page)
+            self._curve = LossCurve.of_heads(floors, per_page, self._knots, self._losses)
+        return self._curve
+
     def _groups(self, plan: HeadwisePlan) -> list[tuple[int, int]]:
         """KV heads that share a budget, and the mean of it."""
         if self._layers is None:
@@ -175,7 +195,7 @@ class MeasuredLosses:
 
     def forget(self) -> None:
         """Begin another text, of which nothing was measured."""
-        self._knots = np.empty(0)
+        self._knots, self._curve = np.empty(0), None
         self._losses = np.empty((self._n_heads, 0))
 
     def state(self) -> Floats:
@@ -196,3 +216,4 @@ class MeasuredLosses:
         n_knots = state.size // (self._n_heads + 1)
         self._knots = state[:n_knots].copy()
         self._losses = state[n_knots:].reshape(self._n_heads, n_knots).copy()
+        self._floor, self._curve = self._next_floor, None

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 
 from entropykv import _core
+from entropykv.policy.division import LossCurve
 from entropykv.policy.plan import HeadwisePlan, own_shares
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import BudgetToShare, Floats, MicroBatchSeen, OwnPolicy
@@ -64,6 +65,10 @@ class OwnBudgets:
             self._profile,
         )
         return own_shares(self._policy, ask, plan.entries_per_page)
+
+    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
+        """Return nothing: what a policy weighs need not be a loss."""
+        return None
 
     def forget(self) -> None:
         """Begin another text with a copy of what the user gave."""

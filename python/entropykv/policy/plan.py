@@ -55,6 +55,18 @@ class HeadwisePlan:
     protection: ProtectedEntries
     pool_pages: int
     page_bytes: int
+    longest: int
+    """Tokens of the longest text that it is for."""
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether no text that it is for evicts anything."""
+        return self.mean_entries >= self.longest
+
+    def pages_of(self, entries: int) -> int:
+        """Pages for so many entries of every KV head, as far as each can use them."""
+        pairs = zip(self.limits, self.entries_per_page, strict=True)
+        return sum(_core.pages_for(min(entries, most), per_page) for most, per_page in pairs)
 
     @property
     def pool_bytes(self) -> int:
@@ -118,6 +130,7 @@ def plan_headwise(
         protection,
         pages(mean),
         page_bytes,
+        n_ctx,
     )
 
 
@@ -229,14 +242,7 @@ def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
         return min(int(budget.value), n_ctx)
     if bytes_of(n_ctx) <= budget.value:  # the whole context needs no room for a micro-batch
         return n_ctx
-    low, high = 0, n_ctx - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if bytes_of(middle) <= budget.value:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect.bisect_right(range(n_ctx), budget.value, key=bytes_of) - 1
 
 
 def _protection(
@@ -274,14 +280,15 @@ def _share(
 ) -> list[int]:
     """Entries of every KV head, all layers in order."""
     if policy.rule is not BudgetRule.PROFILE_CURVES:
-        weights = _weights(policy, profile)
-        return _core.share_budget(mean, n_ctx, floor, per_page, weights, limits)
+        return _core.share_budget(mean, n_ctx, floor, per_page, _weights(policy, profile), limits)
     if profile is None or profile.curves is None:
         missing = "a profile" if profile is None else "loss curves, which the profile does not have"
         raise ProfileError(
             f"policy {policy.name} needs {missing}; make a profile with them by `entropykv "
             "calibrate` and give it with --entropy-config (entropy_config)"
         )
+    if mean >= n_ctx:
+        return limits
     knots, losses = profile.curves.knots(n_ctx, n_ctx - floor)
     return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses, limits)
 

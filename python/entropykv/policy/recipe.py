@@ -71,17 +71,21 @@ class Recipe:
         return self.profile.coefficient_of_variation if self.profile else 0.0
 
     def headwise_plan(
-        self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
+        self,
+        budget: Budget | None = None,
+        layers: Sequence[_core.LayerShape] | None = None,
+        longest: int | None = None,
     ) -> HeadwisePlan:
         """Return what a budget means for every KV head; raises BudgetError if it is too small.
 
         `budget` None: the one that was asked for. `layers`: the attention layers that were found in
-        the model's graph; None: by the file's header, which says nothing of windows.
+        the model's graph; None: by the file's header, which says nothing of windows. `longest`: how
+        long the text may get; None: as long as the context.
         """
         return plan_headwise(
             self.options.budget if budget is None else budget,
             attention_layers(self.geometry) if layers is None else layers,
-            self.n_ctx,
+            self.n_ctx if longest is None else min(longest, self.n_ctx),
             self.kv_type,
             self.policy,
             self.profile,

@@ -98,7 +98,7 @@ class GoingBack(SessionCache):
         else:
             with self._host.with_seat(self._seat) as store:
                 store.truncate(position)
-        self._seat.position = position
+        self._seat.position = self._seat.expected = self._seat.shared_for = position
 
     def note_turn(self, *, writes: bool) -> None:
         """Keep a checkpoint where the text turns from what is read to what is written, or back."""

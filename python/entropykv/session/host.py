@@ -50,7 +50,7 @@ class Host:
         """Load the model; everything is checked before the weights are read."""
         self.n_sequences = options.n_sequences or 1
         parking = Parking(options.park, options.park_limit)
-        self.checkpoints = Checkpoints(parking, options.checkpoints)
+        self.checkpoints = Checkpoints(parking, options.checkpoint_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
         self.recipe = resolve(options, geometry)
         """Of the store that serves the model."""
@@ -196,7 +196,10 @@ class Host:
 
     def _is_live_now(self, seat: Seat) -> bool:
         """Make a sequence live, unless it has to wait for others. PoolError where nobody helps."""
-        if self.shared is None or seat.live:
+        if self.shared is None:
+            return True
+        if seat.live:
+            self.shared.note_growth(seat)
             return True
         try:
             self.shared.make_live(seat)
@@ -254,6 +257,9 @@ class Host:
             seat.last_step = now
             if work.part.error is None:
                 seat.position = work.part.position + len(work.part.tokens)
+        if self.shared is not None:
+            prompts = [work for work in works if not work.is_single and work.part.error is None]
+            self.shared.note_losses([cast(Seat, work.owner) for work in prompts])
 
     def close(self) -> None:
         """Free everything."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from entropykv.policy.division import LossCurve
 from entropykv.session.parking import Parked
 from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Store
@@ -27,6 +28,12 @@ class Seat:
         self.parked: Parked | None = None
         self.position = 0
         """Tokens read, when it was last between two steps."""
+        self.expected = 0
+        """Tokens that its text is known to get, at least: the others have what it does not need."""
+        self.shared_for = 0
+        """Tokens that shares have room for, or have gone by."""
+        self.loss_curve: LossCurve | None = None
+        """What its text loses with fewer pages, when shares last went by it."""
         self.rests = False
         """Whether its session has said that no token follows soon."""
         self.last_step = 0.0

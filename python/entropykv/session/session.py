@@ -134,6 +134,7 @@ class Session(Saving):
         self._model.check_tokens(ids)
         self.note_turn(writes=len(ids) == 1)
         arrival = self._host.scheduler.arrive()
+        self._seat.expected = max(self._seat.expected, self._sequence.position + len(ids))
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes:
             self._catch_up(len(ids), arrival)
@@ -194,7 +195,8 @@ class Session(Saving):
 
     def _evicts(self, n_tokens: int) -> bool:
         """Whether the budget cannot hold all of the text when it is so many tokens longer."""
-        if not self._seat.live:  # its budget is that of the share that it gets
+        seat = self._seat
+        if not seat.live or seat.expected > seat.shared_for:  # its budget is that of its share
             with self._host.with_seat(self._seat):
                 pass
         return self._sequence.position + n_tokens > self._store.whole_entries

@@ -14,6 +14,7 @@ from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
 from entropykv.session.parking import Parked, Parking
 from entropykv.session.seat import Seat
+from entropykv.session.shares import LEAST_CHANGE, Shares
 from entropykv.settings.options import Budget
 
 
@@ -45,6 +46,7 @@ class SharedPool:
         self.evicted_by_gone = 0
         """How many entries were evicted of texts whose place others took."""
         self._pages = self._total_pages(recipe.options.budget)
+        self._shares = Shares(recipe, layers)
         core.set_pages(self._pages)
         core.on_full(self.parking.make_room)
 
@@ -61,6 +63,7 @@ class SharedPool:
         if seat.parked is not None:
             self.parking.drop(seat.parked)
             seat.parked = None
+        seat.expected = seat.shared_for = 0
         if seat.live:
             self._vacate(seat)
             self.share()
@@ -105,7 +108,7 @@ class SharedPool:
                 except PoolError as error:
                     full = error
                     break
-        if not self._free_numbers or not self._holds([*self.live, seat]):
+        if not self._free_numbers or not self._shares.are_possible([*self.live, seat], self._pages):
             self.share()
             raise full or PoolError(
                 f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
@@ -173,43 +176,28 @@ class SharedPool:
             return min(most, sum(_core.pages_for(tokens, n) for n in plan.entries_per_page))
         return plan.pool_pages
 
-    def _shares(self, seats: list[Seat], pages: int) -> list[int]:
-        """Pages of each: equal ones, but for weights."""
-        weights = sum(seat.weight for seat in seats)
-        return [int(pages * seat.weight / weights) for seat in seats]
-
-    def _holds(self, seats: list[Seat], pages: int | None = None) -> bool:
-        """Whether every share would hold what no eviction takes."""
-        total = self._pages if pages is None else pages
-        try:
-            for seat, share in zip(seats, self._shares(seats, total), strict=True):
-                self._plan(_budget_of(seat, share))
-        except BudgetError:
-            return False
-        return True
-
     def share(self) -> None:
         """Give every live sequence its share; those that get less evict first."""
-        live = self.live
-        if not live:
-            return
-        shares = dict(zip(live, self._shares(live, self._pages), strict=True))
-        for seat in sorted(live, key=lambda each: shares[each] - each.headwise.share_pages):
-            store, share = seat.headwise, shares[seat]
-            if store.share_pages != share:
-                held = store.core.entries
-                store.resize(_budget_of(seat, share))
-                store.share_pages = share
-                seat.given_up += held - store.core.entries
+        self._shares.give(self.live, self._pages)
+
+    def note_growth(self, seat: Seat) -> None:
+        """Share again where a text gets longer than shares have gone by."""
+        if seat.expected > seat.shared_for:
+            self.share()
+
+    def note_losses(self, seats: Sequence[Seat]) -> None:
+        """Share again where prompts have shown what their sequences lose with fewer pages."""
+        if self._shares.learn(seats):
+            self._shares.give(self.live, self._pages, least_change=LEAST_CHANGE)
 
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
         pages = self._total_pages(budget)
         now = time.monotonic()
         for seat in self.live:
-            if not self._holds(self.live, pages) and seat.is_idle(now):
+            if not self._shares.are_possible(self.live, pages) and seat.is_idle(now):
                 self.park(seat)
-        if not self._holds(self.live, pages):
+        if not self._shares.are_possible(self.live, pages):
             self.share()
             raise BudgetError(
                 f"a KV budget of {budget} does not hold {len(self.live)} conversations; close "
@@ -220,7 +208,3 @@ class SharedPool:
             self.core.set_pages(pages)
         self.share()
         self.core.set_pages(pages)
-
-
-def _budget_of(seat: Seat, share: int) -> Budget:
-    return Budget("bytes", max(1, share * seat.headwise.sharing.plan.page_bytes))

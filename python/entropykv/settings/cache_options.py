@@ -70,7 +70,7 @@ class PoolArguments(SessionArguments, total=False):
     n_sequences: int | None
     park: str
     park_limit: str | int | None
-    checkpoints: str | int
+    checkpoints: str | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,8 @@ class CacheOptions:
     `n_sequences`: how many conversations of a pool hold entries at a time; None: one alone, without
     a pool. `park`: where a pool keeps idle ones, "ram" or "disk:DIR", and `park_limit`: how many
     bytes of them, such as "1GiB"; None: as many as there are. `checkpoints`: bytes besides the pool
-    for places in texts that sessions can come back to; 0: none are kept.
+    for places in texts that sessions can come back to; 0: none are kept; None: 64MiB in a pool, and
+    none of one conversation alone, of which EntropyLlama makes a pool where they are asked for.
     """
 
     kv_budget: Budget | str | float = 1.0
@@ -115,7 +116,7 @@ class CacheOptions:
     n_sequences: int | None = None
     park: str = "ram"
     park_limit: str | int | None = None
-    checkpoints: str | int = CHECKPOINTS
+    checkpoints: str | int | None = None
     budget: Budget = field(init=False, repr=False, compare=False)
     """What `kv_budget` says, as a Budget."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
@@ -183,12 +184,23 @@ class CacheOptions:
     def alone(self) -> CacheOptions:
         """Return these options for one session; raises SettingsError where they ask for a pool."""
         of_pool = (self.n_sequences, self.park, self.park_limit, self.checkpoints)
-        if of_pool != (None, "ram", None, CHECKPOINTS):
+        if of_pool != (None, "ram", None, None):
             raise SettingsError(
                 "a Session holds one conversation; for n_sequences, park, park_limit and "
-                "checkpoints make a Pool, or an EntropyLlama with n_sequences"
+                "checkpoints make a Pool, of n_sequences=1 if need be, or an EntropyLlama with "
+                "n_sequences"
             )
         return self
+
+    @property
+    def checkpoint_limit(self) -> str | int:
+        """Bytes of checkpoints besides the pool, if there is one."""
+        return CHECKPOINTS if self.checkpoints is None else self.checkpoints
+
+    def going_back(self) -> CacheOptions:
+        """Return these options, for a pool of one conversation where only checkpoints need one."""
+        alone = self.in_pool or self.checkpoints is None
+        return self if alone else replace(self, n_sequences=1)
 
     def pooled(self) -> CacheOptions:
         """Return these options for a pool: of SEQUENCES_OF_POOL conversations unless it is said."""

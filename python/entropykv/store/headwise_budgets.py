@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from entropykv import _core
 from entropykv.errors import BudgetError
+from entropykv.policy.division import LossCurve
 from entropykv.policy.online import OnlineBudgets, changes_budgets, is_observed
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
@@ -49,7 +50,8 @@ class HeadwiseBudgets:
 
     def shares(self) -> list[int]:
         """Return the budgets of the plan, or those that follow from the text."""
-        online = self._online.budgets(self.plan) if self._online else None
+        follows = self._online is not None and not self.plan.holds_all
+        online = self._online.budgets(self.plan) if self._online and follows else None
         return online or [entries for layer in self.plan.budgets for entries in layer]
 
     def share(self) -> None:
@@ -80,7 +82,7 @@ class HeadwiseBudgets:
         # longer.
         limits = self.plan.limits
         short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
-        self.whole_entries = min(short, default=self._recipe.n_ctx)
+        self.whole_entries = min(short, default=self.plan.longest)
 
     def prepare(self, n_tokens: int, position: int) -> None:
         """Begin a micro-batch of `n_tokens` of text; 0 for an echo of text that was read before."""
@@ -103,6 +105,10 @@ class HeadwiseBudgets:
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
         return self._budgets_change
 
+    def loss_curve(self) -> LossCurve | None:
+        """Return what the text loses with fewer pages, where that was measured."""
+        return self._online.loss_curve(self.plan) if self._online else None
+
     def forget(self) -> None:
         """Forget what was seen, since another text begins."""
         if self._online:
@@ -121,8 +127,15 @@ class HeadwiseBudgets:
 
     def _sure_in_company(self, plan: HeadwisePlan, n_sequences: int) -> int:
         """Return what sure_entries is in the smallest share that a sequence may come down to."""
-        budget = Budget("bytes", max(1, plan.pool_pages // n_sequences * plan.page_bytes))
+        pages = plan.pool_pages // n_sequences
         try:
-            return self._sure_of(self._recipe.headwise_plan(budget, self._layers))
+            least = self._plan_of(pages, plan.page_bytes)
+            if self._recipe.policy.rule.by_losses and not least.holds_all:
+                least = self._plan_of(least.pages_of(least.floor_entries), plan.page_bytes)
         except BudgetError:  # so many sequences never hold entries together
             return 0
+        return self._sure_of(least)
+
+    def _plan_of(self, pages: int, page_bytes: int) -> HeadwisePlan:
+        budget = Budget("bytes", max(1, pages * page_bytes))
+        return self._recipe.headwise_plan(budget, self._layers)

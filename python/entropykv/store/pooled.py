@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from entropykv.settings.options import Budget
 from entropykv.store.checkpoint import StoreCheckpoint
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import StoreState
@@ -12,12 +13,24 @@ class PooledStore(HeadwiseStore):
 
     share_pages = 0
     """How many pages of the pool it may hold."""
+    longest: int | None = None
+    """How long its text gets, where the share holds all of it; None: as long as the context."""
+
+    def take_share(self, pages: int, longest: int | None) -> None:
+        """Hold at most so many pages, and evict what is more; `longest`: see there."""
+        if (pages, longest) == (self.share_pages, self.longest):
+            return
+        budget = Budget("bytes", max(1, pages * self.plan.page_bytes))
+        plan = self._recipe.headwise_plan(budget, self.layers, longest)
+        with self.cold.growing():
+            self.sharing.follow(plan)
+        self.share_pages, self.longest = pages, longest
 
     def set_aside(self) -> None:
         """Forget everything, and leave the pool's pages to others until resize()."""
         self.truncate(0)
         self._store.give_up_share()
-        self.share_pages = 0
+        self.share_pages, self.longest = 0, None
         if self._recurrent:
             self._recurrent.forget()
 

@@ -1,0 +1,229 @@
+"""The hard bytes of a pool: who comes, grows and ends, what everybody has, and what goes wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from entropykv import (
+    BudgetError,
+    ContextError,
+    EntropyKVError,
+    PoolError,
+    SettingsError,
+    UnsupportedModelError,
+)
+from entropykv.session import seat
+from entropykv.session.pool_session import PoolSession
+from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together
+from tests.support.threads import in_threads
+from tests.support.tiny_models import write_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pool") / "tiny.gguf"
+    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, nobody who only waits for the processor is taken to be idle."""
+    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+
+
+def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: Path) -> None:
+    with pool_of(model, n_sequences=4, kv_budget=256, policy="uniform") as pool:
+        first = pool.session()
+        first.decode(PROMPTS[4])
+        assert first.evicted == 0
+        whole = first.stats().kv_bytes_budget
+        assert whole == pool.stats().kv_bytes_budget
+        others = [pool.session(), pool.session(weight=2.0)]
+        for other in others:
+            other.decode([1, 2])
+        for other in others:
+            other.decode(PROMPTS[4])
+        assert first.evicted > 0
+        assert first.standing().given_up == first.evicted
+        assert pool.sessions() == [first, *others]
+        assert others[1].standing().given_up == 0
+        assert first.reusable_from == len(PROMPTS[4])
+        shares = [session.stats().kv_bytes_budget for session in (first, *others)]
+        assert sum(shares) <= whole
+        assert shares[0] == shares[1] == pytest.approx(shares[2] / 2, rel=0.1)
+        assert pool.stats().kv_bytes_now <= pool.stats().kv_bytes_budget
+        kept = first.stats().entries_kept
+        for other in others:
+            other.close()
+        assert pool.sessions() == [first]
+        assert first.stats().kv_bytes_budget == whole
+        first.decode(PROMPTS[0])
+        assert first.stats().entries_kept == kept + first.stats().entries_full // len(
+            first.tokens
+        ) * len(PROMPTS[0])
+
+
+@pytest.mark.parametrize("policy", ["uniform", "adaptive"])
+def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
+    model: Path, policy: str
+) -> None:
+    """A long text is held whole beside short ones, until they need what is theirs."""
+    with pool_of(model, n_sequences=3, kv_budget=600, policy=policy, checkpoints=0) as pool:
+        long, *short = [pool.session() for _ in range(3)]
+        for session in short:
+            session.decode([1, 2, 3])
+        long.decode((PROMPTS[4] * 2)[:400])
+        assert long.evicted == 0
+        held = long.stats().kv_bytes_budget
+        assert held > pool.stats().kv_bytes_budget / 3
+        for session in short:
+            session.decode((PROMPTS[2] * 2)[:180])
+        assert long.evicted == long.standing().given_up > 0
+        assert long.stats().kv_bytes_budget < held
+        if policy == "uniform":
+            assert [session.evicted for session in short] == [0, 0]
+        budgets = [session.stats().kv_bytes_budget for session in (long, *short)]
+        assert sum(budgets) <= pool.stats().kv_bytes_budget
+        short[0].close()
+        long.decode(PROMPTS[1])
+        assert long.stats().kv_bytes_budget > budgets[0]
+
+
+def test_a_pool_is_resized_for_all(model: Path) -> None:
+    with pool_of(model, n_sequences=3, kv_budget=900) as pool:
+        sessions = [pool.session() for _ in range(3)]
+        together(sessions, PROMPTS[2:5], 4)
+        before = pool.stats()
+        for session in sessions:
+            session._host.rest(session._seat)
+        pool.resize(200)
+        now = pool.stats()
+        assert now.kv_bytes_now <= now.kv_bytes_budget < before.kv_bytes_budget / 4
+        with pytest.raises(BudgetError, match="entries per KV head"):
+            pool.resize(3)
+        assert pool.stats().kv_bytes_budget == now.kv_bytes_budget
+        pool.resize("1MiB")
+        assert pool.stats().kv_bytes_budget > before.kv_bytes_budget
+        together(sessions, [[5], [6], [7]], 4)
+
+
+def changed(session: PoolSession, kind: int, chance: random.Random) -> PoolSession:
+    """Go back, park, fork, keep a checkpoint or return to one; returns who goes on."""
+    if kind == 4 and session.position:
+        position = chance.randrange(session.position)
+        if session.can_return_to(position):
+            session.truncate(position)
+    elif kind == 5:
+        session.park()
+    elif kind == 6:
+        with_copy = session.fork()
+        assert with_copy.tokens == session.tokens
+        session.close()
+        return with_copy
+    elif kind == 7:
+        session.keep_checkpoint()
+    elif kind == 8:
+        text = [*session.tokens[: chance.randrange(1, N_CTX)], 5]
+        if session.return_to_checkpoint(text, repeatable=chance.random() < 0.5):
+            assert session.tokens == text[: session.position]
+    else:
+        session.rest()
+    return session
+
+
+def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
+    """Conversations that come, write, go back, are parked, forked and closed, in four threads."""
+    with pool_of(model, n_sequences=4, kv_budget=300, checkpoints="400KiB") as pool:
+        steps = Steps(pool)
+
+        def live(seed: int) -> int:
+            chance = random.Random(seed)
+            session, n = pool.session(), 0
+            for _ in range(25):
+                kind = chance.randrange(10)
+                if session.position > N_CTX - 100:
+                    session.reset()
+                if kind < 4:
+                    tokens = [chance.randrange(3, 300) for _ in range(chance.randrange(1, 80))]
+                    n += len(session.decode(tokens, all_logits=True))
+                else:
+                    session = changed(session, kind, chance)
+            session.close()
+            return n
+
+        read = in_threads([lambda s=seed: live(s) for seed in range(4)])
+        assert all(read)
+        assert sum(map(sum, steps.parts)) == sum(read)
+        assert 0 < pool.stats().checkpoint_bytes <= 400 * 1024
+        pool.host.checkpoints.clear()
+        assert pool.stats().kv_bytes_now == 0  # no page has an owner that is not there
+        assert pool.stats().sessions == pool.stats().parked == pool.stats().parked_bytes == 0
+
+
+def test_a_call_off_reaches_who_waits(model: Path) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=N_CTX, policy="uniform") as pool:
+        first, second = pool.session(), pool.session()
+        first.decode([1, 2, 3])
+        result: list[BaseException] = []
+
+        def decode() -> None:
+            try:
+                second.decode([1])
+            except EntropyKVError as error:
+                result.append(error)
+
+        with pool.host.scheduler.between_steps():  # as if a step went on
+            thread = threading.Thread(target=decode)
+            thread.start()
+            while pool.host.scheduler.n_waiting == 0:
+                time.sleep(0.001)
+            second.interrupt()
+            thread.join(10)
+        assert isinstance(result[0], PoolError)
+        second.decode([1])  # nothing was half-done
+
+
+def test_what_goes_wrong_for_one_does_not_concern_the_others(model: Path) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=N_CTX) as pool:
+        good, bad = pool.session(), pool.session()
+        good.decode(PROMPTS[0])
+        with pytest.raises(ContextError):
+            bad.decode([10**6])
+        with pytest.raises(ContextError):
+            bad.decode([5] * (N_CTX + 1))
+        bad.decode([5])
+        good.decode([6])
+
+
+def test_impossible_pools_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="n_sequences"):
+        pool_of(model, n_sequences=0)
+    with pytest.raises(SettingsError, match="at most 256"):
+        pool_of(model, n_sequences=257)
+    with pytest.raises(SettingsError, match="park cannot be"):
+        pool_of(model, park="cupboard")
+    with pytest.raises(SettingsError, match="is no directory"):
+        pool_of(model, park=f"disk:{tmp_path / 'nowhere'}")
+    with pytest.raises(SettingsError, match="limit of parked"):
+        pool_of(model, park_limit="none")
+    with pytest.raises(UnsupportedModelError, match="flat store holds one"):
+        pool_of(model, store="flat")
+    with pool_of(model) as pool, pytest.raises(SettingsError, match="weight"):
+        pool.session(weight=0.0)
+
+
+def test_closed_sessions_and_pools_say_so(model: Path) -> None:
+    pool = pool_of(model)
+    session = pool.session()
+    session.decode([1])
+    pool.close()
+    for call in (lambda: session.decode([1]), pool.stats, pool.session):
+        with pytest.raises(EntropyKVError, match="closed"):
+            call()
+    session.close()

@@ -1,0 +1,232 @@
+"""Conversations that leave a pool for others and come back, and forks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import (
+    ContextError,
+    PoolError,
+)
+from entropykv.session import seat
+from tests.architectures import ARCHITECTURES
+from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together, written
+from tests.support.releases import write_known
+from tests.support.threads import in_threads
+from tests.support.tiny_models import write_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pool") / "tiny.gguf"
+    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, nobody who only waits for the processor is taken to be idle."""
+    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+
+
+# --- parking --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
+    model: Path, where: str, tmp_path: Path
+) -> None:
+    park = "ram" if where == "ram" else f"disk:{tmp_path}"
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, park=park) as pool:
+        sessions = [pool.session() for _ in range(4)]
+        steps = Steps(pool)
+        logits = [written(s, p, 3)[-1] for s, p in zip(sessions, PROMPTS, strict=False)]
+        assert [session.is_live for session in sessions] == [False, False, False, True]
+        assert pool.stats().parked == 3
+        standings = [session.standing() for session in sessions]
+        assert [each.state for each in standings] == ["parked"] * 3 + ["idle"]
+        assert pool.stats().parked_bytes == sum(each.parked_bytes for each in standings) > 0
+        n_heads = pool.host.n_kv_heads
+        entries = [n_heads * session.position for session in sessions]
+        assert [each.parked_entries for each in standings] == [*entries[:3], 0]
+        again = [
+            written(s, [int(row.argmax())], 5) for s, row in zip(sessions, logits, strict=True)
+        ]
+        n_read = sum(map(sum, steps.parts))
+        assert n_read == sum(map(len, PROMPTS[:4])) + 4 * (3 + 6)
+        assert list(tmp_path.iterdir()) == []
+    for prompt, rows in zip(PROMPTS, again, strict=False):
+        with pool_of(model, n_sequences=1, kv_budget=N_CTX) as single:
+            for row, other in zip(rows, written(single.session(), prompt, 9)[4:], strict=True):
+                np.testing.assert_array_equal(row, other)
+
+
+def test_parked_windows_go_back_no_further_than_they_can(tmp_path: Path) -> None:
+    """What has left a window is not parked: the text must be read again, and a session says so."""
+    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+    path = tmp_path / "windows.gguf"
+    write_known(path, models["gemma3"])
+    with pool_of(path, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
+        first, second = pool.session(), pool.session()
+        written(first, PROMPTS[4], 2)
+        second.decode([1])
+        assert not first.is_live
+        other = first.fork()
+        for session in (first, other):
+            assert session.can_return_to(session.position)
+            assert not session.can_return_to(session.position - 1)
+            assert session.can_return_to(0)
+        second.close()
+        first.decode([5])
+        with pytest.raises(ContextError, match="sliding window"):
+            first.truncate(100)
+
+
+def test_where_nothing_more_can_be_parked_the_newcomer_is_refused(model: Path) -> None:
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, park_limit="1KiB") as pool:
+        first, second = pool.session(), pool.session()
+        rows = written(first, PROMPTS[0], 2)
+        with pytest.raises(PoolError, match="park_limit"):
+            second.decode([1])
+        assert (
+            first.position == len(first.tokens) == len(PROMPTS[0]) + 2
+        )  # and nobody lost anything
+        written(first, [int(rows[-1].argmax())], 1)
+        first.close()
+        second.decode([1])
+
+
+def test_a_newcomer_waits_for_those_who_write(model: Path) -> None:
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX) as pool:
+        first, second = pool.session(), pool.session()
+        ended: dict[str, float] = {}
+
+        def write() -> None:
+            list(first.generate(PROMPTS[0], max_tokens=60, temperature=0))
+            ended["first"] = time.monotonic()
+
+        def come() -> None:
+            while first.position < len(PROMPTS[0]):
+                time.sleep(0.001)
+            second.decode(PROMPTS[1])
+            ended["second"] = time.monotonic()
+
+        in_threads([write, come])
+        assert ended["first"] < ended["second"]
+
+
+def test_one_thread_can_hold_several_generations(model: Path) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=N_CTX) as pool:
+        streams = [pool.session().generate(p, max_tokens=6, temperature=0) for p in PROMPTS[:2]]
+        start = time.monotonic()
+        pairs = list(zip(*streams, strict=True))
+        assert len(pairs) == 6
+        assert time.monotonic() - start < seat.IDLE_SECONDS
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+def test_a_fork_goes_on_from_what_was_read(model: Path) -> None:
+    with pool_of(model, n_sequences=3, kv_budget=3 * N_CTX) as pool:
+        steps = Steps(pool)
+        first = pool.session()
+        first.decode(PROMPTS[4])
+        forks = [first.fork(), first.fork()]
+        found = together([first, *forks], [[9], [9], [17]], 10)
+        assert sum(map(sum, steps.parts)) == len(PROMPTS[4]) + 3 * 11
+    for rows, token in zip(found, (9, 9, 17), strict=True):
+        with pool_of(model, n_sequences=1, kv_budget=N_CTX) as single:
+            session = single.session()
+            session.decode(PROMPTS[4])
+            for row, other in zip(rows, written(session, [token], 10), strict=True):
+                np.testing.assert_array_equal(row, other)
+
+
+@pytest.mark.parametrize("policy", ["uniform", "adaptive", "streaming", "layer"])
+@pytest.mark.parametrize("tokens", [N_CTX, 96])
+def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, policy: str) -> None:
+    """Also where both evict, and what they share has to leave the pool meanwhile."""
+    options: dict[str, Any] = {"kv_budget": tokens, "policy": policy, "checkpoints": 0}
+    with pool_of(model, n_sequences=2, **options) as pool:
+        steps = Steps(pool)
+        first = pool.session()
+        first.decode(PROMPTS[4])
+        fork = first.fork()
+        again = fork.fork()
+        expected = written(first, [9], 20)
+        first.close()
+        for session in (fork, again):
+            found = written(session, [9], 20)
+            assert session.evicted > 0 or tokens == N_CTX
+            session.close()
+            for row, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(row, other)
+        assert 0 < steps.most_bytes <= pool.stats().kv_bytes_budget
+        assert pool.stats().kv_bytes_now == 0
+
+
+def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
+    with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX, checkpoints=0) as pool:
+        first = pool.session()
+        first.decode(PROMPTS[4])
+        alone = pool.stats().kv_bytes_now
+        forks = [first.fork() for _ in range(3)]
+        assert pool.stats().kv_bytes_now == alone
+        together([first, *forks], [[7], [8], [9], [10]], 4)
+        # Each has its own last page of every KV head, and at most one more, and nothing else.
+        n_heads = 3 * 2
+        shared = pool.host.shared
+        assert shared is not None
+        page = shared.core.budget_bytes // shared._pages
+        assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
+        first.close()
+        rows = [fork.decode([5]) for fork in forks]  # what they share is still theirs
+        for fork in forks:
+            fork.close()
+        assert len(rows) == 3
+        assert pool.stats().kv_bytes_now == 0
+
+
+def test_idle_conversations_stay_in_the_pool_while_there_is_room(
+    model: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"park": f"disk:{tmp_path}", "policy": "uniform", "checkpoints": 0}
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, **options) as pool:
+        first, second = pool.session(), pool.session()
+        row = written(first, PROMPTS[4], 1)[-1]
+        page_bytes = pool.stats().kv_bytes_now
+        written(second, PROMPTS[3], 1)
+        assert not first.is_live
+        assert pool.stats().kv_bytes_now > page_bytes  # both are in it
+        outside = pool.stats().parked_bytes
+        assert outside < page_bytes / 8
+        second.reset()
+        written(second, [3] * 400, 1)  # needs the pages of the other one
+        assert pool.stats().parked_bytes > 2 * outside
+        found = written(first, [int(row.argmax())], 5)
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy="uniform") as single:
+        expected = written(single.session(), PROMPTS[4], 7)[2:]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "deepseek2"])
+def test_every_kind_of_layer_is_forked(name: str, tmp_path: Path) -> None:
+    """Windows, recurrent layers, latent attention: the fork has all of their states."""
+    models = {each.name: each for many in ARCHITECTURES.values() for each in many}
+    path = tmp_path / f"{name}.gguf"
+    write_known(path, models[name])
+    with pool_of(path, n_sequences=2, kv_type="f16", kv_budget=2 * N_CTX) as pool:
+        first = pool.session()
+        first.decode(PROMPTS[2])
+        fork = first.fork()
+        expected = written(first, [9], 8)
+        first.close()
+        for row, other in zip(written(fork, [9], 8), expected, strict=True):
+            np.testing.assert_array_equal(row, other)
