@@ -107,7 +107,7 @@ def test_writers_come_into_one_step() -> None:
 
 
 def test_prompts_are_read_in_the_order_of_their_arrival_among_tokens() -> None:
-    recorded = Recorded(seconds=0.005)
+    recorded = Recorded(seconds=0.03)  # a step waits half as long for those who were in the last
     scheduler = recorded.scheduler
     arrivals = {name: scheduler.arrive() for name in ("first", "second", "writer")}
     with scheduler.between_steps():  # until all of them wait

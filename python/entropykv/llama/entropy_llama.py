@@ -55,7 +55,8 @@ class EntropyLlama(CompletingLlama):
     It holds one sequence, so calls take turns: EntropyKVError where another thread is within one,
     and where an answer goes on after another call. With `n_sequences`, the budget is that of a Pool
     (`park`, `park_limit`: see there), and another() makes more of them, for threads of their own:
-    their tokens are read together.
+    their tokens are read together. `checkpoints`, without `n_sequences`: a pool of one, in which a
+    turn that is edited or asked for again goes on from the nearest, whatever was evicted since.
 
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
@@ -123,6 +124,7 @@ class EntropyLlama(CompletingLlama):
         self._ctx.close()
         self._batch.close()  # type: ignore[no-untyped-call]
         self._budget = budget
+        self._pieces = {}
         self._take(session)
 
     def _session_of(self, model: BorrowedModel, budget: BudgetArguments) -> Session:
@@ -134,7 +136,7 @@ class EntropyLlama(CompletingLlama):
             n_threads=self.n_threads,
             n_threads_batch=self.n_threads_batch,
             n_gpu_layers=self.model_params.n_gpu_layers,
-        )
+        ).going_back()
         if not cache.in_pool:
             return Session(model, cache, on_climb=budget.on_climb)
         self._pool = Pool(model, cache)

@@ -13,6 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from entropykv.errors import EntropyKVError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
@@ -42,6 +43,8 @@ class ReadingLlama(llama_cpp.Llama):
     _watch: Watch | None = None
     """The recovery ladder of the call of generate() that reads now."""
     _lock: threading.RLock
+    _pieces: dict[int, bytes] | None = None
+    """Texts of tokens that were asked for, for all that share a vocabulary; None while it loads."""
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -64,6 +67,24 @@ class ReadingLlama(llama_cpp.Llama):
         """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed."""
         _ = self._session  # raises once closed, where llama-cpp-python would crash
         return super().tokenize(text, add_bos, special)
+
+    def detokenize(
+        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
+    ) -> bytes:
+        """Return the text of tokens, as llama_cpp.Llama does.
+
+        Texts of tokens are kept: Llama asks for all of an answer with every token of it, and each
+        call of llama.cpp would let the threads of a pool take turns.
+        """
+        pieces = self._pieces
+        if special or pieces is None or not isinstance(self.tokenizer_, LlamaTokenizer):
+            return super().detokenize(tokens, prev_tokens, special)
+        for token in tokens:
+            if token not in pieces:
+                pieces[token] = self._model.detokenize([token])
+        text = b"".join([pieces[token] for token in tokens])
+        begins = len(tokens) > 0 and tokens[0] == self.token_bos()
+        return text[1:] if begins and text.startswith(b" ") else text
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens after the first n_tokens of input_ids, which are read again if they must be.

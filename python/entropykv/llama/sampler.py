@@ -25,13 +25,19 @@ class SamplerOfSequence:
         """Take a chain; `logits_at` returns the logits of a row: -1 is the last one."""
         self._chain = chain
         self._logits_at = logits_at
+        self._data = np.zeros(0, _KIND)
+        """Used again for every token: it is larger than what an allocator keeps at hand."""
 
     def sample(self, _: Any, row: int = -1) -> int:
         """Choose a token by the logits of a row, and tell the chain."""
         logits = self._logits_at(row)
-        data = np.zeros(logits.size, _KIND)
-        data["id"] = np.arange(logits.size)
+        if self._data.size != logits.size:
+            self._data = np.zeros(logits.size, _KIND)
+            self._ids = np.arange(logits.size, dtype=np.int32)
+        data = self._data
+        data["id"] = self._ids  # samplers sort them
         data["logit"] = logits
+        data["p"] = 0.0
         pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)
         array = llama_cpp.llama_token_data_array(pointer, data.size, -1, False)
         llama_cpp.llama_sampler_apply(self._chain.sampler, ctypes.byref(array))

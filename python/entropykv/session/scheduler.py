@@ -34,6 +34,8 @@ class Work:
     part: Part
     arrival: int
     """The number that arrive() gave the text that they are a part of: earlier texts come first."""
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    """Wakes its thread, and no other: once it is done, or the thread is to do a step."""
     thread: int = field(default_factory=threading.get_ident)
     done: bool = False
 
@@ -74,7 +76,9 @@ class Scheduler:
         self._admit = admit
         self._run = run
         self._together = together
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Wakes who gathers the works of a step, and who waits for the end of one."""
         self._waiting: list[Work] = []
         self._step: list[Work] = []
         """The works that are being read."""
@@ -82,6 +86,8 @@ class Scheduler:
         """Owners that were in the last step, and their threads: they may come again at once."""
         self._leader: int | None = None
         """The thread that does a step, or something between two."""
+        self._gatherer: int | None = None
+        """The thread that waits for the works of the next step."""
         self._guests = 0
         self._arrivals = 0
         self._patience = 0.0
@@ -100,21 +106,35 @@ class Scheduler:
 
     def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
         """Have a part read; returns when it was, whatever came of it."""
-        work = Work(owner, part, arrival)
-        with self._changed:
+        work = Work(owner, part, arrival, threading.Condition(self._lock))
+        with self._lock:
             self._waiting.append(work)
             self._expected.pop(owner, None)
-            self._changed.notify_all()
+            if self._gatherer is not None and not self._awaited(self._gatherer):
+                self._changed.notify_all()
             try:
                 while not work.done:
-                    if self._leader is not None or self._guests:
-                        self._changed.wait()
+                    if self._is_led():
+                        work.turn.wait()
                     else:
                         self._lead()
-            except BaseException:
+            finally:
                 if work in self._waiting:
                     self._waiting.remove(work)
-                raise
+                self._hand_over()
+
+    def _is_led(self) -> bool:
+        """Whether somebody does a step, gathers one, or something between two."""
+        return self._leader is not None or self._guests > 0 or self._gatherer is not None
+
+    def _hand_over(self) -> None:
+        """Let the thread of a work that waits do the next step, where nobody does."""
+        if self._waiting and not self._is_led():
+            self._waiting[0].turn.notify()
+
+    def _awaited(self, gatherer: int) -> bool:
+        """Whether a thread that gathers waits for the next tokens of others."""
+        return any(thread != gatherer for thread in self._expected.values())
 
     def rest(self, owner: Hashable) -> None:
         """Let nobody wait for an owner's next tokens: there may be none for long."""
@@ -138,6 +158,7 @@ class Scheduler:
                     work.part.error = error
                     self._waiting.remove(work)
                     work.done = True
+                    work.turn.notify()
             self._changed.notify_all()
 
     def leads(self) -> bool:
@@ -162,12 +183,14 @@ class Scheduler:
                 self._leader = threading.get_ident()
             finally:
                 self._guests -= 1
+                self._hand_over()
         try:
             yield
         finally:
             with self._changed:
                 self._leader = None
                 self._changed.notify_all()
+                self._hand_over()
 
     def _lead(self) -> None:
         """Do one step, or wait for somebody to become idle."""
@@ -211,6 +234,7 @@ class Scheduler:
     def _end(self, works: Sequence[Work]) -> None:
         for work in works:
             work.done = True
+            work.turn.notify()
             if work in self._waiting:
                 self._waiting.remove(work)
             if work.part.error is None:
@@ -219,12 +243,14 @@ class Scheduler:
 
     def _gather(self) -> None:
         """Wait a little for those who were in the last step, so that they are in this one."""
-        own = threading.get_ident()
+        own = self._gatherer = threading.get_ident()
         end = time.monotonic() + self._patience
-        while self._leader is None and not self._guests:
-            others = [owner for owner, thread in self._expected.items() if thread != own]
-            left = end - time.monotonic()
-            if not others or left <= 0:
-                break
-            self._changed.wait(left)
+        try:
+            while self._leader is None and not self._guests:
+                left = end - time.monotonic()
+                if left <= 0 or not self._awaited(own):
+                    break
+                self._changed.wait(left)
+        finally:
+            self._gatherer = None
         self._expected.clear()
