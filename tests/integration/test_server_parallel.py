@@ -79,6 +79,65 @@ def test_streams_are_interleaved(server: Server) -> None:
     assert figure(server, "first_token_seconds_total") > 0
 
 
+def test_choices_are_written_side_by_side_and_their_prompt_is_read_once(server: Server) -> None:
+    prompt = "A gardener and a fisherman meet at the harbour, and talk. " * 20
+    options: dict[str, Any] = {"temperature": 1.2, "seed": 5, "max_tokens": 60}
+    options["extra_body"] = {"min_tokens": 60}
+    with server.client() as client:
+        before = server.idle_figures(60)["prompt_tokens"]
+        answer = complete(client, prompt, n=3, **options)
+        texts = [choice.text for choice in answer.choices]
+        assert len(set(texts)) == 3
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        n_prompt = answer.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 3 * 60
+        assert server.idle_figures(60)["prompt_tokens"] - before < 1.2 * n_prompt
+        assert complete(client, prompt, **options).choices[0].text == texts[0]
+        order, pieces, ids = [], ["", "", ""], set()
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        for chunk in complete(client, prompt, n=3, **usage, **options):
+            ids.add(chunk.id)
+            if chunk.choices:
+                order.append(chunk.choices[0].index)
+                pieces[chunk.choices[0].index] += chunk.choices[0].text
+        assert pieces == texts
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (n_prompt, 180)
+    assert len(ids) == 1
+    first_end = min(len(order) - order[::-1].index(i) for i in range(3))
+    assert {0, 1, 2} == set(order[:first_end])  # all have begun before the first one ends
+    assert figure(server, "forked_total") >= 2
+
+
+def test_lists_of_prompts_and_choices_without_a_seed(server: Server) -> None:
+    with server.client() as client:
+        alone = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
+        answer = complete(client, PROMPTS)  # more than are answered at a time
+        assert [choice.text for choice in answer.choices] == alone
+        free = complete(client, PROMPTS[0], n=3, temperature=1.5)
+        assert len({choice.text for choice in free.choices}) == 3
+        with pytest.raises(openai.BadRequestError, match="prompt: it is empty"):
+            complete(client, [[5, 6], []])
+        with pytest.raises(openai.BadRequestError, match="tokens are 0 to"):
+            complete(client, [[5, 6], [10**6]])
+        assert complete(client, PROMPTS[0]).choices[0].text == alone[0]
+
+
+def test_checkpoints_are_an_option_of_the_server() -> None:
+    """One conversation at a time that goes back after evictions; and none where they are off."""
+    text = "In the garden there is a tree, and a bird sings. " * 40
+    n_read = {}
+    for limit in ("8MiB", "0"):
+        budget = ("--kv-budget", 200, "--checkpoints", limit)
+        with ended(running := Server(*budget, ENTROPYKV_API_KEY=KEY)) as client:
+            answers = []
+            for _ in range(2):
+                before = running.idle_figures(60)["prompt_tokens"]
+                answers.append(complete(client, text).choices[0].text)
+                n_read[limit] = running.idle_figures(60)["prompt_tokens"] - before
+            assert answers[0] == answers[1]
+    assert n_read["8MiB"] == 0 < n_read["0"]
+
+
 def test_the_next_turn_reads_only_what_is_new(server: Server) -> None:
     with server.client() as client:
         texts = [f"{prompt} was here {'and there ' * 30}" for prompt in PROMPTS]

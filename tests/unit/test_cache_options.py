@@ -77,6 +77,32 @@ def test_a_session_holds_one_conversation(tiny_llama: Path) -> None:
             CacheOptions(n_sequences=n)
 
 
+def test_checkpoints_of_one_conversation_need_a_pool_of_one(tiny_llama: Path) -> None:
+    assert CacheOptions(n_sequences=2).checkpoint_limit == "64MiB"
+    assert CacheOptions(n_sequences=2, checkpoints=0).checkpoint_limit == 0
+    assert CacheOptions(n_sequences=2).going_back() == CacheOptions(n_sequences=2)
+    assert CacheOptions().going_back() == CacheOptions()
+    assert CacheOptions(checkpoints="1MiB").going_back().n_sequences == 1
+    with pytest.raises(SettingsError, match="n_sequences=1"):
+        Session(tiny_llama, checkpoints="1MiB")  # type: ignore[call-arg]
+    read = []
+    for checkpoints in (None, "1MiB"):
+        llm = EntropyLlama(
+            str(tiny_llama), n_ctx=256, kv_budget=32, checkpoints=checkpoints, verbose=False
+        )
+        assert (llm.pool is None) == (checkpoints is None)
+        prompt = [5, 6, 7, 8] * 20
+        texts = []
+        for _ in range(2):
+            before = llm.kv_stats().prompt_tokens
+            made = llm.create_completion(prompt, max_tokens=8, temperature=0.0)
+            texts.append(made["choices"][0]["text"])  # type: ignore[index]
+        read.append(llm.kv_stats().prompt_tokens - before)
+        assert texts[0] == texts[1]
+        llm.close()
+    assert read == [80, 0]  # evicted since, so that one without any reads all of it again
+
+
 def test_options_reach_a_session_whole(tiny_llama: Path) -> None:
     recovery = Recovery(highest=Rung.FULL)
     options = CacheOptions(n_ctx=64, kv_budget=32, freeze="ram", recovery=recovery)

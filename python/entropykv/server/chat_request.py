@@ -10,7 +10,7 @@ from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.server.errors import RequestError
-from entropykv.server.generations import Generations
+from entropykv.server.generations import seeds, with_usage
 from entropykv.server.loading import ServedLlama
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.requests import (
@@ -86,7 +86,7 @@ class ChatRequest(Request, CreateChatCompletionRequest):
     modalities: list[Literal["text"]] | None = None
 
     def call(self, llama: ServedLlama) -> Any:
-        """Generate, and return a response or an iterator of chunks; raises RequestError."""
+        """Generate one choice, and return a response or its chunks; raises RequestError."""
         check_logprobs(llama, bool(self.logprobs))
         use = self.tool_use()
         arguments = sampling_arguments(self, llama)
@@ -101,18 +101,16 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         if grammar := self._grammar(reader):
             arguments["grammar"] = grammar
 
-        def generate(_: object, seed: int | None) -> Any:
-            answer = llama.create_chat_completion(**arguments, seed=seed)
-            if reader is None:
-                return answer
-            if self.stream:
-                return _chunks_with_calls(answer, reader)
-            return _with_calls(answer, reader, legacy=self.functions is not None)
+        answer: Any = llama.create_chat_completion(**arguments, seed=self.seed)
+        if not self.stream:
+            legacy = self.functions is not None
+            return answer if reader is None else _with_calls(answer, reader, legacy=legacy)
+        chunks = answer if reader is None else _chunks_with_calls(answer, reader)
+        return with_usage(chunks, llama)
 
-        generations = Generations(generate, [None], self.n, self.seed)
-        if self.stream:
-            return generations.stream(llama, usage=self.stream_options.include_usage)
-        return generations.whole()
+    def parts(self) -> list[ChatRequest]:
+        """Return a request for every choice."""
+        return [self.model_copy(update={"n": 1, "seed": seed}) for seed in seeds(self.seed, self.n)]
 
     def tool_use(self) -> ToolUse | None:
         """Return the tools that may be called, by their newer names; raises RequestError."""

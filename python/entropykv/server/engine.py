@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,8 +128,10 @@ class Engine:
             return []
         self.shelf = Shelf(pool, self.limits.conversations)
         workers = [llama.another() for _ in range(pool.host.n_sequences)]
+        seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
             worker.serve_from(self.shelf)
+            worker.set_seed(seeds.randrange(2**32))  # or all would choose by the same numbers
         return workers
 
     @property
@@ -150,18 +153,26 @@ class Engine:
         name, where several are held. Raises RequestError for whatever goes wrong; the next request
         then starts afresh.
         """
+        (result,) = await self.generate_all([Job(call, emit, note, conversation)])
+        return result
+
+    async def generate_all(self, jobs: Sequence[Job]) -> list[Any]:
+        """Run the jobs of one request, at the same time as far as there is room; see generate().
+
+        Where one of them fails, the others are stopped.
+        """
         if self._closing:
             raise _shutting_down()
         self._check_waiting()
         if self._interrupt:
             self._stop(job for job in self.running.values() if job.emit is not None)
-        job = Job(call, emit, note, conversation)
-        self.waiting += 1
+        self.waiting += len(jobs)
         try:
-            return await asyncio.wrap_future(self._thread.submit(self._run, job))
+            runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
+            return await asyncio.gather(*runs)
         finally:
-            self._stop([job])
-            self.waiting -= 1
+            self._stop(jobs)
+            self.waiting -= len(jobs)
 
     def _check_waiting(self) -> None:
         most = self.limits.max_waiting

@@ -1,9 +1,9 @@
-"""Answer one request with several generations: of several prompts, or several choices of one."""
+"""Join the choices of one request, which are written side by side, into one answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from entropykv.server.loading import ServedLlama
@@ -11,60 +11,71 @@ from entropykv.server.loading import ServedLlama
 _MOST_SEEDS = 2**32
 
 
-@dataclass(frozen=True)
-class Generations:
-    """Write `n` choices of every prompt, one after the other.
+def seeds(seed: int | None, n: int) -> list[int | None]:
+    """Return the seeds of n choices of one prompt.
 
-    `generate(prompt, seed)` makes one: a response of llama-cpp-python, or an iterator of chunks.
+    The first has the request's seed, those after it the numbers after that: otherwise all of them
+    would be the same.
+    """
+    if seed is None:
+        return [None] * n
+    return [seed, *((seed + i) % _MOST_SEEDS for i in range(1, n))]
+
+
+def with_usage(chunks: Iterator[dict[str, Any]], llama: ServedLlama) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of one choice, then one that says what it cost."""
+    head: dict[str, Any] = {}
+    for chunk in chunks:
+        head = head or _head(chunk)
+        yield chunk
+    yield {**head, "choices": [], "usage": _usage(llama.prompt_size, llama.generated)}
+
+
+@dataclass
+class Choices:
+    """Join `n` choices of every prompt; each is an answer of one choice, or its chunks.
+
+    A prompt counts once, however many choices it has. `usage`: whether the end of a stream says
+    what it cost.
     """
 
-    generate: Callable[[Any, int | None], Any]
-    prompts: Sequence[Any]
-    n: int = 1
-    seed: int | None = None
+    n: int
+    usage: bool = False
+    _shown: dict[str, Any] = field(default_factory=dict)
+    """Id and time of the first chunk, which all have."""
+    _costs: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Of every choice that has ended."""
 
-    def _parts(self) -> Iterator[tuple[int, Any]]:
-        """Yield the index of every choice, and what generate() returns for it.
+    def whole(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return one answer."""
+        choices = [{**each["choices"][0], "index": i} for i, each in enumerate(answers)]
+        self._costs = {i: each["usage"] for i, each in enumerate(answers)}
+        return {**answers[0], "choices": choices, "usage": self._cost()}
 
-        The first choice has the request's seed, those after it the numbers after that: otherwise
-        all of them would be the same.
-        """
-        for index in range(len(self.prompts) * self.n):
-            choice = index % self.n
-            seed = None if self.seed is None else (self.seed + choice) % _MOST_SEEDS
-            first = self.seed if choice == 0 else seed
-            yield index, self.generate(self.prompts[index // self.n], first)
+    def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a chunk of a choice as one of the whole answer; None: it is for the end."""
+        if not chunk["choices"]:
+            self._costs[index] = chunk["usage"]
+            return None
+        self._shown = self._shown or _head(chunk)
+        choice = {**chunk["choices"][0], "index": index}
+        usage = {"usage": None} if self.usage else {}
+        return {**chunk, **self._shown, "choices": [choice], **usage}
 
-    def whole(self) -> dict[str, Any]:
-        """Return one response; a prompt counts once, however many choices it has."""
-        answer: dict[str, Any] = {}
-        for index, response in self._parts():
-            choice = {**response["choices"][0], "index": index}
-            if not answer:
-                answer = {**response, "choices": [choice]}
-                continue
-            answer["choices"].append(choice)
-            usage = response["usage"]
-            again = index % self.n != 0
-            answer["usage"] = _usage(
-                answer["usage"]["prompt_tokens"] + (0 if again else usage["prompt_tokens"]),
-                answer["usage"]["completion_tokens"] + usage["completion_tokens"],
-            )
-        return answer
+    def end(self) -> dict[str, Any] | None:
+        """Return what comes after the chunks of all choices, if anything does."""
+        return {**self._shown, "choices": [], "usage": self._cost()} if self.usage else None
 
-    def stream(self, llama: ServedLlama, *, usage: bool) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of all choices under one id, then, with `usage`, what they cost."""
-        head: dict[str, Any] = {}
-        n_prompt = n_generated = 0
-        for index, chunks in self._parts():
-            for chunk in chunks:
-                head = head or {key: chunk[key] for key in ("id", "object", "created", "model")}
-                choice = {**chunk["choices"][0], "index": index}
-                yield {**chunk, **head, "choices": [choice], **({"usage": None} if usage else {})}
-            n_prompt += llama.prompt_size if index % self.n == 0 else 0
-            n_generated += llama.generated
-        if usage:
-            yield {**head, "choices": [], "usage": _usage(n_prompt, n_generated)}
+    def _cost(self) -> dict[str, int]:
+        prompts = [cost for index, cost in self._costs.items() if index % self.n == 0]
+        return _usage(
+            sum(cost["prompt_tokens"] for cost in prompts),
+            sum(cost["completion_tokens"] for cost in self._costs.values()),
+        )
+
+
+def _head(chunk: dict[str, Any]) -> dict[str, Any]:
+    return {key: chunk[key] for key in ("id", "object", "created", "model")}
 
 
 def _usage(n_prompt: int, n_generated: int) -> dict[str, int]:

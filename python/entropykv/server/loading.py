@@ -203,16 +203,19 @@ def load_llama(options: ModelOptions) -> ServedLlama:
 
 def _cache_options(options: ModelOptions) -> CacheOptions:
     """Return what is asked of the cache; raises SettingsError."""
-    if options.parallel == 1:
+    if options.parallel == 1 and options.checkpoints is None:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:
-        raise SettingsError("with --parallel, conversations are kept anyway; leave --cache out")
+        raise SettingsError(
+            "with --parallel or --checkpoints, conversations are kept anyway; leave --cache out"
+        )
     return cache_options_of(
         options,
         rungs=WITHOUT_REWALK,
         n_sequences=options.parallel,
         park=options.park,
         park_limit=options.park_limit,
+        checkpoints=options.checkpoints,
     )
 
 

@@ -66,6 +66,11 @@ class ModelOptions(ModelSettings):
     conversations: int = Field(
         default=64, ge=1, description="Conversations that are kept for their next turn."
     )
+    checkpoints: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        description="Bytes besides the budget for places in texts that turns can go back to, such "
+        "as 64MiB, which --parallel has unless it is given; 0: none.",
+    )
     recovery: Literal["soft", "window", "full"] | None = None
     """The highest rung; no rewalk, since an answer that was sent cannot be taken back."""
     recovery_deviations: float | None = None

@@ -52,10 +52,14 @@ class RequestLog:
 
 
 def note_tokens(scope: Scope) -> Callable[[int, int], None]:
-    """Return a function that notes how many tokens were read and written for a request."""
+    """Return a function that notes how many tokens were read and written for a request.
+
+    It is called for each of its choices.
+    """
 
     def note(read: int, written: int) -> None:
-        scope[_TOKENS] = read, written
+        before = scope.get(_TOKENS, (0, 0))
+        scope[_TOKENS] = before[0] + read, before[1] + written
 
     return note
 

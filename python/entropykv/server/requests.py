@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
-from entropykv.server.generations import Generations
+from entropykv.server.generations import seeds, with_usage
 from entropykv.server.loading import ServedLlama
 
 MOST_CHOICES = 128
@@ -58,25 +58,29 @@ class CompletionRequest(Request, CreateCompletionRequest):
     stream_options: StreamOptions = StreamOptions()
 
     def call(self, llama: ServedLlama) -> Any:
-        """Generate, and return a response or an iterator of chunks; raises RequestError."""
+        """Generate one choice of one prompt, and return a response or its chunks; RequestError."""
+        (only,) = self._prompts()
+        prompt = _checked(only, llama)
+        check_logprobs(llama, self.logprobs is not None)
+        arguments = {**sampling_arguments(self, llama), "prompt": prompt, "seed": self.seed}
+        if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo texts only
+            shown = prompt[1:] if prompt[0] == llama.token_bos() else prompt
+            text = llama.detokenize(shown, special=True).decode("utf-8", errors="replace")
+            answer = _echoed(text, llama.create_completion(**{**arguments, "echo": False}))
+        else:
+            answer = llama.create_completion(**arguments)
+        return with_usage(answer, llama) if self.stream else answer
+
+    def parts(self) -> list[CompletionRequest]:
+        """Return a request for every choice of every prompt; raises RequestError."""
         if self.best_of not in (None, 1, self.n):
             raise RequestError(400, "best_of: choices are not compared here", param="best_of")
-        prompts = [_checked(prompt, llama) for prompt in self._prompts()]
-        arguments = sampling_arguments(self, llama)
-        check_logprobs(llama, self.logprobs is not None)
-
-        def generate(prompt: str | list[int], seed: int | None) -> Any:
-            given = {**arguments, "prompt": prompt, "seed": seed}
-            if isinstance(prompt, list) and self.echo:  # llama-cpp-python can echo texts only
-                shown = prompt[1:] if prompt[0] == llama.token_bos() else prompt
-                text = llama.detokenize(shown, special=True).decode("utf-8", errors="replace")
-                return _echoed(text, llama.create_completion(**{**given, "echo": False}))
-            return llama.create_completion(**given)
-
-        generations = Generations(generate, prompts, self.n, self.seed)
-        if self.stream:
-            return generations.stream(llama, usage=self.stream_options.include_usage)
-        return generations.whole()
+        one = {"n": 1, "best_of": None}
+        return [
+            self.model_copy(update={**one, "prompt": prompt, "seed": seed})
+            for prompt in self._prompts()
+            for seed in seeds(self.seed, self.n)
+        ]
 
     def _prompts(self) -> Sequence[str | list[int]]:
         if isinstance(self.prompt, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from entropykv.errors import PoolError
@@ -97,14 +97,7 @@ class Shelf:
 
     def _is_being_read(self, tokens: list[int], name: str | None) -> bool:
         """Tell whether somebody reads more of a prompt now than anybody has read."""
-        if self._pool.host.recurrent:
-            return False  # what it will have read in the end cannot be cut
-        shared = (
-            common_prefix(read, tokens)
-            for session, read in self._reading.items()
-            if session.evicted == 0
-        )
-        most = max(shared, default=0)
+        most = max(self._shared_by_those_who_read(tokens), default=0)
         if most < _WORTH_WAITING:
             return False
         best = self._best(tokens, name)
@@ -113,6 +106,20 @@ class Shelf:
             _, spared = self._pool.host.checkpoints.nearest(tokens, repeatable=True)
         piece = self._pool.host.recipe.n_ubatch  # up to so many tokens of it are read again
         return most >= max(known, spared) + max(_WORTH_WAITING, piece)
+
+    def _shared_by_those_who_read(self, tokens: list[int]) -> Iterator[int]:
+        """Yield how much of a prompt each of those who read now will have read, for others, too.
+
+        In the end there is a checkpoint of all of it, where any are kept. Less is cut off it, which
+        is possible where nothing was evicted and no layer is recurrent.
+        """
+        host = self._pool.host
+        keeps = host.checkpoints.limit_bytes > 0 and host.recipe.freezing is None
+        for session, read in self._reading.items():
+            shared = common_prefix(read, tokens)
+            whole = shared == len(read)
+            if (keeps and whole) or not (host.recurrent or session.evicted):
+                yield shared
 
     def has_read(self, session: Session) -> None:
         """Note that the prompt that a session was taken for was read, or will not be."""

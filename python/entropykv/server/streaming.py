@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from entropykv.server.engine import Engine
+from entropykv.server.engine import Engine, Job
 from entropykv.server.errors import RequestError
+from entropykv.server.generations import Choices
 from entropykv.server.loading import ServedLlama
 from entropykv.server.request_log import note_tokens
 
@@ -21,44 +23,61 @@ _PATIENCE = 5.0
 _PING_INTERVAL = 15.0
 _END = object()
 _CLIENT_GONE = 499
+Call = Callable[[ServedLlama], Any]
 
 
 async def whole(
     request: Request,
     engine: Engine,
-    call: Callable[[ServedLlama], Any],
+    calls: Sequence[Call],
+    choices: Choices | None,
     conversation: str | None = None,
 ) -> Response:
-    """Return the response of a call, which stops where the client goes."""
+    """Return the response of calls, which stop where the client goes.
+
+    `choices` joins what they return.
+    """
     note = note_tokens(request.scope)
-    done, answer = await _unless_gone(
-        request.receive, engine.generate(call, note=note, conversation=conversation)
-    )
-    return JSONResponse(answer) if done else Response(status_code=_CLIENT_GONE)
+    jobs = [Job(call, None, note, conversation) for call in calls]
+    done, answers = await _unless_gone(request.receive, engine.generate_all(jobs))
+    if not done:
+        return Response(status_code=_CLIENT_GONE)
+    return JSONResponse(answers[0] if choices is None else choices.whole(answers))
 
 
 async def stream(
     request: Request,
     engine: Engine,
-    call: Callable[[ServedLlama], Any],
+    calls: Sequence[Call],
+    choices: Choices | None,
     conversation: str | None = None,
     *,
     ping: bool,
 ) -> Response:
-    """Return the chunks of a call as events; raises RequestError if it fails before the first."""
+    """Return the chunks of calls as events; raises RequestError if one fails before the first.
+
+    `choices` joins them; None: they are events as they are.
+    """
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
 
-    def emit(chunk: Any) -> None:
-        loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+    def take(index: int, chunk: Any) -> None:
+        shown = chunk if choices is None else choices.chunk(index, chunk)
+        if shown is not None:
+            chunks.put_nowait(shown)
 
     note = note_tokens(request.scope)
-    work = asyncio.ensure_future(engine.generate(call, emit, note, conversation))
+    emits = _emits(loop, take, len(calls))
+    jobs = [Job(call, emit, note, conversation) for call, emit in zip(calls, emits, strict=True)]
+    work = asyncio.ensure_future(engine.generate_all(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:
+        # Otherwise asyncio logs the error where the client is gone.
+        failed = task.cancelled() or task.exception()
+        last = None if failed or choices is None else choices.end()
+        if last is not None:
+            chunks.put_nowait(last)
         chunks.put_nowait(_END)
-        # Otherwise asyncio logs it where the client is gone.
-        _ = task.cancelled() or task.exception()
 
     work.add_done_callback(ended)
     events = _Events(chunks, work, ping=ping)
@@ -71,6 +90,20 @@ async def stream(
         work.cancel()
         return Response(status_code=_CLIENT_GONE)
     return events
+
+
+def _emits(
+    loop: asyncio.AbstractEventLoop, take: Callable[[int, Any], None], n: int
+) -> list[Callable[[Any], None]]:
+    """Return what the models' threads hand the chunks of each of n choices to."""
+
+    def emits_as(index: int) -> Callable[[Any], None]:
+        def emit(chunk: Any) -> None:
+            loop.call_soon_threadsafe(take, index, chunk)
+
+        return emit
+
+    return [emits_as(index) for index in range(n)]
 
 
 class _Events(Response):
@@ -116,6 +149,8 @@ class _Events(Response):
 
     async def _next(self, seconds: float | None) -> Any:
         """Return the next chunk or the end; None where there is none for so many seconds."""
+        with contextlib.suppress(asyncio.QueueEmpty):
+            return self._chunks.get_nowait()
         # Not wait_for(): before Python 3.12 a chunk that comes with a cancellation is lost.
         chunk = asyncio.ensure_future(self._chunks.get())
         try:

@@ -66,7 +66,8 @@ class Checkpoints:
 
     def __init__(self, parking: Parking, limit: str | int) -> None:
         """Take the pool's parking; `limit` is bytes, such as `64MiB`, and 0 keeps none."""
-        n_bytes = parse_bytes(limit) if isinstance(limit, str) and limit != "0" else limit
+        limit = 0 if limit == "0" else limit  # as the command line gives it
+        n_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if isinstance(n_bytes, bool) or not isinstance(n_bytes, int) or n_bytes < 0:
             raise SettingsError(
                 f"the limit of checkpoints cannot be {limit!r}; give bytes such as 64MiB, or 0"
