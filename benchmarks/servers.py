@@ -1,11 +1,15 @@
 """Streams of several clients at a time: `entropykv serve -np N` against llama-server, in one run.
 
     python benchmarks/servers.py --llama-server PATH [-m model.gguf] [--clients 1,4,8,16]
+    python benchmarks/servers.py --llama-server PATH --crowd 16 --fits 4 --prompt 4000
 
 PATH is a llama-server of the release that llama-cpp-python carries: its source archive on PyPI has
 vendor/llama.cpp, of which CMake builds the target llama-server. Both servers get the same clients,
 prompts, threads and bytes of KV cache (f16), in alternation; with --kv-budget, ours gets a part.
 Prompts differ from their first token on, so that nobody can share what another one has read.
+
+With --crowd, so many conversations of two turns come at once, in the bytes that llama-server needs
+for as many as --fits says; its slots share them (--kv-unified), since each would have too few.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,6 +51,13 @@ class Answers(Streams):
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[str]:
     """Run a server on a free port; yields its address once it is ready."""
+    with running_process(command) as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def running_process(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a server on a free port; yields its address once it is ready, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,7 +72,7 @@ def running(command: list[str]) -> Iterator[str]:
                 if httpx.get(f"{url}/health").status_code == httpx.codes.OK:
                     break
             time.sleep(0.2)
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait()
@@ -126,14 +138,49 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
 
 
 def commands(
-    options: argparse.Namespace, n: int, longest: int, n_bytes: int
+    options: argparse.Namespace, n: int, longest: int, n_bytes: int, fits: int | None = None
 ) -> dict[str, list[str]]:
-    """Both servers for n conversations of at most `longest` tokens, in so many bytes."""
+    """Both servers for n conversations of at most `longest` tokens, in so many bytes.
+
+    `fits`: how many of them llama-server has room for; None: for all.
+    """
     usual = ["-m", options.model, "-np", str(n), "-t", str(options.threads)]
-    stock = [options.llama_server, *usual, "-c", str(n * longest), "-fa", "on", "--no-webui"]
+    stock = [options.llama_server, *usual, "-c", str((fits or n) * longest), "-fa", "on"]
+    stock += ["--no-webui", *(["--kv-unified"] if fits else [])]
     ours = [sys.executable, "-m", "entropykv.cli", "serve", *usual, "-c", str(longest)]
-    budget = ["--kv-budget", f"{int(options.kv_budget * n_bytes)}B", "--kv-type", "f16"]
-    return {"llama-server": stock, "entropykv": ours + budget}
+    ours += ["--kv-budget", f"{int(options.kv_budget * n_bytes)}B", "--kv-type", "f16"]
+    ours += ["--policy", options.policy]
+    both = {"llama-server": stock, "entropykv": ours}
+    return {name: both[name] for name in options.only.split(",")}
+
+
+def crowd(options: argparse.Namespace, model: Model, text: list[int]) -> None:
+    """Have more conversations of two turns come than llama-server has room for."""
+    n, half = options.crowd, options.write // 2
+    turn = 24
+    longest = -(-(options.prompt + turn + 2 * half + 1) // CELL_PADDING) * CELL_PADDING
+    n_bytes = cache_bytes(model, options.fits * longest)
+    asked = {"max_tokens": half, "cache_prompt": True, "logit_bias": {"0": -100, "2": -100}}
+    for name, command in commands(options, n, longest, n_bytes, options.fits).items():
+        with running(command) as url:
+            start = time.perf_counter()
+
+            def converse(i: int, url: str = url) -> list[str]:
+                begin = text[i * 997 :][: options.prompt]
+                prompts = [begin, begin + text[i * 997 + options.prompt :][: half + turn]]
+                return [ask(url, prompt, asked, []) for prompt in prompts]
+
+            with ThreadPoolExecutor(n) as clients:
+                found = list(clients.map(converse, range(n)))
+            seconds = time.perf_counter() - start
+        whole = sum(not any(turns) for turns in found)
+        print(
+            f"{name:<14} {n} conversations of {options.prompt} tokens in the {n_bytes:,} bytes of "
+            f"{options.fits}: {whole} had both of their answers, {seconds:.1f} s",
+            flush=True,
+        )
+        for why, count in Counter(why for turns in found for why in turns if why).most_common(3):
+            print(f"{name:<14} {count} times: {why[:160]}", flush=True)
 
 
 def main() -> None:
@@ -147,12 +194,19 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kv-budget", type=float, default=1.0, help="of llama-server's bytes")
+    parser.add_argument("--policy", default="auto", help="of ours")
+    parser.add_argument("--only", default="llama-server,entropykv", help="servers to run")
+    parser.add_argument("--crowd", type=int, help="conversations that come at once")
+    parser.add_argument("--fits", type=int, default=4, help="of them, those that stock holds")
     options = parser.parse_args()
     options.llama_server = str(options.llama_server)
     model = Model(options.model, n_gpu_layers=0, verbose=False)
     prose = "\n".join(read_texts("heldout_*.txt").values())
     text = model.tokenize(prose, add_bos=False, special=False) * 20
     longest = -(-(options.prompt + options.write + 1) // CELL_PADDING) * CELL_PADDING
+    if options.crowd:
+        crowd(options, model, text)
+        return
     asked: dict[str, Any] = {"max_tokens": options.write, "logit_bias": {"0": -100, "2": -100}}
     for n in map(int, options.clients.split(",")):
         prompts = [text[i * 997 :][: options.prompt] for i in range(n)]

@@ -115,8 +115,8 @@ def test_lists_of_prompts_and_choices_without_a_seed(server: Server) -> None:
         assert [choice.text for choice in answer.choices] == alone
         free = complete(client, PROMPTS[0], n=3, temperature=1.5)
         assert len({choice.text for choice in free.choices}) == 3
-        with pytest.raises(openai.BadRequestError, match="prompt: it is empty"):
-            complete(client, [[5, 6], []])
+        with pytest.raises(openai.BadRequestError, match="prompt: the list is empty"):
+            complete(client, [])
         with pytest.raises(openai.BadRequestError, match="tokens are 0 to"):
             complete(client, [[5, 6], [10**6]])
         assert complete(client, PROMPTS[0]).choices[0].text == alone[0]

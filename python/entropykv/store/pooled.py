@@ -20,7 +20,7 @@ class PooledStore(HeadwiseStore):
         """Hold at most so many pages, and evict what is more; `longest`: see there."""
         if (pages, longest) == (self.share_pages, self.longest):
             return
-        budget = Budget("bytes", max(1, pages * self.plan.page_bytes))
+        budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))
         plan = self._recipe.headwise_plan(budget, self.layers, longest)
         with self.cold.growing():
             self.sharing.follow(plan)
