@@ -1,4 +1,4 @@
-"""How the sequences of a pool divide its pages: who needs less leaves the rest to the others.
+"""Divide the pages of a pool among its sequences: who needs less leaves the rest to others.
 
 Pure: SharedPool asks between two steps, and follows.
 """

@@ -1,4 +1,4 @@
-"""Budgets that follow the text: what every micro-batch of it shows about the KV heads."""
+"""Let budgets follow the text, by what every micro-batch of it shows about the KV heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy
 
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
-"""Entries beyond the floor at which losses are measured, as factors of the mean budget's."""
+"""Where losses are measured: entries beyond the floor, as factors of the mean budget's."""
 LEAST_TOKENS = 32
 """Budgets change after so many tokens, not sooner: a few queries say little."""
 
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
-    """Whether a micro-batch is looked at: it has LEAST_TOKENS or more, or is as large as they get.
+    """Tell whether a micro-batch is looked at: it has LEAST_TOKENS, or is as large as they get.
 
     Single tokens of an answer are not, unless the prompt, too, was read one by one.
     """
@@ -34,8 +34,9 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
 
 
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
-    """Whether budgets change after a micro-batch at `position`: each that is observed changes them
-    unless they are smaller than LEAST_TOKENS, where one every LEAST_TOKENS does.
+    """Tell whether budgets change after a micro-batch at `position`.
+
+    Each that is observed changes them, or one every LEAST_TOKENS where they are smaller than that.
 
     It hangs on places in the text alone, so that a session that was loaded keeps step.
     """
@@ -59,7 +60,7 @@ class OnlineBudgets(Protocol):
         """Take in what an echo has shown of text that was observed before."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Entries of every KV head, all layers in order; None before anything was seen."""
+        """Return entries of every KV head, all layers in order; None before anything was seen."""
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
         """Return what the text loses with fewer pages; the same object until it changes.
@@ -68,10 +69,10 @@ class OnlineBudgets(Protocol):
         """
 
     def forget(self) -> None:
-        """Begin another text."""
+        """Forget what was seen, since another text begins."""
 
     def state(self) -> Floats:
-        """All that was seen, for session files."""
+        """Return all that was seen, for session files."""
 
     def problem(self, state: Floats) -> str | None:
         """Return what is wrong with a state; None where nothing is."""
@@ -87,7 +88,7 @@ def online_budgets(
     n_ctx: int,
     profile: EntropyProfile | None = None,
 ) -> OnlineBudgets | None:
-    """Return those of a policy whose budgets follow the text; `profile`: for an own policy."""
+    """Return the online budgets of a policy, or None where budgets do not follow the text."""
     if policy.own is not None:
         follows = type(policy.own).observe is not OwnPolicy.observe
         return OwnBudgets(policy.own, store, layers, n_ctx, profile) if follows else None
@@ -99,7 +100,7 @@ def online_budgets(
 
 
 class MeasuredLosses:
-    """Least summed loss, by what heads would have lost in the last micro-batch.
+    """Share for the least summed loss, by what heads would have lost in the last micro-batch.
 
     The loss of dropping an entry is its score: with `mass+values` the squared norm of what it gave
     to the outputs, relative to theirs. Between numbers of entries that were measured it is taken to
@@ -155,7 +156,7 @@ class MeasuredLosses:
         self.observe(0, budgets_change=True)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Shares for the least summed loss."""
+        """Return shares for the least summed loss."""
         if not self._knots.size:
             return None
         most = max(1, self._n_ctx - plan.floor_entries)
@@ -187,14 +188,14 @@ class MeasuredLosses:
         return self._curve
 
     def _groups(self, plan: HeadwisePlan) -> list[tuple[int, int]]:
-        """KV heads that share a budget, and the mean of it."""
+        """Return numbers of KV heads that share a budget, each with the mean of it."""
         if self._layers is None:
             return [(self._n_heads, plan.mean_entries)]
         means = [sum(layer) // len(layer) for layer in plan.budgets]  # equal, but for windows
         return list(zip(self._layers, means, strict=True))
 
     def forget(self) -> None:
-        """Begin another text, of which nothing was measured."""
+        """Forget what was measured, since another text begins."""
         self._knots, self._curve = np.empty(0), None
         self._losses = np.empty((self._n_heads, 0))
 

@@ -1,4 +1,4 @@
-"""From a budget to what every KV head may keep: pure decisions, shared by session and plan."""
+"""Plan from a budget what every KV head may keep: pure decisions, for sessions and `plan`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BytesOf = Callable[[int], int]
 
 @dataclass(frozen=True)
 class ProtectedEntries:
-    """Entries that no eviction takes: the first `n_sinks`, and the newest `recent_window`."""
+    """Hold which entries no eviction takes: the first `n_sinks`, the newest `recent_window`."""
 
     n_sinks: int
     recent_window: int
@@ -30,28 +30,28 @@ class ProtectedEntries:
     def for_budget(
         cls, mean_entries: int, n_sinks: int, recent_window: int | None
     ) -> ProtectedEntries:
-        """The recent window is half of the mean budget unless it is given."""
+        """Make it for a budget: the recent window is half of the mean unless it is given."""
         return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
 
     @property
     def entries(self) -> int:
-        """Entries that every KV head must be able to hold."""
+        """Return how many entries every KV head must be able to hold."""
         return self.n_sinks + self.recent_window
 
 
 @dataclass(frozen=True)
 class HeadwisePlan:
-    """Entries per KV head, and the pool that holds them."""
+    """Hold entries per KV head, and the pool that holds them."""
 
     budgets: tuple[tuple[int, ...], ...]
-    """[layer][KV head] in entries."""
+    """Entries of each KV head, as [layer][KV head]."""
     mean_entries: int
     floor_entries: int
-    """What no KV head gets less than."""
+    """The least entries of a KV head."""
     entries_per_page: tuple[int, ...]
-    """Of every KV head, all layers in order."""
+    """Entries that fill a page, of every KV head, all layers in order."""
     limits: tuple[int, ...]
-    """Entries that each of them can use: all of the context, or a window."""
+    """Entries that each KV head can use: all of the context, or a window."""
     protection: ProtectedEntries
     pool_pages: int
     page_bytes: int
@@ -60,23 +60,23 @@ class HeadwisePlan:
 
     @property
     def holds_all(self) -> bool:
-        """Whether no text that it is for evicts anything."""
+        """Tell whether no text that it is for evicts anything."""
         return self.mean_entries >= self.longest
 
     def pages_of(self, entries: int) -> int:
-        """Pages for so many entries of every KV head, as far as each can use them."""
+        """Return the pages for so many entries of every KV head, as far as each can use them."""
         pairs = zip(self.limits, self.entries_per_page, strict=True)
         return sum(_core.pages_for(min(entries, most), per_page) for most, per_page in pairs)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that the pool never exceeds."""
+        """Return the bytes that the pool never exceeds."""
         return self.pool_pages * self.page_bytes
 
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Entries that the flat store keeps, and the cells of llama.cpp's cache that hold them."""
+    """Hold the entries that the flat store keeps, and the cells that hold them."""
 
     entries: int
     cells: int
@@ -152,9 +152,7 @@ def own_shares(own: OwnPolicy, ask: BudgetToShare, per_page: Sequence[int]) -> l
 
 
 def own_windows(policy: Policy, recent_window: int | None) -> bool:
-    """Whether half of a head's own budget is for sinks and its recent window, as the layer document
-    has it, and not half of the mean budget, or what is given for all.
-    """
+    """Tell whether a head's recent window is half of its own budget, as in the layer document."""
     return policy.rule.by_layer and recent_window is None
 
 
@@ -168,7 +166,7 @@ def by_layer(
 
 
 def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
-    """Shapes of the layers that have KV heads, by the header of the model's file; maybe none."""
+    """Return shapes of the layers that have KV heads, by the file's header; maybe none."""
     if geometry.head_dim_k < 1 or geometry.head_dim_v < 1:
         return []
     return [
@@ -183,7 +181,7 @@ def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
 
 
 def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: int) -> str:
-    """The type that `auto` stands for; any other is itself.
+    """Return the type that `auto` stands for; any other is itself.
 
     f16 where a budget in bytes holds the whole context, else q8_0: it keeps 1.8 times as many
     entries in the same bytes, which is worth more than what rounding loses.
@@ -198,7 +196,7 @@ def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: in
 
 
 def _page_geometry(layers: Sequence[_core.LayerShape], kv_type: str) -> tuple[int, list[int]]:
-    """Bytes of a page, and how many entries of every KV head fill one, all layers in order."""
+    """Return bytes of a page, and entries of every KV head that fill one, all layers in order."""
     page_bytes, per_page = _core.page_geometry(layers, kv_type)
     return page_bytes, [
         entries for entries, s in zip(per_page, layers, strict=True) for _ in range(s.n_head_kv)
@@ -206,7 +204,7 @@ def _page_geometry(layers: Sequence[_core.LayerShape], kv_type: str) -> tuple[in
 
 
 def _pages(entries: int, per_head: Sequence[int]) -> int:
-    """Pages that hold so many entries of every KV head."""
+    """Return how many pages hold so many entries of every KV head."""
     return sum(_core.pages_for(entries, per_page) for per_page in per_head)
 
 
@@ -278,7 +276,7 @@ def _share(
     per_page: list[int],
     limits: list[int],
 ) -> list[int]:
-    """Entries of every KV head, all layers in order."""
+    """Return the entries of every KV head, all layers in order."""
     if policy.rule is not BudgetRule.PROFILE_CURVES:
         return _core.share_budget(mean, n_ctx, floor, per_page, _weights(policy, profile), limits)
     if profile is None or profile.curves is None:

@@ -1,4 +1,4 @@
-"""A loaded model, and the pool of bytes that the sequences of its sessions share."""
+"""Hold a loaded model, and the pool of bytes that the sequences of its sessions share."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
-"""Seconds after which it is looked again whether somebody is idle."""
+"""Seconds after which one who waits looks again whether somebody is idle."""
 
 
 class Host:
-    """The model, its context, and what is shared among the sequences in it."""
+    """Hold the model, its context, and what is shared among the sequences in it."""
 
     def __init__(
         self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
@@ -53,7 +53,7 @@ class Host:
         self.checkpoints = Checkpoints(parking, options.checkpoint_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
         self.recipe = resolve(options, geometry)
-        """Of the store that serves the model."""
+        """What was asked for means this, with the store that serves the model."""
         self.budget = options.budget
         self.model = (
             model
@@ -63,7 +63,7 @@ class Host:
         self.closed = False
         self.seats: list[Seat] = []
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Those of a pool by their numbers, for who looks at all; nothing keeps them here."""
+        """Sessions of a pool by their numbers, for who looks at all; nothing keeps them here."""
         self._seats_taken = 0
         self._evicted_by_gone = 0
         self._leaving: list[Seat] = []
@@ -83,7 +83,7 @@ class Host:
         self._threads = Threads(options, fixed=self.recipe.store == "flat")
         self.scheduler = Scheduler(self._admit, self._step, together=not self.recurrent)
         self.shared: SharedPool | None = None
-        """The pages of a pool; a session that is alone has its own."""
+        """The pages that a pool shares; None for a session that is alone, which has its own."""
         if self._context is not None and self._context.pool is not None:
             self.shared = SharedPool(
                 self._context.pool,
@@ -129,7 +129,7 @@ class Host:
         return self.model.tokenize(text, add_bos=False, special=False)
 
     def _most_tokens(self) -> int:
-        """Tokens of a sequence in a micro-batch: of text alone, or of a stretch and its echo."""
+        """Return the most tokens that a sequence has in a micro-batch, with its echo."""
         return max(self.recipe.n_ubatch, self.echo.n_ubatch if self.echo else 0)
 
     def too_large(self, budget: Budget) -> BudgetError:
@@ -175,18 +175,18 @@ class Host:
 
     @property
     def evictions(self) -> int:
-        """Entries evicted so far, of all sequences that are or were there."""
+        """Return how many entries were evicted so far, of all sequences that are or were there."""
         replaced = self.shared.evicted_by_gone if self.shared else 0
         return self._evicted_by_gone + replaced + sum(seat.evicted for seat in self.seats)
 
     @property
     def recurrent(self) -> bool:
-        """Whether sequences have a state that cannot go back."""
+        """Tell whether sequences have a state that cannot go back."""
         return self._context is not None and self._context.recurrent
 
     @contextlib.contextmanager
     def with_seat(self, seat: Seat) -> Iterator[Store]:
-        """Use a sequence's store between two steps, live. PoolError where there is no room."""
+        """Use a live sequence's store between two steps; raises PoolError without room."""
         while True:
             with self.scheduler.between_steps():
                 if self._is_live_now(seat):
@@ -195,7 +195,7 @@ class Host:
             time.sleep(_LOOK_AGAIN)
 
     def _is_live_now(self, seat: Seat) -> bool:
-        """Make a sequence live, unless it has to wait for others. PoolError where nobody helps."""
+        """Make a sequence live, unless others must go first; raises PoolError if nobody helps."""
         if self.shared is None:
             return True
         if seat.live:
@@ -210,7 +210,7 @@ class Host:
         return True
 
     def _admit(self, work: Work) -> bool:
-        """Make a sequence live that waits to be read; False: it has to wait for others."""
+        """Make a sequence live that waits to be read; False where others must go first."""
         seat = cast(Seat, work.owner)
         try:
             return self._is_live_now(seat)
@@ -219,7 +219,7 @@ class Host:
         return True
 
     def resize(self, budget: Budget) -> None:
-        """Change the pool's bytes; it grows at once, and shrinks by evicting. BudgetError."""
+        """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
         with self.scheduler.between_steps():
             if self.shared is None:
                 for seat in self.seats:

@@ -124,7 +124,7 @@ class Scheduler:
                 self._hand_over()
 
     def _is_led(self) -> bool:
-        """Whether somebody does a step, gathers one, or something between two."""
+        """Tell whether somebody does a step, gathers one, or does something between two."""
         return self._leader is not None or self._guests > 0 or self._gatherer is not None
 
     def _hand_over(self) -> None:
@@ -133,7 +133,7 @@ class Scheduler:
             self._waiting[0].turn.notify()
 
     def _awaited(self, gatherer: int) -> bool:
-        """Whether a thread that gathers waits for the next tokens of others."""
+        """Tell whether a thread that gathers waits for the next tokens of others."""
         return any(thread != gatherer for thread in self._expected.values())
 
     def rest(self, owner: Hashable) -> None:

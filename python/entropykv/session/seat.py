@@ -1,4 +1,4 @@
-"""A sequence's part of what a host holds: its store, its weight, and whether it is live."""
+"""Hold a sequence's part of a host: its store, its weight, and whether it is live."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Store
 
 IDLE_SECONDS = 1.0
-"""A sequence that was not read on for so long may be parked for another, though nobody said that it
-rests."""
+"""Seconds without reading after which a sequence may be parked though nobody said it rests."""
 
 
 class Seat:
-    """A session's part of its host: a store, and whether it is live."""
+    """Hold a session's part of its host: a store, and whether it is live."""
 
     def __init__(self, store: Store, weight: float, number: int, *, live: bool) -> None:
-        """A sequence that has read nothing yet."""
+        """Begin with nothing read."""
         self.store = store
         self.number = number
-        """How many had a seat at this host before."""
+        """How many sequences had a seat at this host before."""
         self.weight = weight
-        """Its part of the pool, relative to the others'."""
+        """Its part of the pool, relative to those of the others."""
         self.live = live
         self.parked: Parked | None = None
         self.position = 0
-        """Tokens read, when it was last between two steps."""
+        """How many tokens were read, when it was last between two steps."""
         self.expected = 0
         """Tokens that its text is known to get, at least: the others have what it does not need."""
         self.shared_for = 0
@@ -35,23 +34,23 @@ class Seat:
         self.loss_curve: LossCurve | None = None
         """What its text loses with fewer pages, when shares last went by it."""
         self.rests = False
-        """Whether its session has said that no token follows soon."""
+        """True where its session has said that no token follows soon."""
         self.last_step = 0.0
         self.inherited = 0
-        """Entries that had been evicted of what it is a copy of."""
+        """How many entries had been evicted of the sequence that it is a copy of."""
         self.given_up = 0
-        """Entries that left because its share became smaller, for the sake of others."""
+        """How many entries left because its share became smaller, for the sake of others."""
 
     @property
     def evicted(self) -> int:
-        """Entries evicted since it is there."""
+        """Return how many entries were evicted since it is there."""
         return self.store.evicted - self.inherited
 
     def is_idle(self, now: float) -> bool:
-        """Whether it can be parked without making anybody wait."""
+        """Tell whether it can be parked without making anybody wait."""
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
     def headwise(self) -> PooledStore:
-        """The store of a sequence that shares a pool: no other store does."""
+        """Return the store, which is a PooledStore: no other one shares a pool."""
         return cast(PooledStore, self.store)

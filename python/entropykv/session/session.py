@@ -1,4 +1,4 @@
-"""One model, one store, one sequence: decode under a budget."""
+"""Decode one sequence of one model under a budget: Session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from entropykv.store.protocol import Part
 
 
 class Session(Saving):
-    """A model that reads and writes one sequence of tokens inside a KV budget.
+    """Read and write one sequence of tokens with a model, inside a KV budget.
 
     `model`: path of a GGUF file, or a Model, which the session closes. `options`, or keyword
     arguments of the same names: see CacheOptions; arguments stand in the place of what `options`
@@ -100,7 +100,7 @@ class Session(Saving):
         self.close()
 
     def __del__(self) -> None:
-        """Free what close() was not called for."""
+        """Free what nobody has closed."""
         self.close()
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Session(Saving):
     def _decode(
         self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
     ) -> npt.NDArray[np.float32] | None:
-        """Decode a micro-batch at the end of the text; the session is broken until it says not."""
+        """Decode a micro-batch at the end of the text; where that fails, the session is broken."""
         self._broken = True
         part = Part(self._store, tokens, self._sequence.position, n_rows, echo)
         try:
@@ -194,7 +194,7 @@ class Session(Saving):
             raise
 
     def _evicts(self, n_tokens: int) -> bool:
-        """Whether the budget cannot hold all of the text when it is so many tokens longer."""
+        """Tell whether the budget cannot hold all of the text when it is so many tokens longer."""
         seat = self._seat
         if not seat.live or seat.expected > seat.shared_for:  # its budget is that of its share
             with self._host.with_seat(self._seat):
@@ -202,7 +202,7 @@ class Session(Saving):
         return self._sequence.position + n_tokens > self._store.whole_entries
 
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
-        """Read the echoes of what has had none before `n_tokens` more evict it, if it is enough."""
+        """Read the echoes that are missing, if enough, before `n_tokens` more evict the text."""
         least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
         if self._echo is None or self._sequence.position - self._sequence.echoed < least:
             return
@@ -217,7 +217,7 @@ class Session(Saving):
         self._sequence.note_evictions(self.evicted)
 
     def _echo_of(self, stretch: Sequence[int], first: int | None = None) -> list[int]:
-        """The echo of a stretch that is read now, or was from position `first` on.
+        """Return the echo of a stretch that is read now, or was from position `first` on.
 
         None where it would be at positions that the model does not have.
         """

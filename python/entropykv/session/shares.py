@@ -1,4 +1,4 @@
-"""Shares: how many pages of a pool each of its live sequences may hold."""
+"""Share the pages of a pool among its live sequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shares:
         """Of equal parts; few, as long as nobody comes or goes."""
 
     def are_possible(self, seats: Sequence[Seat], pages: int) -> bool:
-        """Whether every equal part would hold what no eviction takes."""
+        """Tell whether every equal part would hold what no eviction takes."""
         try:
             for part in set(equal_parts(pages, [seat.weight for seat in seats])):
                 self._plan(part)
@@ -90,7 +90,7 @@ class Shares:
         return self._pages_of[n_tokens]
 
     def _floor(self, part: int) -> int:
-        """Pages for the sinks and the recent windows of an equal part."""
+        """Return the pages for the sinks and the recent windows of an equal part."""
         if part not in self._floors:
             if len(self._floors) >= MOST_FLOORS:
                 self._floors.clear()

@@ -194,7 +194,7 @@ class CacheOptions:
 
     @property
     def checkpoint_limit(self) -> str | int:
-        """Bytes of checkpoints besides the pool, if there is one."""
+        """Return the bytes of checkpoints besides the pool, if there is one."""
         return CHECKPOINTS if self.checkpoints is None else self.checkpoints
 
     def going_back(self) -> CacheOptions:
