@@ -198,10 +198,6 @@ GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
     return nullptr;
 }
 
-int GraphHook::readers_of(const LayerHook& layer) const {
-    return nodes_[static_cast<std::size_t>(layer.layer)].shape.readers;
-}
-
 void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook& layer) {
     make_custom(node, function, const_cast<LayerHook*>(&layer));
     ++served_;
@@ -224,7 +220,9 @@ void GraphHook::change(ggml_tensor* node) {
         }
     } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
         LayerHook* layer = layer_of(cache_layer_of(node->src[1], kCacheK));
-        if (layer == nullptr || layer->next_reader == readers_of(*layer)) {
+        const int readers =
+            layer == nullptr ? 0 : nodes_[static_cast<std::size_t>(layer->layer)].shape.readers;
+        if (layer == nullptr || layer->next_reader == readers) {
             fault_ = "a graph has an attention node that the first one did not have";
             return;
         }

@@ -86,7 +86,6 @@ private:
     void change(ggml_tensor* node);
     void replace(ggml_tensor* node, OpFunction function, const LayerHook& layer);
     LayerHook* layer_of(int cache_layer);
-    int readers_of(const LayerHook& layer) const;
 
     static void stage_k_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
     static void stage_v_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
