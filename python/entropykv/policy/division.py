@@ -84,8 +84,8 @@ def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
 
     Parts are equal, but for weights, where that is enough for all. Otherwise each has its equal
     part as far as it needs it, and what others leave goes to those who need more, in equal parts
-    again. Of sequences with a loss curve, only the floor is sure: what they have beyond it goes
-    where a page prevents most loss, times the weight.
+    again. Of those with a loss curve that need more than their part, only the floor is sure: what
+    they have beyond it goes where a page prevents most loss, times the weight.
     """
     parts = equal_parts(pages, [claim.weight for claim in claims])
     if all(claim.needed <= part for claim, part in zip(claims, parts, strict=True)):
@@ -94,14 +94,18 @@ def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
         shares = [float(claim.needed) for claim in claims]
         most = [float(pages)] * len(claims)
     else:
-        shares = [
-            float(min(claim.needed, part if claim.curve is None else min(part, claim.floor)))
-            for claim, part in zip(claims, parts, strict=True)
-        ]
+        shares = [float(_sure(claim, part)) for claim, part in zip(claims, parts, strict=True)]
         _give_by_losses(pages - sum(shares), claims, shares)
         most = [float(claim.needed) for claim in claims]
     _give_equally(pages - sum(shares), claims, shares, most)
     return [int(share + 1e-6) for share in shares]
+
+
+def _sure(claim: Claim, part: int) -> int:
+    """Return the pages that nobody takes from a sequence whose equal part is `part`."""
+    if claim.curve is None or claim.needed <= part:
+        return min(claim.needed, part)
+    return min(claim.floor, part)
 
 
 def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -> None:
