@@ -25,21 +25,28 @@ except ImportError:  # Windows does not count how often threads lose their cores
 
 SHORTEST_LOOK = 0.2
 """Seconds of steps that are looked at together."""
-FEWEST_STEPS = 2
-"""Steps that are looked at together, where one takes long."""
-PREEMPTIONS = 40.0
-"""A second, of all threads: more say that others want the cores. Alone, there are a few."""
-CLEARLY_FASTER = 0.95
-"""A number of threads is taken where a token takes less than this part of the time."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
-"""Seconds until another number is tried; they double every time that it was no better."""
+SHORTEST_TRIAL = 0.05
+"""Seconds after which another number of threads is given up that is clearly slower."""
+PREEMPTIONS = 120.0
+"""A second, of all threads; more say that others want the cores.
+
+Two threads on two cores: 20 to 55 alone, 180 to 370 beside one to three busy loops.
+"""
+CALM = 60.0
+"""Preemptions a second; fewer say that the others have gone."""
+CLEARLY_FASTER, CLEARLY_SLOWER = 0.95, 1.5
+"""A number of threads is taken, or given up, by what a token takes, to what it took before."""
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 16.0
+"""Seconds until another number is tried; they double every time that it was no better.
+
+A quarter of them, where the others seem to have gone.
+"""
 
 
 @dataclass
 class Steps:
     """Sum up what some steps took."""
 
-    n: int = 0
     tokens: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -48,7 +55,6 @@ class Steps:
 
     def add(self, tokens: int, seconds: float, cpu_seconds: float, preemptions: int) -> None:
         """Count one more step."""
-        self.n += 1
         self.tokens += tokens
         self.seconds += seconds
         self.cpu_seconds += cpu_seconds
@@ -66,19 +72,22 @@ class ThreadChoice:
         self._before: tuple[int, float] | None = None
         """While another number is tried: the one before, and the seconds of a token with it."""
         self._pause = FIRST_PAUSE
-        self._until_next = 0.0
+        self._waited = FIRST_PAUSE
+        """Seconds since another number was tried; the first is tried at once."""
         self._upward = False
 
     def add(self, tokens: int, seconds: float, cpu_seconds: float, preemptions: int) -> None:
-        """Count a step, and choose again where enough of them were seen."""
+        """Count a step, and choose again where enough was seen."""
         self._steps.add(tokens, seconds, cpu_seconds, preemptions)
-        if self._steps.n >= FEWEST_STEPS and self._steps.seconds >= SHORTEST_LOOK:
-            steps, self._steps = self._steps, Steps()
-            before, self._before = self._before, None
-            if before is not None:
-                self._end_trial(steps, *before)
-            else:
-                self._consider(steps)
+        steps, before = self._steps, self._before
+        slower = before and steps.seconds > CLEARLY_SLOWER * before[1] * steps.tokens
+        if steps.seconds < (SHORTEST_TRIAL if slower else SHORTEST_LOOK):
+            return
+        self._steps, self._before = Steps(), None
+        if before is not None:
+            self._end_trial(steps, *before)
+        else:
+            self._consider(steps)
 
     def _end_trial(self, steps: Steps, n_before: int, pace_before: float) -> None:
         if steps.seconds / steps.tokens < CLEARLY_FASTER * pace_before:
@@ -87,13 +96,16 @@ class ThreadChoice:
             self.n = n_before
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self._upward = not self._upward
-        self._until_next = self._pause
+        self._waited = 0.0
 
     def _consider(self, steps: Steps) -> None:
         """Try another number of threads where others want the cores, or have wanted them."""
-        self._until_next -= steps.seconds
+        self._waited += steps.seconds
         contended = steps.preemptions > PREEMPTIONS * steps.seconds
-        if self._until_next > 0 or (self.n == self.most and not contended):
+        calm = steps.preemptions < CALM * steps.seconds
+        if self.n == self.most and not contended:
+            return
+        if self._waited < (self._pause / 4 if calm else self._pause):
             return
         upward = self.n < self.most and (self._upward or not contended or self.n == 1)
         self._before = self.n, steps.seconds / steps.tokens
