@@ -11,6 +11,7 @@ import pytest
 
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
+from entropykv.session import seat
 from tests.support.tiny_models import write_bitnet, write_llama
 
 # A shell that starts pytest in the background has it ignore interrupts, and its children too.
@@ -63,6 +64,20 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama.gguf"
     write_llama(path, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32")
     return path
+
+
+@pytest.fixture(scope="session")
+def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama with Q8_0 weights, whose products do not depend on company."""
+    path = tmp_path_factory.mktemp("models") / "pool.gguf"
+    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
+    return path
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, nobody who only waits for the processor is taken to be idle."""
+    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -14,25 +14,20 @@ import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
 from entropykv.server.shelf import Shelf
-from entropykv.session import going_back, seat
+from entropykv.session import going_back
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
 from tests.support.releases import write_known
-from tests.support.tiny_models import write_llama
 
 SYSTEM = PROMPTS[4]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoints") / "tiny.gguf"
-    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
-    return path
+pytestmark = pytest.mark.usefixtures("patient")
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+@pytest.fixture
+def model(pool_llama: Path) -> Path:
+    return pool_llama
 
 
 def equal(found: Rows, expected: Rows) -> None:

@@ -11,7 +11,6 @@ import pytest
 from entropykv import (
     Session,
 )
-from entropykv.session import seat
 from entropykv.session.pool_session import PoolSession
 from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error
@@ -19,18 +18,12 @@ from tests.support.pools import N_CTX, PIECE, PROMPTS, Steps, pool_of, together,
 from tests.support.releases import write_known
 from tests.support.tiny_models import write_llama
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pool") / "tiny.gguf"
-    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
-    return path
+pytestmark = pytest.mark.usefixtures("patient")
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, nobody who only waits for the processor is taken to be idle."""
-    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+@pytest.fixture
+def model(pool_llama: Path) -> Path:
+    return pool_llama
 
 
 @pytest.mark.parametrize(

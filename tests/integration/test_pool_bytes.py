@@ -17,24 +17,16 @@ from entropykv import (
     SettingsError,
     UnsupportedModelError,
 )
-from entropykv.session import seat
 from entropykv.session.pool_session import PoolSession
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together
 from tests.support.threads import in_threads
-from tests.support.tiny_models import write_llama
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pool") / "tiny.gguf"
-    write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, nobody who only waits for the processor is taken to be idle."""
-    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+@pytest.fixture
+def model(pool_llama: Path) -> Path:
+    return pool_llama
 
 
 def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: Path) -> None:
