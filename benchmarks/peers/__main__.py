@@ -16,6 +16,15 @@ and of stock llama.cpp, on an otherwise idle machine:
     python -m benchmarks.peers --measures speed --joined --prompt 6144 --keeps 1.0,0.2 \\
         --frameworks entropykv,openvino-genai --policies fast --kv-types q8_0
 
+Facts planted into the texts, and RULER's tasks (extra eval), both asked for after the context was
+read; question and answer are kept besides what is left of the context. Scores are those of
+`entropykv eval`:
+
+    python -m benchmarks.peers --measures facts --prompt 1500 --passkeys 10 --keeps 0.2 \\
+        --frameworks entropykv,kvpress --presses kvzip
+    python -m benchmarks.peers --measures ruler --tasks niah_single_1 --lengths 1024 --keeps 0.2 \\
+        --frameworks entropykv,kvpress --presses kvzip --texts 'heldout_prose_*'
+
 What is in the file of results is not measured again, so that a run can be interrupted.
 """
 
@@ -25,13 +34,19 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.inputs import find_model, read_texts
+from benchmarks.peers.answers import FactsSize, facts_passages, longest, ruler_passages
 from benchmarks.peers.ours import Ours, Run, StockReference
 from benchmarks.peers.protocol import (
     AGREEMENT,
+    FACTS,
     GREEDY,
+    RULER,
     SPEED,
     Framework,
     Passage,
@@ -39,6 +54,9 @@ from benchmarks.peers.protocol import (
     passage_of,
 )
 from benchmarks.peers.results import ResultFile, summarise, table
+from entropykv.errors import EntropyKVError
+from entropykv.evaluation.ruler.suite import TASKS, Suite
+from entropykv.llamacpp.model import Model
 
 PEERS = {"kvpress": "kvpress", "openvino-genai": "openvino_genai"}
 """Frameworks and the modules that they are."""
@@ -46,7 +64,11 @@ TITLES = {
     AGREEMENT: "Teacher-forced continuation, against the framework's own full cache",
     GREEDY: "Greedy tokens, against the framework's own full cache",
     SPEED: "Tokens a second, with so many threads as --threads says",
+    FACTS: "Planted facts that are known after their passage was read",
+    RULER: "RULER, the question unknown while the context is read",
 }
+CONTINUING = (AGREEMENT, GREEDY, SPEED)
+"""Measures of what follows a text."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,14 +80,22 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--joined", action="store_true", help="make one text of all of them")
     result.add_argument("--keeps", default="0.2,0.1", help="keep ratios")
     result.add_argument("--frameworks", default=",".join(("entropykv", *PEERS)))
-    result.add_argument("--measures", default=",".join(TITLES), help="default: %(default)s")
+    result.add_argument(
+        "--measures", default=",".join(CONTINUING), help=f"of {','.join(TITLES)} (%(default)s)"
+    )
     result.add_argument("--policies", default="uniform,streaming")
     result.add_argument("--kv-types", default="f16,q8_0")
     result.add_argument("--entropy-config", help="profile for the policies entropy and profile")
-    result.add_argument("--presses", default="", help="parts of names, by commas (default: all)")
+    result.add_argument("--presses", default="", help="names or parts of them (default: all)")
     result.add_argument("--prompt", type=int, default=2048)
     result.add_argument("--continuation", type=int, default=256)
     result.add_argument("--greedy", type=int, default=64, help="tokens to write; 0: none")
+    result.add_argument("--passkeys", type=int, default=10, help="facts: passages, of --prompt")
+    result.add_argument("--facts-per-text", type=int, default=4, help="facts: in a passage")
+    result.add_argument("--tasks", default=",".join(TASKS), help="ruler: default all")
+    result.add_argument("--lengths", default="1024,2048", help="ruler: tokens with the answer")
+    result.add_argument("--samples", type=int, default=5, help="ruler: of a task at a length")
+    result.add_argument("--seed", type=int, default=0, help="facts and ruler")
     result.add_argument("-t", "--threads", type=int, default=2)
     result.add_argument("--results", type=Path, help="JSON lines of an interrupted run, to go on")
     result.add_argument("--json", metavar="FILE", help="write the figures here too")
@@ -98,13 +128,26 @@ def frameworks(options: argparse.Namespace, run: Run, reference: StockReference)
         from benchmarks.peers.presses import PRESSES  # noqa: PLC0415
         from benchmarks.peers.transformers_kvpress import KVPress  # noqa: PLC0415
 
-        parts = options.presses.lower().split(",")
-        chosen = [name for name in PRESSES if any(part in name.lower() for part in parts)]
-        found.append(KVPress(run.model, reference, chosen, keeps, run.n_threads))
+        found.append(
+            KVPress(run.model, reference, presses(options.presses, PRESSES), keeps, run.n_threads)
+        )
     return found
 
 
-def passages(options: argparse.Namespace, reference: StockReference) -> list[Passage]:
+def presses(asked: str, names: Iterable[str]) -> list[str]:
+    """Names that are asked for, in full or by a part that is no name itself."""
+    parts, known = asked.lower().split(","), {name.lower() for name in names}
+    return [
+        name
+        for name in names
+        if any(
+            part in name.lower() if part not in known else part == name.lower() for part in parts
+        )
+    ]
+
+
+def continued_passages(options: argparse.Namespace, model: Model) -> list[Passage]:
+    """Texts cut into prompts and continuations; ValueError where one is too short."""
     texts: dict[str, str] = {}
     for pattern in options.texts.split(","):
         texts |= read_texts(f"{pattern}.txt")
@@ -112,39 +155,86 @@ def passages(options: argparse.Namespace, reference: StockReference) -> list[Pas
         texts = {"joined": "\n\n".join(texts.values())}
     found = []
     for name, text in texts.items():
-        tokens = reference.tokenize(text)
+        tokens = model.tokenize(text, add_bos=False, special=True)
         found.append(passage_of(name, tokens, options.prompt, options.continuation))
     return found
+
+
+@dataclass(frozen=True)
+class Round:
+    """Passages for some of the measures; `protocol` tells their results from those of others."""
+
+    measures: tuple[str, ...]
+    passages: list[Passage]
+    protocol: str
+
+
+def rounds(options: argparse.Namespace, model: Model) -> list[Round]:
+    """What is measured; errors of entropykv, or ValueError, for what cannot be made."""
+    name, measures, found = model.geometry.path.name, options.measures.split(","), []
+    if continuing := tuple(measure for measure in CONTINUING if measure in measures):
+        protocol = f"{name} {options.prompt}+{options.continuation}, {options.greedy}"
+        found.append(Round(continuing, continued_passages(options, model), protocol))
+    asked = f"{name} of {options.texts}, seed {options.seed}"
+    if FACTS in measures:
+        size = FactsSize(options.passkeys, options.prompt, options.facts_per_text)
+        made = facts_passages(options.texts, model, size, options.seed)
+        found.append(Round((FACTS,), made, f"{asked}, {options.facts_per_text} facts"))
+    if RULER in measures:
+        lengths = [int(length) for length in options.lengths.split(",")]
+        suite = Suite(lengths, options.tasks.split(","), options.samples)
+        found.append(
+            Round((RULER,), ruler_passages(options.texts, model, suite, options.seed), asked)
+        )
+    return found
+
+
+def context_of(passage: Passage, n_greedy: int) -> int:
+    """Tokens that a passage needs with what follows it."""
+    followed = [len(passage.continuation), n_greedy]
+    if passage.questions:
+        followed = [longest(passage.questions)]
+    return len(passage.prompt) + max(followed)
 
 
 def main() -> int:
     options = parser().parse_args()
     model = find_model(options.model)
-    n_ctx = options.prompt + max(options.continuation, options.greedy)
-    run = Run(model, n_ctx, options.threads, options.entropy_config)
-    reference = StockReference(run)
-    protocol = f"{Path(model).name} {options.prompt}+{options.continuation}, {options.greedy}"
     try:
-        texts = passages(options, reference)
-    except ValueError as error:
+        with closing(Model(model, n_gpu_layers=0, verbose=False)) as loaded:
+            planned = rounds(options, loaded)
+    except (ValueError, EntropyKVError) as error:
         print(error, file=sys.stderr)
         return 2
-    file = ResultFile(options.results)
-    found, measures = frameworks(options, run, reference), options.measures.split(",")
-    for passage in texts:
-        for framework in found:
-            chosen = [m for m in framework.methods if m.measure in measures]
-            wanted = file.pending(chosen, passage.name, protocol)
-            for method, figures in framework.measure(passage, wanted):
-                file.add(Result(method, passage.name, protocol, figures))
-                print(f"{passage.name}: {method.name} {method.keep:g}", file=sys.stderr)
-    rows = summarise(file.results, [passage.name for passage in texts], protocol)
-    for measure, title in TITLES.items():
-        if lines := table(rows, measure):
+    n_ctx = max(context_of(each, options.greedy) for one in planned for each in one.passages)
+    run = Run(model, n_ctx, options.threads, options.entropy_config)
+    found = frameworks(options, run, StockReference(run))
+    file, rows = ResultFile(options.results), []
+    for one in planned:
+        for passage in one.passages:
+            measure(passage, one, found, file)
+        names = [passage.name for passage in one.passages]
+        rows += [
+            row
+            for row in summarise(file.results, names, one.protocol)
+            if row["measure"] in one.measures
+        ]
+    for name, title in TITLES.items():
+        if lines := table(rows, name):
             print(f"{title}:\n\n{lines}\n")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def measure(passage: Passage, one: Round, found: list[Framework], file: ResultFile) -> None:
+    """What the file has not yet of a passage, by all frameworks."""
+    for framework in found:
+        chosen = [method for method in framework.methods if method.measure in one.measures]
+        wanted = file.pending(chosen, passage.name, one.protocol)
+        for method, figures in framework.measure(passage, wanted):
+            file.add(Result(method, passage.name, one.protocol, figures))
+            print(f"{passage.name}: {method.name} {method.keep:g}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -105,56 +105,78 @@ def _compressed(model: Any, cache: DynamicCache, n_prompt: int) -> Compressed:
     return Compressed(cache, (sum(held) - masked) / full, sum(held) / full)
 
 
-def continuation(
-    model: Any, compressed: Compressed, n_prompt: int, tokens: Sequence[int]
-) -> Logits:
-    """Logits of tokens after a compressed prompt, all in one pass: (tokens, n_vocab).
+class Continued:
+    """Reads on after a compressed prompt.
 
     Every layer gets a mask of its own: layers may keep different numbers of entries, and what a
     press evicts for some heads alone is masked (kvpress does that with keys made up so that the
     attention they get is zero, which cannot always be found for so many queries at once).
     """
-    positions = torch.arange(n_prompt, n_prompt + len(tokens))[None]
-    with torch.no_grad(), _masks(model, compressed.cache, len(tokens)):
-        logits = model(
-            input_ids=torch.tensor([list(tokens)]),
-            past_key_values=compressed.cache,
-            position_ids=positions,
-        ).logits
-    result: Logits = logits[0].float().numpy()
-    return result
+
+    def __init__(self, model: Any, compressed: Compressed, n_prompt: int) -> None:
+        """Take over the cache of a prompt of so many tokens."""
+        self._model, self._cache, self._n_prompt = model, compressed.cache, n_prompt
+        self._kept = [
+            _kept(module, layer.keys.shape[2])
+            for module, layer in zip(attentions(model), self._cache.layers, strict=True)
+        ]
+        self.position = n_prompt
+
+    def read(self, tokens: Sequence[int]) -> Logits:
+        """Logits of tokens, all in one pass: (tokens, n_vocab)."""
+        end = self.position + len(tokens)
+        with torch.no_grad(), self._masks(len(tokens)):
+            logits = self._model(
+                input_ids=torch.tensor([list(tokens)]),
+                past_key_values=self._cache,
+                position_ids=torch.arange(self.position, end)[None],
+            ).logits
+        self.position = end
+        result: Logits = logits[0].float().numpy()
+        return result
+
+    def truncate(self, position: int) -> None:
+        """Forget what was read from a position behind the prompt on."""
+        self.position = position
+        for layer, kept in zip(self._cache.layers, self._kept, strict=True):
+            n_entries = kept.shape[1] + position - self._n_prompt
+            layer.keys = layer.keys[:, :, :n_entries]
+            layer.values = layer.values[:, :, :n_entries]
+
+    @contextmanager
+    def _masks(self, n_tokens: int) -> Iterator[None]:
+        n_read = self.position - self._n_prompt
+        hooks = []
+        for module, kept in zip(attentions(self._model), self._kept, strict=True):
+            mask = _mask(kept, n_read, n_tokens)
+            module.masked_key_indices = None
+
+            def with_mask(
+                _module: Any, args: Any, given: dict[str, Any], mask: torch.Tensor = mask
+            ) -> tuple[Any, dict[str, Any]]:
+                return args, given | {"attention_mask": mask}
+
+            hooks.append(module.register_forward_pre_hook(with_mask, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
-@contextmanager
-def _masks(model: Any, cache: DynamicCache, n_tokens: int) -> Iterator[None]:
-    hooks = []
-    for module, layer in zip(attentions(model), cache.layers, strict=True):
-        mask = _mask(module, layer.keys.shape[2], n_tokens)
-        module.masked_key_indices = None
-
-        def with_mask(
-            _module: Any, args: Any, given: dict[str, Any], mask: torch.Tensor = mask
-        ) -> tuple[Any, dict[str, Any]]:
-            return args, given | {"attention_mask": mask}
-
-        hooks.append(module.register_forward_pre_hook(with_mask, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _mask(module: Any, n_kept: int, n_tokens: int) -> torch.Tensor:
-    """True where a query head attends: (1, heads or 1, tokens, kept entries and tokens)."""
-    past = torch.ones(1, n_kept, dtype=torch.bool)
+def _kept(module: Any, n_entries: int) -> torch.Tensor:
+    """True where a query head attends to what is left of the prompt: (heads or 1, entries)."""
+    kept = torch.ones(1, n_entries, dtype=torch.bool)
     if (indices := getattr(module, "masked_key_indices", None)) is not None:
         _, heads, entries = indices
-        past = past.repeat(module.config.num_key_value_heads, 1)
-        past[heads, entries] = False
-        past = past.repeat_interleave(module.num_key_value_groups, dim=0)
-    causal = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
-    rows = (len(past), n_tokens)
-    return torch.cat(
-        [past[:, None].expand(*rows, n_kept), causal[None].expand(*rows, n_tokens)], dim=2
-    )[None]
+        kept = kept.repeat(module.config.num_key_value_heads, 1)
+        kept[heads, entries] = False
+        kept = kept.repeat_interleave(module.num_key_value_groups, dim=0)
+    return kept
+
+
+def _mask(kept: torch.Tensor, n_read: int, n_tokens: int) -> torch.Tensor:
+    """True where a query head attends: (1, heads or 1, tokens, kept entries, read and tokens)."""
+    causal = torch.ones(n_tokens, n_read + n_tokens, dtype=torch.bool).tril(n_read)
+    rows = (len(kept), n_tokens)
+    return torch.cat([kept[:, None].expand(*rows, -1), causal[None].expand(*rows, -1)], dim=2)[None]

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, SPEED, Method, Passage
+from benchmarks.peers.answers import longest, score
+from benchmarks.peers.protocol import AGREEMENT, FACTS, GREEDY, RULER, SPEED, Method, Passage
 from entropykv import Session
+from entropykv.evaluation.combination import grow
 from entropykv.evaluation.metrics import Logits, compare
 from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.options import Budget
@@ -18,7 +20,7 @@ EQUAL_BYTES = ", equal bytes"
 """Ends the name of a method that keeps what fits into the keep ratio's share of the f16 bytes."""
 
 STOCK = "stock llama.cpp, full cache"
-"""The method that the speeds of others are compared with."""
+"""The method that the speeds and scores of others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -48,36 +50,42 @@ class StockReference:
 
     def __init__(self, run: Run) -> None:
         """Load the model."""
-        self._stock = StockSession(run.model, n_ctx=run.n_ctx, n_threads=run.n_threads)
+        self.session = StockSession(run.model, n_ctx=run.n_ctx, n_threads=run.n_threads)
         self._logits: tuple[Passage, Logits] | None = None
         self._greedy: tuple[Passage, list[int]] | None = None
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, without BOS."""
-        return self._stock.tokenize(text)
+        return self.session.tokenize(text)
 
     def logits(self, passage: Passage) -> Logits:
         """Of the continuation, (tokens, n_vocab)."""
         if self._logits is None or self._logits[0] != passage:
-            self._stock.reset()
-            self._stock.decode(passage.prompt)
-            self._logits = passage, self._stock.decode(passage.continuation, all_logits=True)
+            self.session.reset()
+            self.session.decode(passage.prompt)
+            self._logits = passage, self.session.decode(passage.continuation, all_logits=True)
         return self._logits[1]
+
+    def score(self, passage: Passage) -> dict[str, float]:
+        """See answers.score()."""
+        self.session.reset()
+        self.session.decode(passage.prompt)
+        return {"score": score(self.session, passage.questions), "kept": 1.0, "bytes": 1.0}
 
     def speed(self, passage: Passage, n_tokens: int) -> dict[str, float]:
         """See speed()."""
-        self._stock.reset()
-        return speed(self._stock, passage, n_tokens)
+        self.session.reset()
+        return speed(self.session, passage, n_tokens)
 
     def greedy(self, passage: Passage, n_tokens: int) -> list[int]:
         """The most probable tokens after the prompt."""
         if self._greedy is None or self._greedy[0] != passage:
-            self._stock.reset()
-            logits = self._stock.decode(passage.prompt)
+            self.session.reset()
+            logits = self.session.decode(passage.prompt)
             tokens = []
             while len(tokens) < n_tokens:
                 tokens.append(int(logits[-1].argmax()))
-                logits = self._stock.decode(tokens[-1:])
+                logits = self.session.decode(tokens[-1:])
             self._greedy = passage, tokens
         return self._greedy[1]
 
@@ -118,9 +126,10 @@ class Ours:
             for kv_type in kv_types
             for suffix in ("", *((EQUAL_BYTES,) if kv_type != "f16" else ()))
         ]
-        measures = (AGREEMENT, *((GREEDY, SPEED) if n_greedy else ()))
+        measures = (AGREEMENT, *((GREEDY, SPEED) if n_greedy else ()), FACTS, RULER)
+        of_stock = (*((SPEED,) if n_greedy else ()), FACTS, RULER)
         self.methods = [
-            *([Method(SPEED, self.name, STOCK, "f16", 1.0)] if n_greedy else []),
+            *(Method(measure, self.name, STOCK, "f16", 1.0) for measure in of_stock),
             *(
                 Method(measure, self.name, name, kv_type, keep)
                 for measure in measures
@@ -138,7 +147,9 @@ class Ours:
 
     def _figures(self, passage: Passage, method: Method) -> dict[str, float]:
         if method.name == STOCK:
-            return self._reference.speed(passage, self._n_greedy)
+            if method.measure == SPEED:
+                return self._reference.speed(passage, self._n_greedy)
+            return self._reference.score(passage)
         policy = method.name.removesuffix(EQUAL_BYTES)
         entries = int(method.keep * len(passage.prompt))
         with self._run.session(policy, method.kv_type) as session:
@@ -151,26 +162,32 @@ class Ours:
             if method.measure == GREEDY:
                 return self._greedy(session, passage)
             session.decode(passage.prompt)
-            stats = session.stats()
+            kept = kept_shares(session)
+            if method.measure in (FACTS, RULER):
+                grow(session, longest(passage.questions))
+                return {"score": score(session, passage.questions)} | kept
             session.resize(entries + len(passage.continuation))
             logits = session.decode(passage.continuation, all_logits=True)
         agreement = compare(self._reference.logits(passage), logits, passage.continuation)
-        return asdict(agreement) | {
-            "kept": stats.entries_kept / stats.entries_full,
-            "bytes": stats.kv_bytes_budget / stats.kv_bytes_full,
-        }
+        return asdict(agreement) | kept
 
     def _greedy(self, session: Session, passage: Passage) -> dict[str, float]:
         expected = self._reference.greedy(passage, self._n_greedy)
         logits, tokens = session.decode(passage.prompt), list[int]()
-        stats = session.stats()
+        kept = kept_shares(session)
         while len(tokens) < self._n_greedy:
             tokens.append(int(logits[-1].argmax()))
             logits = session.decode(tokens[-1:])
-        return equality(expected, tokens) | {
-            "kept": stats.entries_kept / stats.entries_full,
-            "bytes": stats.kv_bytes_budget / stats.kv_bytes_full,
-        }
+        return equality(expected, tokens) | kept
+
+
+def kept_shares(session: Session) -> dict[str, float]:
+    """Shares of the entries that are kept, and of the bytes of f16 that the pool may have."""
+    stats = session.stats()
+    return {
+        "kept": stats.entries_kept / stats.entries_full,
+        "bytes": stats.kv_bytes_budget / stats.kv_bytes_full,
+    }
 
 
 def bytes_per_token(session: Session, token: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,21 @@ GREEDY = "greedy"
 """Share of greedy tokens that are those of the framework's own full cache."""
 SPEED = "speed"
 """Tokens a second of reading the prompt, and of writing greedy tokens after it."""
+FACTS = "facts"
+"""Share of the facts planted into a text that are known after it was read."""
+RULER = "ruler"
+"""RULER's score of the answer to a question that follows the context."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked after a prompt was read, of which it was not known before."""
+
+    tokens: tuple[int, ...]
+    n_answer: int
+    """How many tokens an answer may have."""
+    score: Callable[[str], float]
+    """Gives an answer's text a score from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,11 @@ class Passage:
 
     name: str
     prompt: tuple[int, ...]
-    continuation: tuple[int, ...]
+    continuation: tuple[int, ...] = ()
+    questions: tuple[Question, ...] = ()
+    """What is asked about the prompt; each question follows it alone."""
+    is_chat: bool = False
+    """The prompt begins as the model's chat template does."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Results that survive an interruption, and the table made of them."""
+"""Results that survive an interruption, and the tables made of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, SPEED, Method, Result
+from benchmarks.peers.protocol import AGREEMENT, FACTS, GREEDY, RULER, SPEED, Method, Result
 
 COLUMNS = {
     AGREEMENT: ("kept", "bytes", "kl", "kl_worst", "top1", "perplexity_ratio"),
     GREEDY: ("kept", "bytes", "equal", "equal_worst", "first_difference"),
     SPEED: ("prompt_speed", "decode_speed"),
+    FACTS: ("kept", "bytes", "score"),
+    RULER: ("kept", "bytes", "score"),
 }
-"""Figures shown for every measure."""
+"""Figures shown for every measure; scores also for each task."""
 
 _TITLES = {
     "kept": "entries",
@@ -28,6 +30,7 @@ _TITLES = {
     "first_difference": "first difference",
     "prompt_speed": "prompt tok/s",
     "decode_speed": "decode tok/s",
+    "score": "mean score",
 }
 _FORMATS = {
     "kept": "{:.1%}",
@@ -41,6 +44,7 @@ _FORMATS = {
     "first_difference": "{:.1f}",
     "prompt_speed": "{:.0f}",
     "decode_speed": "{:.1f}",
+    "score": "{:.3f}",
 }
 
 
@@ -88,27 +92,46 @@ def summarise(
     for result in results:
         if result.protocol == protocol and result.text in texts:
             groups.setdefault(result.method, {})[result.text] = result.figures
-    rows = [_row(method, list(by_text.values())) for method, by_text in groups.items()]
+    rows = [_row(method, by_text) for method, by_text in groups.items()]
     return sorted(rows, key=lambda row: (row["measure"], -row["keep"], _worse_than_best(row)))
 
 
 def _worse_than_best(row: dict[str, Any]) -> float:
     """What sorts the rows of a measure: smaller is better."""
-    return float(row.get("kl", -row.get("equal", row.get("prompt_speed", 0.0))))
+    for name, sign in (("kl", 1), ("equal", -1), ("score", -1), ("prompt_speed", 1)):
+        if name in row:
+            return float(sign * row[name])
+    return 0.0
 
 
-def _row(method: Method, figures: list[dict[str, float]]) -> dict[str, Any]:
+def _row(method: Method, by_text: dict[str, dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {
         name: getattr(method, name) for name in ("measure", "framework", "name", "kv_type", "keep")
     }
+    figures = list(by_text.values())
     row["texts"] = len(figures)
     for name in figures[0]:
-        row[name] = sum(each[name] for each in figures) / len(figures)
+        row[name] = _mean([each[name] for each in figures])
     if "kl" in row:
         row["kl_worst"] = max(each["kl"] for each in figures)
     if "equal" in row:
         row["equal_worst"] = min(each["equal"] for each in figures)
+    if "score" in row:
+        row["tasks"] = _by_task(by_text)
+        row["score"] = _mean([*row["tasks"].values()])
     return row
+
+
+def _by_task(by_text: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Mean scores of texts whose names differ in the number at their end alone."""
+    tasks: dict[str, list[float]] = {}
+    for name, figures in by_text.items():
+        tasks.setdefault(name.rpartition(" ")[0], []).append(figures["score"])
+    return {task: _mean(scores) for task, scores in tasks.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def table(rows: Sequence[dict[str, Any]], measure: str) -> str:
@@ -117,10 +140,12 @@ def table(rows: Sequence[dict[str, Any]], measure: str) -> str:
     if not chosen:
         return ""
     columns = COLUMNS[measure]
-    titles = ["framework", "method", "type", "keep", *(_TITLES[c] for c in columns), "texts"]
-    lines = [_line(titles), "|" + "---|" * len(titles)]
+    tasks = list(dict.fromkeys(task for row in chosen for task in row.get("tasks", ())))
+    titles = ["framework", "method", "type", "keep", *(_TITLES[c] for c in columns), *tasks]
+    lines = [_line([*titles, "texts"]), "|" + "---|" * (len(titles) + 1)]
     for row in chosen:
         values = [_FORMATS[c].format(row[c]) for c in columns]
+        values += [f"{row['tasks'][task]:.3f}" if task in row["tasks"] else "" for task in tasks]
         first = [row["framework"], row["name"], row["kv_type"], f"{row['keep']:g}"]
         lines.append(_line([*first, *values, str(row["texts"])]))
     return "\n".join(lines)

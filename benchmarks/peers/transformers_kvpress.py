@@ -4,40 +4,74 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.peers.dense import Compressed, DensePrompt, continuation, with_own_prefill
+from benchmarks.peers.answers import score
+from benchmarks.peers.dense import Compressed, Continued, DensePrompt, with_own_prefill
 from benchmarks.peers.ours import StockReference
-from benchmarks.peers.presses import PRESSES, PressKind
-from benchmarks.peers.protocol import AGREEMENT, Method, Passage
+from benchmarks.peers.presses import PRESSES
+from benchmarks.peers.protocol import AGREEMENT, FACTS, RULER, Method, Passage
 from entropykv.evaluation.metrics import Logits, compare
+from entropykv.llamacpp.stock import StockSession
 
 FULL = "full cache, against llama.cpp's"
 """The row that tells how far apart the two frameworks are with the same weights."""
+FULL_CACHE = "full cache"
+"""The row of scores without a press."""
 
 
-def load_dequantised(model: Path, tokenizer_directory: str) -> Any:
-    """The weights of a GGUF file in transformers, in float32.
+def load_dequantised(model: Path, tokenizers: Sequence[Path]) -> Any:
+    """The weights of a GGUF file in transformers, in float32, and its tokenizer in two directories.
 
-    KVzip reads a tokenizer from a directory of the model's: it has no chat template, of which KVzip
-    would take the first tokens of a text for the beginning.
+    KVzip reads a tokenizer from the directory that the model's name is. The first of them has no
+    chat template, of which KVzip would take the first tokens of a text for the beginning.
     """
     source: dict[str, Any] = {"gguf_file": model.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(str(model.parent), **source)
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tokenizer_directory)
     weights = AutoModelForCausalLM.from_pretrained(
         str(model.parent), dtype=torch.float32, attn_implementation="sdpa", **source
     ).eval()
-    weights.config.save_pretrained(tokenizer_directory)
-    weights.config.name_or_path = tokenizer_directory
+    for directory, template in zip(tokenizers, (None, tokenizer.chat_template), strict=True):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(directory)
+        weights.config.save_pretrained(directory)
     return weights
+
+
+class ContinuedReader:
+    """A compressed prompt as answers.score() reads on after it, with llama.cpp's vocabulary."""
+
+    def __init__(self, continued: Continued, vocabulary: StockSession) -> None:
+        """Take a prompt after which nothing was read."""
+        self._continued = continued
+        self.tokenize = vocabulary.tokenize
+        self.detokenize = vocabulary.detokenize
+        self.is_end = vocabulary.is_end
+
+    @property
+    def position(self) -> int:
+        """Tokens read so far."""
+        return self._continued.position
+
+    def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Logits]:
+        """Read all tokens at once."""
+        logits = self._continued.read(tokens)
+        yield logits if all_logits else logits[-1:]
+
+    def save_state(self) -> int:
+        """The position: what is read is only ever added behind."""
+        return self.position
+
+    def load_state(self, state: int) -> None:
+        """Go back to a position."""
+        self._continued.truncate(state)
 
 
 class KVPress:
@@ -58,12 +92,15 @@ class KVPress:
         torch.manual_seed(0)  # some presses project at random
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         self._directory = tempfile.TemporaryDirectory()
-        self._model = load_dequantised(Path(model), self._directory.name)
+        self._tokenizers = [Path(self._directory.name) / name for name in ("text", "chat")]
+        self._model = load_dequantised(Path(model), self._tokenizers)
         self._reference = reference
         self.methods = [
             Method(AGREEMENT, self.name, FULL, "f16", 1.0),
+            *(Method(measure, self.name, FULL_CACHE, "f16", 1.0) for measure in (FACTS, RULER)),
             *(
-                Method(AGREEMENT, self.name, press, "f16", keep)
+                Method(measure, self.name, press, "f16", keep)
+                for measure in (AGREEMENT, FACTS, RULER)
                 for press in presses
                 for keep in keeps
             ),
@@ -75,23 +112,34 @@ class KVPress:
         """Figures of the wanted methods for one text."""
         if not wanted:
             return
+        self._model.config.name_or_path = str(self._tokenizers[passage.is_chat])
         dense = DensePrompt(self._model, passage.prompt)
-        full = self._continue(dense.compressed(), passage)
-        for method in wanted:
-            if method.name == FULL:
-                agreement = compare(self._reference.logits(passage), full, passage.continuation)
-                yield method, asdict(agreement) | {"kept": 1.0, "bytes": 1.0}
-                continue
-            compressed = self._compress(dense, PRESSES[method.name], method.keep, passage)
-            logits = self._continue(compressed, passage)
-            agreement = compare(full, logits, passage.continuation)
-            kept = {"kept": compressed.kept, "bytes": compressed.held}
-            yield method, asdict(agreement) | kept
 
-    def _compress(
-        self, dense: DensePrompt, kind: PressKind, keep: float, passage: Passage
-    ) -> Compressed:
-        press = kind.make(1.0 - keep)
+        @cache
+        def full() -> Logits:
+            return self._continued(dense.compressed(), passage).read(passage.continuation)
+
+        for method in wanted:
+            compressed = self._compress(dense, method, passage)
+            kept = {"kept": compressed.kept, "bytes": compressed.held}
+            continued = self._continued(compressed, passage)
+            yield method, self._figures(continued, method, passage, full) | kept
+
+    def _figures(
+        self, continued: Continued, method: Method, passage: Passage, full: Callable[[], Logits]
+    ) -> dict[str, float]:
+        if method.measure != AGREEMENT:
+            reader = ContinuedReader(continued, self._reference.session)
+            return {"score": score(reader, passage.questions)}
+        expected = self._reference.logits(passage) if method.name == FULL else full()
+        logits = continued.read(passage.continuation)
+        return asdict(compare(expected, logits, passage.continuation))
+
+    def _compress(self, dense: DensePrompt, method: Method, passage: Passage) -> Compressed:
+        if method.name in (FULL, FULL_CACHE):
+            return dense.compressed()
+        kind = PRESSES[method.name]
+        press = kind.make(1.0 - method.keep)
         if not kind.own_prefill:
             return dense.compressed(press)
         if kind.eager:
@@ -101,5 +149,5 @@ class KVPress:
         finally:
             self._model.set_attn_implementation("sdpa")
 
-    def _continue(self, compressed: Compressed, passage: Passage) -> Logits:
-        return continuation(self._model, compressed, len(passage.prompt), passage.continuation)
+    def _continued(self, compressed: Compressed, passage: Passage) -> Continued:
+        return Continued(self._model, compressed, len(passage.prompt))

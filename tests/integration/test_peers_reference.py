@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers", reason=_WHY)
 
 from benchmarks.peers.dense import (  # noqa: E402
     Compressed,
+    Continued,
     DensePrompt,
     attentions,
-    continuation,
     with_own_prefill,
 )
 
@@ -46,6 +46,10 @@ def model() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def continuation(model: Any, compressed: Compressed) -> Any:
+    return Continued(model, compressed, len(PROMPT)).read(TOKENS)
+
+
 def forward(model: Any) -> Any:
     with torch.no_grad():
         return model(input_ids=torch.tensor([PROMPT + TOKENS])).logits[0, len(PROMPT) :].numpy()
@@ -54,7 +58,7 @@ def forward(model: Any) -> Any:
 def test_the_full_cache_continues_as_one_pass(model: Any) -> None:
     full = DensePrompt(model, PROMPT).compressed()
     assert (full.kept, full.held) == (1.0, 1.0)
-    logits = continuation(model, full, len(PROMPT), TOKENS)
+    logits = continuation(model, full)
     np.testing.assert_allclose(logits, forward(model), rtol=1e-3, atol=1e-3)
 
 
@@ -66,10 +70,37 @@ def test_masked_entries_are_as_if_they_were_not_there(model: Any) -> None:
     layer.keys, layer.values = layer.keys[:, :, 10:], layer.values[:, :, 10:]
     heads, entries = torch.arange(2).repeat_interleave(10), torch.arange(10).repeat(2)
     attentions(model)[1].masked_key_indices = (torch.zeros(20, dtype=torch.int), heads, entries)
-    b = continuation(model, masked, len(PROMPT), TOKENS)
-    a = continuation(model, pruned, len(PROMPT), TOKENS)
+    b = continuation(model, masked)
+    a = continuation(model, pruned)
     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
     assert np.abs(a - forward(model)).max() > 0.1
+
+
+def masked_prompt(model: Any) -> Continued:
+    """A prompt of whose second layer one head has lost entries; the others have all."""
+    masked = DensePrompt(model, PROMPT).compressed()
+    indices = torch.zeros(40, dtype=torch.int), torch.ones(40, dtype=torch.int), torch.arange(40)
+    attentions(model)[1].masked_key_indices = indices
+    return Continued(model, masked, len(PROMPT))
+
+
+def test_what_is_masked_stays_so_token_by_token(model: Any) -> None:
+    expected = masked_prompt(model).read(TOKENS)
+    continued = masked_prompt(model)
+    rows = [continued.read([token])[0] for token in TOKENS]
+    assert continued.position == len(PROMPT) + len(TOKENS)
+    np.testing.assert_allclose(np.stack(rows), expected, rtol=1e-3, atol=1e-3)
+    assert np.abs(expected - forward(model)).max() > 0.1
+
+
+def test_what_is_forgotten_again_leaves_nothing(model: Any) -> None:
+    """As questions about one prompt are asked: each begins where the prompt ends."""
+    expected = masked_prompt(model).read(TOKENS)
+    continued = masked_prompt(model)
+    for other in (PROMPT[:50], PROMPT[:1]):
+        continued.read(other)
+        continued.truncate(len(PROMPT))
+    np.testing.assert_allclose(continued.read(TOKENS), expected, rtol=1e-3, atol=1e-3)
 
 
 def token_by_token(model: Any, compressed: Compressed) -> Any:
@@ -108,5 +139,5 @@ def test_a_recorded_prompt_gives_what_kvpress_itself_does(model: Any, name: str)
     ours = DensePrompt(model, PROMPT).compressed(makers[name]())
     assert (ours.kept, ours.held) == (theirs.kept, theirs.held)
     assert ours.kept == pytest.approx(0.4, abs=0.02)
-    logits = continuation(model, ours, len(PROMPT), TOKENS)
+    logits = continuation(model, ours)
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-3)

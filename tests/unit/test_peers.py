@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,21 @@ from benchmarks.peers.ours import (
     entries_in,
     equality,
 )
-from benchmarks.peers.protocol import AGREEMENT, GREEDY, SPEED, Method, Passage, Result, passage_of
+from benchmarks.peers.protocol import (
+    AGREEMENT,
+    FACTS,
+    GREEDY,
+    RULER,
+    SPEED,
+    Method,
+    Passage,
+    Question,
+    Result,
+    passage_of,
+)
 from benchmarks.peers.results import ResultFile, summarise, table
 from entropykv import Session
+from entropykv.llamacpp.model import Model
 from tests.support.tiny_models import write_llama
 
 SNAPKV = Method(AGREEMENT, "kvpress", "SnapKV", "f16", 0.2)
@@ -138,8 +151,9 @@ def test_our_rows_are_against_stock_llama_cpp(tmp_path: Path) -> None:
         (STOCK, "f16"),
     }
     passage = Passage("text", tuple(range(5, 133)), tuple(range(40, 56)))
-    figures = dict(ours.measure(passage, ours.methods))
-    assert len(figures) == len(ours.methods) == 19
+    continuing = [method for method in ours.methods if method.measure in command.CONTINUING]
+    figures = dict(ours.measure(passage, continuing))
+    assert len(figures) == len(continuing) == 19
     full = figures[Method(AGREEMENT, "entropykv", "uniform", "f16", 1.0)]
     less = figures[Method(AGREEMENT, "entropykv", "uniform", "f16", 0.5)]
     assert full["kl"] < 1e-3 < less["kl"]
@@ -150,9 +164,77 @@ def test_our_rows_are_against_stock_llama_cpp(tmp_path: Path) -> None:
     assert q8["bytes"] < more["bytes"] <= 0.5
     greedy = figures[Method(GREEDY, "entropykv", "uniform", "f16", 1.0)]
     assert (greedy["equal"], greedy["first_difference"]) == (1.0, 4.0)
-    speeds = [figures[method] for method in ours.methods if method.measure == SPEED]
+    speeds = [figures[method] for method in continuing if method.measure == SPEED]
     assert len(speeds) == 1 + 6
     assert all(min(each["prompt_speed"], each["decode_speed"]) > 0 for each in speeds)
+
+
+def text_length(answer: str) -> float:
+    return min(1.0, len(answer) / 1000)
+
+
+def test_questions_are_asked_each_after_the_prompt_alone(tmp_path: Path) -> None:
+    """By stock llama.cpp and with everything kept alike, whatever was asked before."""
+    path = tmp_path / "model.gguf"
+    write_llama(path, n_head_kv=2, head_dim=32)
+    run = Run(str(path), n_ctx=192, n_threads=1, entropy_config=None)
+    ours = Ours(run, StockReference(run), ["uniform"], ["f16"], [1.0, 0.5], 0)
+    asked = [Question(tuple(range(n, n + 7)), 16, text_length) for n in (30, 60)]
+    prompt = tuple(range(5, 133))
+    methods = [method for method in ours.methods if method.measure == FACTS]
+    assert [(m.name, m.keep) for m in methods] == [(STOCK, 1.0), ("uniform", 1.0), ("uniform", 0.5)]
+
+    def scores(*questions: Question) -> list[float]:
+        figures = dict(ours.measure(Passage("facts 128 0", prompt, (), questions), methods))
+        assert [figures[method]["kept"] for method in methods] == [1.0, 1.0, 0.5]
+        return [figures[method]["score"] for method in methods]
+
+    first, second, both = scores(asked[0]), scores(asked[1]), scores(*asked)
+    assert first[0] == first[1] != second[0]
+    assert both == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
+
+
+def test_tables_of_scores_have_a_column_for_every_task() -> None:
+    def scored(name: str, text: str, score: float) -> Result:
+        figures = {"score": score, "kept": 0.2, "bytes": 0.2}
+        return Result(replace(SNAPKV, measure=RULER, name=name), text, "p", figures)
+
+    results = [
+        scored("worse", "vt 1024 0", 0.5),
+        scored("worse", "vt 1024 1", 0.3),
+        scored("worse", "cwe 1024 0", 0.1),
+        scored("better", "cwe 1024 0", 1.0),
+    ]
+    rows = summarise(results, ["vt 1024 0", "vt 1024 1", "cwe 1024 0"], "p")
+    assert [row["name"] for row in rows] == ["better", "worse"]
+    assert rows[1]["tasks"] == pytest.approx({"vt 1024": 0.4, "cwe 1024": 0.1})
+    assert rows[1]["score"] == pytest.approx(0.25)  # tasks count alike, not texts
+    head, _, better, worse = (
+        [cell.strip() for cell in line.split("|")] for line in table(rows, RULER).splitlines()
+    )
+    column = head.index("vt 1024")
+    assert (better[column], worse[column]) == ("", "0.400")
+
+
+def test_presses_are_chosen_by_name_or_part() -> None:
+    names = ["KVzip", "KVzip+", "SnapKV, window 64", "AdaKV(SnapKV 64)"]
+    assert command.presses("kvzip", names) == ["KVzip"]
+    assert command.presses("snap,KVzip+", names) == names[1:]
+    assert command.presses("", names) == names
+
+
+def test_what_is_measured_has_passages_of_its_own(tiny_llama: Path) -> None:
+    given = "--measures facts,ruler --prompt 1800 --passkeys 3 --facts-per-text 2 --seed 7"
+    tasks = "--tasks niah_single_1 --lengths 1500,1800 --samples 2 --texts heldout_prose_01"
+    options = command.parser().parse_args(f"{given} {tasks}".split())
+    with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
+        facts, ruler = command.rounds(options, model)
+    assert (facts.measures, ruler.measures) == ((FACTS,), (RULER,))
+    assert [len(passage.questions) for passage in facts.passages] == [2, 2, 2]
+    assert max(len(passage.prompt) for passage in facts.passages) <= 1800
+    needed = [command.context_of(passage, 64) for passage in ruler.passages]
+    assert max(needed[:2]) <= 1500 < max(needed) <= 1800
+    assert facts.protocol != ruler.protocol
 
 
 def test_a_missing_framework_names_the_extra(

@@ -1,0 +1,107 @@
+"""Questions about what was read: facts planted into texts, and RULER's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from benchmarks.inputs import read_texts
+from benchmarks.peers.protocol import Passage, Question
+from entropykv.evaluation.passkeys import Fact
+from entropykv.evaluation.reading import Reader, read, write
+from entropykv.evaluation.recall import recall_items
+from entropykv.evaluation.ruler.scores import ruler_parts, string_match_all
+from entropykv.evaluation.ruler.suite import Suite
+from entropykv.evaluation.texts import EvaluationText
+from entropykv.llamacpp.model import Model
+
+
+@dataclass(frozen=True)
+class FactsSize:
+    """How many passages are read for facts, of how many tokens, with how many facts each."""
+
+    n_passages: int
+    n_tokens: int
+    n_facts: int
+
+
+def score(reader: Reader, questions: Sequence[Question]) -> float:
+    """Ask a reader that has read the prompt, each time from the same state; the mean score."""
+    state = reader.save_state()
+    scores = []
+    for question in questions:
+        reader.load_state(state)
+        logits, _ = read(reader, question.tokens, _ignore)
+        written = write(reader, logits, question.n_answer, _ignore, stops=True)
+        scores.append(question.score(reader.detokenize(written.tokens)))
+    return sum(scores) / len(scores)
+
+
+def longest(questions: Sequence[Question]) -> int:
+    """Tokens of a question and its answer, where they are most."""
+    return max(len(question.tokens) + question.n_answer for question in questions)
+
+
+def facts_passages(pattern: str, model: Model, size: FactsSize, seed: int) -> list[Passage]:
+    """The passages that `entropykv eval --passkeys` reads of the texts with such names."""
+    items = recall_items(
+        _texts(pattern),
+        model,
+        n_cases=size.n_passages,
+        n_tokens=size.n_tokens,
+        facts_per_text=size.n_facts,
+        seed=seed,
+    )
+    return [
+        Passage(
+            f"facts {size.n_tokens} {number}",
+            item.tokens,
+            questions=tuple(
+                Question(tokens, n_answer, partial(_knows, fact))
+                for tokens, n_answer, fact in zip(
+                    item.questions, item.answer_tokens, item.case.facts, strict=True
+                )
+            ),
+        )
+        for number, item in enumerate(items)
+    ]
+
+
+def ruler_passages(pattern: str, model: Model, suite: Suite, seed: int) -> list[Passage]:
+    """The samples of `entropykv eval --suite ruler`, whose questions are not known before."""
+    parts = ruler_parts(
+        replace(suite, questions=("unknown",)), model, _texts(pattern), seed=seed, inside=False
+    )
+    return [
+        Passage(
+            item.name,
+            item.tokens,
+            questions=(
+                Question(
+                    item.question,
+                    item.n_generated,
+                    partial(string_match_all, references=item.references),
+                ),
+            ),
+            is_chat=model.chat_prompt("") is not None,
+        )
+        for part in parts
+        for item in part.items
+    ]
+
+
+def _texts(pattern: str) -> list[EvaluationText]:
+    return [
+        EvaluationText(name, text)
+        for each in pattern.split(",")
+        for name, text in read_texts(f"{each}.txt").items()
+    ]
+
+
+def _knows(fact: Fact, answer: str) -> float:
+    return float(fact.is_answered_by(answer))
+
+
+def _ignore(_n_tokens: int) -> None:
+    """Nobody waits for progress."""
