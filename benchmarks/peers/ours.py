@@ -118,22 +118,27 @@ class Ours:
         keeps: Sequence[float],
         n_greedy: int,
     ) -> None:
-        """All policies, types and keep ratios; what is smaller than f16 at equal bytes, too."""
+        """All policies, types and keep ratios; what is smaller than f16 at equal bytes, too.
+
+        Scores of answers, which take long, are measured at equal bytes alone.
+        """
         self._run, self._reference, self._n_greedy = run, reference, n_greedy
-        names = [
-            (policy + suffix, kv_type)
-            for policy in policies
-            for kv_type in kv_types
-            for suffix in ("", *((EQUAL_BYTES,) if kv_type != "f16" else ()))
-        ]
-        measures = (AGREEMENT, *((GREEDY, SPEED) if n_greedy else ()), FACTS, RULER)
-        of_stock = (*((SPEED,) if n_greedy else ()), FACTS, RULER)
+        plain = [(policy, kv_type) for policy in policies for kv_type in kv_types]
+        smaller = [(p + EQUAL_BYTES, kv_type) for p, kv_type in plain if kv_type != "f16"]
+        of_f16 = [(policy, kv_type) for policy, kv_type in plain if kv_type == "f16"]
+        continuing = (AGREEMENT, *((GREEDY, SPEED) if n_greedy else ()))
+        names = dict.fromkeys(continuing, plain + smaller)
+        names |= dict.fromkeys((FACTS, RULER), of_f16 + smaller)
         self.methods = [
-            *(Method(measure, self.name, STOCK, "f16", 1.0) for measure in of_stock),
+            *(
+                Method(measure, self.name, STOCK, "f16", 1.0)
+                for measure in names
+                if measure not in (AGREEMENT, GREEDY)
+            ),
             *(
                 Method(measure, self.name, name, kv_type, keep)
-                for measure in measures
-                for name, kv_type in names
+                for measure, chosen in names.items()
+                for name, kv_type in chosen
                 for keep in keeps
             ),
         ]

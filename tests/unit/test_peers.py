@@ -151,6 +151,8 @@ def test_our_rows_are_against_stock_llama_cpp(tmp_path: Path) -> None:
         (STOCK, "f16"),
     }
     passage = Passage("text", tuple(range(5, 133)), tuple(range(40, 56)))
+    asked = {(m.name, m.kv_type) for m in ours.methods if m.measure == RULER}
+    assert asked == names - {("uniform", "q8_0")}
     continuing = [method for method in ours.methods if method.measure in command.CONTINUING]
     figures = dict(ours.measure(passage, continuing))
     assert len(figures) == len(continuing) == 19
