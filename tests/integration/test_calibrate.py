@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import EntropyProfile, ProfileError, Session
-from entropykv.calibration.damage import LEAST_TEXT, RECENT_WINDOW, divergence, layer_damage
+from entropykv.calibration.damage import RECENT_WINDOW, layer_damage
 from entropykv.calibration.measure import (
     CalibrationSettings,
     calibrate,
@@ -19,13 +19,14 @@ from entropykv.calibration.measure import (
     excerpts_of,
 )
 from entropykv.calibration.observe import Observer
+from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.profile.curves import CurveRules, average_curves
 from entropykv.session.echo import OVERLAP, REQUEST
 from tests.support import reference
 from tests.support.calibration_texts import QUICK, some_texts
 from tests.support.command import assert_refused, entropykv
 from tests.support.logits import tokens_for
-from tests.support.model_reference import ModelReference
+from tests.support.model_reference import ModelReference, log_probabilities_after
 from tests.support.tiny_models import write_llama
 
 
@@ -143,12 +144,12 @@ def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
     for before, following in (([], tokens[half : half + n_continued]), (request, repeated)):
         text = [*tokens[:half], *before, *following]
         first = half + len(before)
-        whole = predictions_of(tiny_llama, text, first)
+        whole = log_probabilities_after(tiny_llama, text, first)
         right = np.mean(whole[:-1].argmax(axis=1) == np.array(following[1:])) if before else 1.0
         for layer in range(3):
             hidden = np.zeros((len(text), len(text)))
             hidden[half:, 4 : half - RECENT_WINDOW] = -np.inf
-            rows = predictions_of(tiny_llama, text, first, {layer: hidden})
+            rows = log_probabilities_after(tiny_llama, text, first, {layer: hidden})
             expected[layer] += right * (np.exp(whole) * (whole - rows)).sum(axis=1).mean()
     assert damage is not None
     assert again is not None
@@ -157,30 +158,9 @@ def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
     assert expected.min() > 1e-3
 
 
-def test_divergence_is_that_of_the_definition() -> None:
-    whole = np.log(np.array([[0.5, 0.25, 0.25], [0.9, 0.1, 1e-30]], np.float32))
-    rows = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], np.float32))
-    whole[1, 2] = -np.inf
-    expected = (0.25 * np.log(2.0) + 0.9 * np.log(0.9 / 0.8)) / 2
-    assert divergence(whole, rows) == pytest.approx(expected, rel=1e-5)
-    assert divergence(whole, whole) == 0.0
-
-
 def test_short_texts_show_no_damage(tiny_llama: Path) -> None:
     with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
         assert layer_damage(observer, [tokens_for(LEAST_TEXT - 1)]) is None
-
-
-def predictions_of(
-    path: Path, text: list[int], first: int, hidden: dict[int, npt.NDArray[Any]] | None = None
-) -> npt.NDArray[np.float64]:
-    """Log probabilities from a position on."""
-    model = ModelReference(path, "silu")
-    model.stored = reference.round_f16
-    model.hidden = hidden or {}
-    logits = model.logits(text)[first:]
-    rows = logits - logits.max(axis=1, keepdims=True)
-    return np.asarray(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))
 
 
 def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_path: Path) -> None:

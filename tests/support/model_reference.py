@@ -15,6 +15,8 @@ import numpy.typing as npt
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
+from tests.support.reference import round_f16
+
 Array = npt.NDArray[np.float64]
 
 
@@ -114,3 +116,15 @@ class ModelReference:
         result = np.empty_like(x)
         result[..., pairs[0]], result[..., pairs[1]] = turned.real, turned.imag
         return result
+
+
+def log_probabilities_after(
+    path: Path, text: list[int], first: int, hidden: dict[int, Array] | None = None
+) -> Array:
+    """Log probabilities from a position on, by a llama whose cache is f16."""
+    model = ModelReference(path, "silu")
+    model.stored = round_f16
+    model.hidden = hidden or {}
+    logits = model.logits(text)[first:]
+    rows = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(rows - np.log(np.exp(rows).sum(axis=1, keepdims=True)))

@@ -41,5 +41,6 @@ def example() -> EntropyProfile:
             np.full((2, 2, 3), 0.25),
             np.full((2, 2, 3), 1.5),
             np.array([0.5, 0.0]),
+            "reconstruct",
         ),
     )

@@ -99,6 +99,8 @@ def test_losses_of_a_layer_are_scaled_to_its_damage() -> None:
         replace(plain, layer_damage=damage[:2])
     with pytest.raises(ProfileError, match="layer_damage"):
         replace(plain, layer_damage=-damage)
+    with pytest.raises(ProfileError, match="importance"):
+        replace(plain, importance="attention")
 
 
 def test_a_layer_that_changes_no_prediction_gets_its_floor() -> None:

@@ -22,7 +22,7 @@ from entropykv.policy.names import (
     schedules,
     takes_profile,
 )
-from entropykv.profile.curves import LossCurves
+from entropykv.profile.curves import IMPORTANCES, LossCurves
 from entropykv.profile.profile import EntropyProfile
 from tests.support import reference
 
@@ -108,10 +108,12 @@ def test_the_flat_store_takes_no_measure_of_attention() -> None:
         policy_named("uniform:attention", None, "flat")
 
 
-def with_curves(profile: EntropyProfile) -> EntropyProfile:
+def with_curves(profile: EntropyProfile, importance: str | None = None) -> EntropyProfile:
     shape = (profile.n_layer, profile.n_head_kv, 1)
     nothing = np.zeros(shape)
-    return replace(profile, curves=LossCurves(64, 8, 4, 6, 1, (0,), nothing, nothing))
+    return replace(
+        profile, curves=LossCurves(64, 8, 4, 6, 1, (0,), nothing, nothing, None, importance)
+    )
 
 
 def test_auto_follows_what_is_known_of_the_model() -> None:
@@ -126,6 +128,11 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
         assert with_echoes.importance.repeats
         assert policy_named("auto", known, "headwise", recurrent=True) == POLICIES[name]
         assert policy_named("fast", known, "headwise") == POLICIES[name]
+    for importance in IMPORTANCES:
+        best = with_curves(entropies, importance)
+        assert policy_named("auto", best, "headwise") == named(f"profile:{importance}")
+        assert policy_named("auto", best, "headwise", recurrent=True) == POLICIES["profile"]
+        assert policy_named("fast", best, "headwise") == POLICIES["profile"]
     for name in ("auto", "fast"):
         assert policy_named(name, with_curves(entropies), "flat") == POLICIES["recency"]
         frozen = policy_named(name, with_curves(entropies), "headwise", freezes=True)

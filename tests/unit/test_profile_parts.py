@@ -94,6 +94,8 @@ BAD = [
     ("curves.n_texts", "1", "curves.n_texts"),
     ("curves.layer_damage.1", -0.5, "curves.layer_damage[1]"),
     ("curves.layer_damage", 0.5, "curves.layer_damage must be a list of 2"),
+    ("curves.importance", "mass", "curves.importance must be one of mass+values+echo"),
+    ("curves.importance", 1, "curves.importance"),
     ("curves.more", 1, "curves has the unknown key 'more'"),
 ]
 # JSON Schema cannot compare sizes, and its numbers include NaN.
@@ -118,6 +120,8 @@ GOOD = [
     ("measurement.rows", "all"),
     ("curves.mass_lost.0.0.0", 1),
     ("curves.layer_damage", ...),
+    ("curves.importance", "mass+values+echo"),
+    ("curves.importance", ...),
     ("fingerprint.n_vocab", 0),
 ]
 

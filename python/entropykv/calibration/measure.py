@@ -16,13 +16,9 @@ import numpy.typing as npt
 
 from entropykv import _version
 from entropykv.calibration.basis import Basis
-from entropykv.calibration.damage import (
-    LEAST_TEXT,
-    MOST_TEXTS,
-    layer_damage,
-    predicted_tokens,
-)
+from entropykv.calibration.damage import MOST_TEXTS, layer_damage
 from entropykv.calibration.observe import Observer
+from entropykv.calibration.predictions import LEAST_TEXT, predicted_tokens
 from entropykv.calibration.texts import (
     LEAST_CURVE_TOKENS,
     Excerpt,
@@ -30,6 +26,7 @@ from entropykv.calibration.texts import (
     choose_sequences,
     long_sequences,
 )
+from entropykv.calibration.trial import best_importance, trial_tokens
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.belongs import fingerprint_of
@@ -103,7 +100,8 @@ def calibrate(
         on_start(_to_read(observer, excerpts, long_texts))
         measured = measure(observer.entropies, excerpts, on_progress)
         curves = _curves(observer, long_texts, on_progress)
-        return EntropyProfile(
+        recurrent = observer.recurrent
+        profile = EntropyProfile(
             n_layer=observer.n_layer,
             n_head=observer.n_head,
             n_head_kv=observer.n_head_kv,
@@ -115,6 +113,10 @@ def calibrate(
             measurement=measured.summary(settings, settings.kv_type),
             curves=curves,
         )
+    if curves is None or recurrent:
+        return profile
+    best = best_importance(path, profile, long_texts, settings.n_threads, on_progress)
+    return replace(profile, curves=replace(curves, importance=best))
 
 
 def _long_texts(
@@ -260,4 +262,6 @@ def _to_read(
     """Return how many tokens a calibration reads."""
     damaged = [len(text) for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     of_layers = sum(map(predicted_tokens, damaged)) * observer.n_layer
-    return sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts)) + of_layers
+    of_trial = 0 if observer.recurrent else trial_tokens([len(text) for text in texts])
+    of_texts = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))
+    return of_texts + of_layers + of_trial

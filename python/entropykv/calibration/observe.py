@@ -12,6 +12,7 @@ import numpy.typing as npt
 from entropykv.errors import CalibrationError, UnsupportedModelError
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.recipe import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.settings.cache_options import CacheOptions
@@ -101,6 +102,11 @@ class Observer:
     def name(self) -> str:
         """Return the model's name, or its file's."""
         return self._model.name
+
+    @property
+    def recurrent(self) -> bool:
+        """Tell whether the model has recurrent layers, which cannot read a text twice."""
+        return self.geometry.recurrent or is_recurrent(self._model)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text as a prompt has them, with BOS where the model wants it."""

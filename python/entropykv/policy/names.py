@@ -7,17 +7,19 @@ from enum import Enum, auto
 
 from entropykv.errors import SettingsError
 from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.profile.curves import IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
-"""The default: `profile` where the model has one with loss curves, else `adaptive` with echoes, for
-which a text that the budget does not hold is read twice; `uniform` where entries are frozen: what a
-head needs comes back, and every head needs room for it; `recency` on the flat store."""
+"""The default: `profile` where the model has one with loss curves, ranked as the profile says, else
+`adaptive` with echoes; with both a text that the budget does not hold is read twice. `uniform`
+where entries are frozen: what a head needs comes back, and every head needs room for it; `recency`
+on the flat store."""
 FAST = "fast"
 """The default without echoes: every text is read once."""
-_READ_TWICE = ":mass+values+echo"
-"""What `auto` adds to the name of a policy, so that a text is read twice."""
+_READ_TWICE = IMPORTANCES[0]
+"""What `auto` ranks entries by, unless a profile says otherwise: a text is read twice for it."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -150,7 +152,8 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 def policy_help() -> str:
     """Return names, measures and modifiers in a few lines."""
     auto = (
-        f"{AUTO}: profile{_READ_TWICE} where the model has one, else adaptive{_READ_TWICE}; "
+        f"{AUTO}: profile:{_READ_TWICE}, or the measure that the profile names, where the model "
+        f"has one, else adaptive:{_READ_TWICE}; "
         f"uniform with --freeze; recency on the flat store; {FAST}: the same without echo, so that "
         "every text is read once"
     )
@@ -243,8 +246,10 @@ def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, twice:
         return "recency"
     if freezes:
         return "uniform"
-    name = "adaptive" if profile is None or profile.curves is None else "profile"
-    return name + _READ_TWICE if twice else name
+    curves = None if profile is None else profile.curves
+    name = "adaptive" if curves is None else "profile"
+    importance = (curves and curves.importance) or _READ_TWICE
+    return f"{name}:{importance}" if twice else name
 
 
 def _parsed(text: str) -> Policy:

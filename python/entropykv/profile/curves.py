@@ -18,6 +18,8 @@ RECENT_FRACTION = 0.1
 QUERY_FRACTION = 0.125
 """The last part of the text as a fraction: its queries show what is lost."""
 N_SINKS = 4
+IMPORTANCES = ("mass+values+echo", "reconstruct")
+"""What policy auto can rank entries by where there are curves; the first unless they name one."""
 
 FloatArray = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
@@ -39,8 +41,10 @@ class LossCurves:
     the whole outputs, both as root mean squares over queries and the query heads of the group. Both
     have shape (n_layer, n_head_kv, len(keep)). `layer_damage`, (n_layer,), is what the model's
     predictions lose where all KV heads of a layer keep only the protected entries: see
-    calibration/damage.py; None: nobody has measured it. For another context the numbers of `keep`
-    grow in proportion to `length`. Raises ProfileError, naming the field.
+    calibration/damage.py; None: nobody has measured it. `importance` is that of IMPORTANCES with
+    which predictions lose least inside a budget that is shared by the curves: see
+    calibration/trial.py; None: nobody has tried. For another context the numbers of `keep` grow in
+    proportion to `length`. Raises ProfileError, naming the field.
     """
 
     length: int
@@ -52,6 +56,7 @@ class LossCurves:
     mass_lost: FloatArray
     output_error: FloatArray
     layer_damage: FloatArray | None = None
+    importance: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field and take read-only copies of the arrays."""
@@ -74,6 +79,11 @@ class LossCurves:
             object.__setattr__(self, name, values)
         if self.layer_damage is not None:
             self._check_damage()
+        if self.importance is not None and self.importance not in IMPORTANCES:
+            raise ProfileError(
+                f"profile: curves.importance must be one of {', '.join(IMPORTANCES)}; calibrate "
+                "again"
+            )
 
     def _check_damage(self) -> None:
         damage = np.array(self.layer_damage, dtype=np.float64)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from entropykv.errors import ProfileError
-from entropykv.profile.curves import MOST_DAMAGE, LossCurves
+from entropykv.profile.curves import IMPORTANCES, MOST_DAMAGE, LossCurves
 from entropykv.profile.json_fields import (
     ADVICE,
     MAX_ENTROPY_BITS,
@@ -26,6 +26,8 @@ ROWS = ("quarters", "all")
 text (the BitNet document), or all rows of every text.
 """
 
+_OPTIONAL = ("layer_damage", "importance")
+"""The fields of LossCurves that files of earlier versions do not have."""
 _DECIMALS = 6
 _MOST = 2**31 - 1
 
@@ -147,14 +149,16 @@ def curves_to_json(curves: LossCurves) -> dict[str, Any]:
     data["keep"] = list(curves.keep)
     for name in ("mass_lost", "output_error"):
         data[name] = rounded(data[name])
-    damage = data.pop("layer_damage")
-    return data if damage is None else {**data, "layer_damage": rounded(damage)}
+    if curves.layer_damage is not None:
+        data["layer_damage"] = rounded(curves.layer_damage)
+    return {name: value for name, value in data.items() if value is not None}
 
 
 def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossCurves:
     """Read the curves, `shape` being (n_layer, n_head_kv); ProfileError names a field."""
-    optional = ("layer_damage",) if isinstance(value, dict) and "layer_damage" in value else ()
-    required = (name for name in LossCurves.__dataclass_fields__ if name != "layer_damage")
+    present = value if isinstance(value, dict) else {}
+    optional = [name for name in _OPTIONAL if name in present]
+    required = (name for name in LossCurves.__dataclass_fields__ if name not in _OPTIONAL)
     data = object_in(value, where, "curves", (*required, *optional))
     least = {"length": 1, "queries": 1, "n_sinks": 0, "recent_window": 1, "n_texts": 1}
     numbers = {
@@ -173,15 +177,23 @@ def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossC
         name: table_in(data[name], where, f"curves.{name}", (*shape, len(kept)), most)
         for name, most in (("mass_lost", 1.0), ("output_error", 1e4))
     }
-    damage = None
-    if optional:
+    damage = importance = None
+    if "layer_damage" in optional:
         field = "curves.layer_damage"
         damage = table_in(data["layer_damage"], where, field, shape[:1], MOST_DAMAGE)
+    if "importance" in optional:
+        importance = text_in(data["importance"], where, "curves.importance")
+        if importance not in IMPORTANCES:
+            raise ProfileError(
+                f"{where}: curves.importance must be one of {', '.join(IMPORTANCES)}, not "
+                f"{shown(importance)}; {ADVICE}"
+            )
     return LossCurves(
         keep=tuple(kept),
         mass_lost=tables["mass_lost"],
         output_error=tables["output_error"],
         layer_damage=damage,
+        importance=importance,
         **numbers,
     )
 

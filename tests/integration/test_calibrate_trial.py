@@ -1,0 +1,110 @@
+"""Trials of measures: what calibration finds that policy auto should rank entries by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entropykv import Session
+from entropykv.calibration import trial
+from entropykv.calibration.measure import calibrate
+from entropykv.calibration.predictions import LEAST_TEXT, divergence
+from entropykv.calibration.trial import best_importance, trial_losses, trial_tokens
+from entropykv.profile.curves import IMPORTANCES
+from entropykv.profile.profile import EntropyProfile
+from entropykv.session.echo import OVERLAP, REQUEST
+from tests.support.calibration_texts import QUICK, some_texts
+from tests.support.logits import tokens_for
+from tests.support.model_reference import log_probabilities_after
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_llama: Path) -> EntropyProfile:
+    return calibrate(tiny_llama, some_texts(), QUICK)
+
+
+def test_losses_of_a_trial_are_those_of_the_definition(
+    tiny_llama: Path, profile: EntropyProfile
+) -> None:
+    """A session reads half of the text inside a tenth of it, and is asked for the rest."""
+    tokens = tokens_for(640)
+    half, n_continued, n_repeated = 320, 80, 40
+    asked: list[tuple[list[int], list[int]]] = []
+    expected = []
+    for importance in IMPORTANCES:
+        with Session(
+            tiny_llama,
+            n_ctx=640,
+            kv_budget=32,
+            policy=f"profile:{importance}",
+            entropy_config=profile,
+            n_threads=2,
+        ) as session:
+            request = session.tokenize(REQUEST, add_bos=False)
+            repeated = tokens[OVERLAP : OVERLAP + n_repeated]
+            asked = [([], tokens[half : half + n_continued]), (request, repeated)]
+            expected.append(sum(loss_of(session, tiny_llama, tokens[:half], *a) for a in asked))
+    losses = trial_losses(tiny_llama, profile, [tokens, tokens_for(LEAST_TEXT - 1)], n_threads=2)
+    assert losses is not None
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    assert min(expected) > 1e-3
+    assert abs(expected[0] - expected[1]) > 0.04 * min(expected)
+    again = trial_losses(tiny_llama, profile, [tokens, tokens], n_threads=2)
+    np.testing.assert_allclose(again, losses)
+
+
+def loss_of(
+    session: Session, path: Path, read: list[int], before: list[int], following: list[int]
+) -> float:
+    session.reset()
+    session.decode(read)
+    rows = session.decode([*before, *following], all_logits=True)[len(before) :].astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    first = len(read) + len(before)
+    whole = log_probabilities_after(path, [*read, *before, *following], first)
+    right = np.mean(whole[:-1].argmax(axis=1) == np.array(following[1:])) if before else 1.0
+    return float(right * (np.exp(whole) * (whole - rows)).sum(axis=1).mean())
+
+
+def test_the_least_loss_decides(monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile) -> None:
+    for losses, best in (([0.2, 0.1], "reconstruct"), ([0.1, 0.2], "mass+values+echo")):
+        monkeypatch.setattr(trial, "trial_losses", lambda *_, found=losses: np.array(found))
+        assert best_importance("model.gguf", profile, []) == best
+
+
+def test_a_profile_names_what_its_trial_found(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile
+) -> None:
+    assert profile.curves is not None
+    assert profile.curves.importance is None  # the texts are too short
+    read: list[int] = []
+    announced: list[int] = []
+    settings = replace(QUICK, curve_length=LEAST_TEXT, curve_texts=1)
+    monkeypatch.setattr(trial, "IMPORTANCES", IMPORTANCES[::-1])
+    reversed_names = calibrate(tiny_llama, some_texts(), settings, announced.append, read.append)
+    monkeypatch.undo()
+    found = calibrate(tiny_llama, some_texts(), settings)
+    assert sum(read) == sum(announced)
+    assert found.curves is not None
+    assert found.curves.importance in IMPORTANCES
+    assert reversed_names.curves is not None
+    assert reversed_names.curves.importance == found.curves.importance
+
+
+def test_short_texts_are_no_trial(tiny_llama: Path, profile: EntropyProfile) -> None:
+    assert best_importance(tiny_llama, profile, [tokens_for(LEAST_TEXT - 1)]) is None
+    assert trial_tokens([LEAST_TEXT - 1]) == 0
+    assert trial_tokens([LEAST_TEXT, 1024]) == 3 * (128 + 32 + 16 + 512 + 128 + 64)
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    whole = np.log(np.array([[0.5, 0.25, 0.25], [0.9, 0.1, 1e-30]], np.float32))
+    rows = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], np.float32))
+    whole[1, 2] = -np.inf
+    expected = (0.25 * np.log(2.0) + 0.9 * np.log(0.9 / 0.8)) / 2
+    assert divergence(whole, rows) == pytest.approx(expected, rel=1e-5)
+    assert divergence(whole, whole) == 0.0
