@@ -36,9 +36,10 @@ def test_logits_in_company_are_those_alone_to_the_bit(
     """Ample, and so few that everybody evicts; all are live before the first prompt is read."""
     with pool_of(model, n_sequences=len(PROMPTS), kv_budget=tokens, policy=policy) as pool:
         sessions = [pool.session() for _ in PROMPTS]
-        for session in sessions:  # from now on the shares stay as they are
+        for session in sessions:  # from now on all share with all others
             session.decode([1])
-        shares = [session.stats().kv_bytes_budget for session in sessions]
+        plans = [session._seat.headwise for session in sessions]
+        shares = [plan.share_pages * plan.sharing.plan.page_bytes for plan in plans]
         steps = Steps(pool)
         found = together(sessions, PROMPTS, 24)
         evicted = [session.evicted for session in sessions]

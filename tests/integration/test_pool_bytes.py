@@ -6,13 +6,16 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from entropykv import (
     BudgetError,
     ContextError,
     EntropyKVError,
+    EntropyProfile,
     PoolError,
     SettingsError,
     UnsupportedModelError,
@@ -85,6 +88,21 @@ def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
         short[0].close()
         long.decode(PROMPTS[1])
         assert long.stats().kv_bytes_budget > budgets[0]
+
+
+def test_texts_that_fit_into_equal_parts_are_held_whole(model: Path) -> None:
+    """However few of its entries some KV heads would keep of a longer one."""
+    uneven = EntropyProfile(3, 4, 2, 512, np.tile([0.1, 0.1, 4.0, 4.0], (3, 1)))
+    options: dict[str, Any] = {"policy": "entropy", "entropy_config": uneven}
+    with pool_of(model, n_sequences=3, kv_budget=600, **options) as pool:
+        sessions = [pool.session() for _ in range(3)]
+        for session, prompt in zip(sessions, PROMPTS[2:5], strict=True):
+            session.decode((prompt * 2)[:180])
+        for session in sessions:
+            session.decode([1, 2, 3])
+        assert [session.evicted for session in sessions] == [0, 0, 0]
+        sessions[0].decode((PROMPTS[4] * 2)[:200])
+        assert sessions[0].evicted > 0
 
 
 def test_a_pool_is_resized_for_all(model: Path) -> None:

@@ -70,7 +70,7 @@ class Shares:
             seat = seats[i]
             seat.shared_for = self._length(seat)
             held = seat.headwise.core.entries
-            whole = shares != parts and shares[i] >= claims[i].needed
+            whole = shares[i] >= claims[i].needed
             seat.headwise.take_share(shares[i], self._length(seat) if whole else None)
             seat.given_up += held - seat.headwise.core.entries
 
