@@ -105,6 +105,20 @@ def test_texts_that_fit_into_equal_parts_are_held_whole(model: Path) -> None:
         assert sessions[0].evicted > 0
 
 
+def test_a_loaded_text_that_fits_is_held_whole(model: Path, tmp_path: Path) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=600) as pool:
+        session = pool.session()
+        session.decode((PROMPTS[4] * 2)[:250])
+        entries = session.stats().entries_kept
+        session.save(tmp_path / "saved")
+    with pool_of(model, n_sequences=2, kv_budget=600) as pool:
+        sessions = [pool.session() for _ in range(2)]
+        sessions[0].decode([1])
+        for session in sessions:
+            session.load(tmp_path / "saved")
+            assert (session.evicted, session.stats().entries_kept) == (0, entries)
+
+
 def test_a_pool_is_resized_for_all(model: Path) -> None:
     with pool_of(model, n_sequences=3, kv_budget=900) as pool:
         sessions = [pool.session() for _ in range(3)]

@@ -86,8 +86,9 @@ def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
         return []
 
 
-@pytest.fixture
-def replicas(tmp_path: Path) -> Iterator[Replicas]:
+@pytest.fixture(params=[1, 2])
+def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replicas]:
+    """Each holds one conversation, or a pool of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -108,6 +109,7 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
         "--verbose": "false",
         "--port": port,
         "--replicas": 2,
+        "--parallel": request.param,
         "--sessions": tmp_path / "sessions",
     }
     arguments = [str(word) for option in options.items() for word in option]

@@ -14,8 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.command import entropykv
-from tests.support.running_server import KEY, MODEL, N_CTX, Server
+from tests.support.running_server import KEY, N_CTX, Server
 
 # Equal budgets: nothing is evicted, so that answers do not hang on who else is there.
 PARALLEL = ("--parallel", 3, "--kv-budget", 6000, "--kv-type", "f16", "--policy", "uniform")
@@ -259,9 +258,3 @@ def test_running_answers_end_before_the_server_does() -> None:
     assert server.end(signal.SIGTERM)[0] == 0
     thread.join()
     assert len(pieces) >= 150
-
-
-def test_replicas_hold_one_conversation_each() -> None:
-    result = entropykv("serve", "-m", MODEL, "--parallel", "2", "--replicas", "2")
-    assert result.returncode != 0
-    assert "--replicas" in result.stderr

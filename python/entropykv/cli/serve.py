@@ -104,13 +104,6 @@ def run(options: argparse.Namespace) -> int:
     from entropykv.server.running import serve  # noqa: PLC0415
 
     model, server = _read(ModelOptions, options), _read(ServerOptions, options)
-    pooled = model.parallel > 1 or model.checkpoints is not None
-    if pooled and options.replicas is not None:
-        name = f"--parallel {model.parallel}" if model.parallel > 1 else "--checkpoints"
-        raise SettingsError(
-            f"{name} is not possible with --replicas, whose conversations take turns; give one of "
-            "them"
-        )
     same = model.n_threads == model.n_threads_batch
     for name in ("n_threads",) if same else ("n_threads", "n_threads_batch"):
         if warning := too_many_threads(getattr(model, name), f"--{name}"):

@@ -9,13 +9,50 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.shelf import Shelf
 
 _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
+
+
+class Holder(Protocol):
+    """Hold what a conversation has read, as an EntropyLlama does."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Return how many tokens it holds."""
+
+    def load_session(self, path: Path) -> Any:
+        """Hold what a file has; raises SessionFileError or PoolError."""
+
+    def save_session(self, path: Path) -> Any:
+        """Write what is held; raises EntropyKVError."""
+
+
+@dataclass(frozen=True)
+class OnShelf:
+    """Hold the conversation of a name on the shelf of a pool."""
+
+    shelf: Shelf
+    name: str
+
+    @property
+    def n_tokens(self) -> int:
+        """Return how many tokens it has; 0 where the shelf does not have it."""
+        return self.shelf.length_of(self.name)
+
+    def load_session(self, path: Path) -> None:
+        """Put what a file has in the place of what the shelf has."""
+        self.shelf.load(self.name, path)
+
+    def save_session(self, path: Path) -> None:
+        """Write it to a file; nobody takes it meanwhile."""
+        self.shelf.save(self.name, path)
 
 
 class Conversations:
@@ -24,11 +61,19 @@ class Conversations:
     `max_bytes` bounds all files together. Raises SettingsError where the directory cannot be used.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
-        """Make the directory where it is not there; only its owner can read what was said."""
+    def __init__(
+        self, directory: str | os.PathLike[str], max_bytes: int, *, several: bool = False
+    ) -> None:
+        """Make the directory where it is not there; only its owner can read what was said.
+
+        `several`: each conversation has a holder of its own; otherwise all share one, which holds
+        the last of them.
+        """
         self._directory = Path(directory)
         self._max_bytes = max_bytes
-        self._held: tuple[str, _Stamp] | None = None
+        self._several = several
+        self._held: dict[str, _Stamp] = {}
+        """The version of each conversation's file that its holder goes on from."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -42,38 +87,45 @@ class Conversations:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         return self._directory / f"{digest}.session"
 
-    def enter(self, llama: EntropyLlama, name: str) -> None:
-        """Make the model hold what a conversation has read, if it does not."""
+    def enter(self, holder: Holder, name: str) -> None:
+        """Make the holder hold what a conversation has read, if it does not."""
         path = self.path(name)
         stamp = _stamp(path)
-        if stamp is None or self._held == (name, stamp):
+        if stamp is None or (self._held.get(name) == stamp and holder.n_tokens > 0):
             return
-        self._held = None
+        self._drop(name)
         try:
-            llama.load_session(path)
+            holder.load_session(path)
         except EntropyKVError as error:  # it goes on without, since the request has the whole text
             _logger.warning("%s", error)
         else:
-            self._held = (name, stamp)
+            self._held[name] = stamp
 
-    def leave(self, llama: EntropyLlama, name: str) -> None:
+    def leave(self, holder: Holder, name: str) -> None:
         """Save a conversation that was just read on; an error costs reading it again, no more."""
-        self._held = None
-        if llama.n_tokens == 0:  # the generation failed, and what the turn before saved is better
+        self._drop(name)
+        if holder.n_tokens == 0:  # the generation failed, and what the turn before saved is better
             return
         path = self.path(name)
         try:
-            llama.save_session(path)
+            holder.save_session(path)
         except EntropyKVError as error:
             _logger.warning("%s", error)
             return
         stamp = _stamp(path)
-        self._held = None if stamp is None else (name, stamp)
+        if stamp is not None:
+            self._held[name] = stamp
         self._remove_oldest()
 
     def forget(self) -> None:
-        """Note that the model has read something that is no conversation."""
-        self._held = None
+        """Note that the one holder has read something that is no conversation."""
+        self._held.clear()
+
+    def _drop(self, name: str) -> None:
+        if self._several:
+            self._held.pop(name, None)
+        else:
+            self._held.clear()
 
     def _remove_oldest(self) -> None:
         files = []

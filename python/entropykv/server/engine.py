@@ -184,6 +184,10 @@ class Engine:
                 retry_after=_RETRY_AFTER,
             )
 
+    def answers(self, conversation: str) -> bool:
+        """Tell whether a request of a conversation is being answered."""
+        return any(job.conversation == conversation for job in list(self.running.values()))
+
     async def call(self, function: Callable[[EntropyLlama], Result]) -> Result:
         """Do something else with the model, between two requests."""
         return await asyncio.wrap_future(self._thread.submit(function, self.llama))

@@ -110,10 +110,12 @@ def _builder(
     def build() -> FastAPI:
         """Load the model, in the replica's process."""
         app = create_app(model, server)
+        engine = app.state.engine
+        several = engine.shelf is not None
         turns = Middleware(
             TurnMiddleware,
-            engine=app.state.engine,
-            conversations=Conversations(sessions, sessions_bytes),
+            engine=engine,
+            conversations=Conversations(sessions, sessions_bytes, several=several),
             replica=serve.get_replica_context().replica_id.unique_id,
         )
         # Innermost, so that what is refused costs no other one's turn.

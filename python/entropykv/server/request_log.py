@@ -58,10 +58,16 @@ def note_tokens(scope: Scope) -> Callable[[int, int], None]:
     """
 
     def note(read: int, written: int) -> None:
-        before = scope.get(_TOKENS, (0, 0))
+        before = tokens_of(scope)
         scope[_TOKENS] = before[0] + read, before[1] + written
 
     return note
+
+
+def tokens_of(scope: Scope) -> tuple[int, int]:
+    """Return how many tokens were read and written for a request, as far as was noted."""
+    read, written = scope.get(_TOKENS, (0, 0))
+    return read, written
 
 
 def _tokens(scope: Scope) -> str:

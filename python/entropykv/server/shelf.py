@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from entropykv.errors import PoolError
 from entropykv.llama.reading import LEAST_SPARED
@@ -153,6 +155,58 @@ class Shelf:
             self._free.append(kept)
         while len(self._free) > self._most and self.forget_one():
             pass
+
+    def length_of(self, name: str) -> int:
+        """Return how many tokens the conversation of a name has; 0 where it is not here."""
+        with self._lock:
+            last = self._last(name)
+            return 0 if last is None else len(last.tokens)
+
+    def save(self, name: str, path: Path) -> None:
+        """Write the conversation of a name to a file; nobody takes it meanwhile.
+
+        Raises SessionFileError, or PoolError where it is not here any more.
+        """
+        with self._named(name) as session:
+            session.save(path)
+
+    def load(self, name: str, path: Path) -> None:
+        """Put what a file has in the place of the conversation of a name.
+
+        Raises SessionFileError, or PoolError where there is no room for it.
+        """
+        session = self._pool.session()
+        try:
+            session.load(path)
+        except BaseException:
+            session.close()
+            raise
+        with self._lock:
+            former = [each for each in self._free if each.name == name]
+            self._free = [each for each in self._free if each.name != name]
+        for each in former:
+            each.session.close()
+        self.put(session, name)
+
+    def _last(self, name: str) -> _Conversation | None:
+        """Return the last one of a name: an edited text leaves the former one here."""
+        own = [each for each in self._free if each.name == name]
+        return max(own, key=lambda each: each.last_use, default=None)
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[PoolSession]:
+        with self._lock:
+            kept = self._last(name)
+            if kept is None:
+                raise PoolError(
+                    f"the conversation {name!r} was forgotten for others; read it again"
+                )
+            self._free.remove(kept)
+        try:
+            yield kept.session
+        finally:
+            with self._lock:
+                self._free.append(kept)
 
     def forget_one(self) -> bool:
         """Close the least recently used conversation; returns False where there is none."""

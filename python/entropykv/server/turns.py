@@ -1,25 +1,34 @@
-"""Let conversations take turns on one model, one after the other; ASGI middleware."""
+"""Let conversations take turns, and keep each of them on disk after its turn; ASGI middleware."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.llama.entropy_llama import EntropyLlama
-from entropykv.server.conversations import Conversations
+from entropykv.server.conversations import Conversations, OnShelf
 from entropykv.server.engine import Engine
+from entropykv.server.request_log import tokens_of
+from entropykv.server.shelf import Shelf
 
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
+_LOOK_AGAIN = 0.01
+"""Seconds after which one who waits for a conversation checks whether it still has to."""
 
 
 class TurnMiddleware:
     """Load a request's conversation before it is answered, and save it before the answer ends.
 
-    A conversation is what the header X-Session-Id names. Every response to a POST says which
-    replica gave it, and, if it is not streamed, how many tokens of the prompt were read for it.
+    A conversation is what the header X-Session-Id names. A model that holds one of them answers one
+    request at a time; with a pool, only the requests of the same conversation take turns. Every
+    response to a POST says which replica gave it, and, if it is not streamed, how many tokens of
+    the prompt were read for it.
     """
 
     def __init__(
@@ -30,25 +39,51 @@ class TurnMiddleware:
         self._engine = engine
         self._conversations = conversations
         self._replica = replica.encode()
-        self._lock = asyncio.Lock()
+        self._locks: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of every conversation that has a request; of None for all together."""
+        self._waiting: defaultdict[str | None, int] = defaultdict(int)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        async with self._lock:
-            turn = _Turn(self._engine, self._conversations, _name(scope), self._replica, send)
-            await self._engine.call(turn.begin)
+        name, shelf = _name(scope), self._engine.shelf
+        if shelf is None:
+            turn = _Turn(self._engine, self._conversations, name, self._replica, send)
+        else:
+            turn = _PoolTurn(
+                self._engine, self._conversations, name, self._replica, send, shelf, scope
+            )
+        async with self._alone(turn.waits_for):
+            await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
             finally:  # also after a cancelled one: what it read is of this conversation
-                await self._engine.call(turn.end)
+                await turn.end()
             await turn.finish()
+
+    @asynccontextmanager
+    async def _alone(self, names: tuple[str | None, ...]) -> AsyncIterator[None]:
+        """Wait for the requests before this one: of all names, which are one or none."""
+        for name in names:
+            self._waiting[name] += 1
+            try:
+                async with self._locks[name]:
+                    yield
+            finally:
+                self._waiting[name] -= 1
+                if not self._waiting[name]:
+                    del self._waiting[name], self._locks[name]
+            return
+        yield
 
 
 class _Turn:
-    """Hold one request to the model."""
+    """Hold one request to a model that holds one conversation."""
+
+    waits_for: tuple[str | None, ...] = (None,)
+    """Whose requests it waits for: None is everybody."""
 
     def __init__(
         self,
@@ -66,12 +101,25 @@ class _Turn:
         self._last: Message | None = None
         self._before = (0, 0)
 
-    def begin(self, llama: EntropyLlama) -> None:
+    async def begin(self) -> None:
+        """Hold the conversation."""
+        await self._engine.call(self._enter)
+
+    async def end(self) -> None:
+        """Save the conversation, where something was read."""
+        await self._engine.call(self._leave)
+
+    async def tokens_read(self) -> int:
+        """Return how many tokens of the prompt were read for it."""
+        now, _ = await self._engine.call(_counts)
+        return now - self._before[0]
+
+    def _enter(self, llama: EntropyLlama) -> None:
         if self._name is not None:
             self._conversations.enter(llama, self._name)
         self._before = _counts(llama)
 
-    def end(self, llama: EntropyLlama) -> None:
+    def _leave(self, llama: EntropyLlama) -> None:
         if _counts(llama) == self._before:  # a refused request has left the model as it was
             return
         if self._name is None:
@@ -97,8 +145,43 @@ class _Turn:
         own = [(REPLICA_HEADER, self._replica)]
         if headers.get(b"content-type", b"").startswith(b"text/event-stream"):
             return own  # the model may be at work, and asking it would wait
-        prompt_tokens, _ = await self._engine.call(_counts)
-        return [*own, (TOKENS_READ_HEADER, str(prompt_tokens - self._before[0]).encode())]
+        return [*own, (TOKENS_READ_HEADER, str(await self.tokens_read()).encode())]
+
+
+class _PoolTurn(_Turn):
+    """Hold one request to a model with a pool, whose shelf has the conversations."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        conversations: Conversations,
+        name: str | None,
+        replica: bytes,
+        send: Send,
+        shelf: Shelf,
+        scope: Scope,
+    ) -> None:
+        super().__init__(engine, conversations, name, replica, send)
+        self._shelf = shelf
+        self._scope = scope
+        self.waits_for = () if name is None else (name,)
+
+    async def begin(self) -> None:
+        if self._name is not None:
+            kept = OnShelf(self._shelf, self._name)
+            await asyncio.to_thread(self._conversations.enter, kept, self._name)
+
+    async def end(self) -> None:
+        if self._name is None:
+            return
+        while self._engine.answers(self._name):  # the client has gone, and the answer is not over
+            await asyncio.sleep(_LOOK_AGAIN)
+        if tokens_of(self._scope) != (0, 0):
+            kept = OnShelf(self._shelf, self._name)
+            await asyncio.to_thread(self._conversations.leave, kept, self._name)
+
+    async def tokens_read(self) -> int:
+        return tokens_of(self._scope)[0]
 
 
 def _counts(llama: EntropyLlama) -> tuple[int, int]:

@@ -56,6 +56,8 @@ class Saving(GoingBack):
     def _load(self, reader: SessionReader) -> SavedContents:
         self._check_usable()
         self._broken = True
+        # Its share of a pool is to hold all of it before it is there.
+        self._seat.expected = max(self._seat.expected, reader.contents.position)
         try:
             with self._host.with_seat(self._seat) as store:
                 read = load_state(
