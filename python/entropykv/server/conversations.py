@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
 
 
-class Holder(Protocol):
-    """Hold what a conversation has read, as an EntropyLlama does."""
+class HoldsOne(Protocol):
+    """Hold what one conversation has read, as an EntropyLlama does."""
 
     @property
     def n_tokens(self) -> int:
@@ -87,7 +87,7 @@ class Conversations:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         return self._directory / f"{digest}.session"
 
-    def enter(self, holder: Holder, name: str) -> None:
+    def enter(self, holder: HoldsOne, name: str) -> None:
         """Make the holder hold what a conversation has read, if it does not."""
         path = self.path(name)
         stamp = _stamp(path)
@@ -101,7 +101,7 @@ class Conversations:
         else:
             self._held[name] = stamp
 
-    def leave(self, holder: Holder, name: str) -> None:
+    def leave(self, holder: HoldsOne, name: str) -> None:
         """Save a conversation that was just read on; an error costs reading it again, no more."""
         self._drop(name)
         if holder.n_tokens == 0:  # the generation failed, and what the turn before saved is better
