@@ -55,7 +55,7 @@ bool is_served(const ggml_tensor* node) {
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
 }
 
-// Of f16, only these kernels were timed against llama.cpp's: docs/products.md.
+// Of f16, only these kernels are faster than llama.cpp's: docs/products.md.
 bool serves_halves(const ProductTable* table) {
     return table != nullptr && std::strcmp(table->name, "avx512vnni") == 0;
 }

@@ -11,6 +11,8 @@
 // add_products() multiplies codes with activations: codes are unsigned, but those of 8 bits are
 // signed where kSignedCodes is. reduce_halves() sums up the first and the last 16 of all 32 codes
 // (kSplit asked add_products() to keep them apart), reduce() all of them.
+// load_halves() loads the f16 at an offset of every row, load_two_halves() it and the next one.
+// load_columns() loads 16 codes of every row: four of each row a register, in their order.
 // round_16() rounds 16 activations times `inverse`, and returns the sum of their codes.
 #pragma once
 
@@ -39,16 +41,3 @@ inline T load_as(const std::byte* p) {
 #else
 #include "products/registers_neon.hpp"
 #endif
-
-namespace entropykv {
-namespace {
-
-// The f16 that lies `offset` bytes behind each row's pointer.
-inline RowFloats load_halves(const RowPointers& rows, std::size_t offset) {
-    std::uint16_t halves[kRows];
-    for (int r = 0; r < kRows; ++r) halves[r] = load_as<std::uint16_t>(rows[r] + offset);
-    return halves_to_floats(halves);
-}
-
-}  // namespace
-}  // namespace entropykv

@@ -56,14 +56,10 @@ void unpack_rows(const std::byte** units, int n_values, std::size_t ahead, const
             if constexpr (Type::kHasMinimum) store_floats(panel.minima + group, m[g]);
         }
 #pragma GCC unroll 8
-        for (int j = 0; j < Type::kUnit / 32; ++j) {
-            RowBytes block[kRows];
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) block[r] = Type::codes(rows[r], j);
-            transpose(block);
-#pragma GCC unroll 8
-            for (int q = 0; q < kRows; ++q, codes += 4 * kTileRows) store32(codes, block[q]);
-        }
+        for (int j = 0; j < Type::kUnit / Type::kSpan; ++j, codes += Type::kSpan * kTileRows)
+            Type::unpack(rows, j, [&](int four, RowBytes block) {
+                store32(codes + 4 * kTileRows * four, block);
+            });
         for (const std::byte*& row : rows) row += Type::kUnitBytes;
     }
     std::copy(rows, rows + kRows, units);

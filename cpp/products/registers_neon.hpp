@@ -88,9 +88,16 @@ inline RowFloats multiply(RowFloats a, RowFloats b) {
 inline RowFloats multiply_add(RowFloats a, RowFloats b, RowFloats c) {
     return {vfmaq_f32(c.lower, a.lower, b.lower), vfmaq_f32(c.upper, a.upper, b.upper)};
 }
-inline RowFloats halves_to_floats(const std::uint16_t (&halves)[kRows]) {
+inline RowFloats load_halves(const RowPointers& rows, std::size_t offset) {
+    std::uint16_t halves[kRows];
+    for (int r = 0; r < kRows; ++r) halves[r] = load_as<std::uint16_t>(rows[r] + offset);
     const float16x8_t all = vreinterpretq_f16_u16(vld1q_u16(halves));
     return {vcvt_f32_f16(vget_low_f16(all)), vcvt_high_f32_f16(all)};
+}
+inline void load_two_halves(const RowPointers& rows, std::size_t offset, RowFloats& first,
+                            RowFloats& second) {
+    first = load_halves(rows, offset);
+    second = load_halves(rows, offset + sizeof(std::uint16_t));
 }
 inline RowFloats unsigned_bytes(std::uint64_t bytes) {
     const uint16x8_t shorts = vmovl_u8(vcreate_u8(bytes));
@@ -111,6 +118,17 @@ inline void transpose_four(const uint32x4_t (&a)[4], uint32x4_t (&columns)[4]) {
     columns[1] = vreinterpretq_u32_u64(vtrn1q_u64(b1, b3));
     columns[2] = vreinterpretq_u32_u64(vtrn2q_u64(b0, b2));
     columns[3] = vreinterpretq_u32_u64(vtrn2q_u64(b1, b3));
+}
+inline void load_columns(const RowPointers& rows, std::size_t offset, RowBytes (&columns)[4]) {
+    uint32x4_t halves[2][4];
+    for (int half = 0; half < 2; ++half) {
+        uint32x4_t a[4];
+        for (int i = 0; i < 4; ++i)
+            a[i] = vreinterpretq_u32_u8(load16(rows[4 * half + i] + offset));
+        transpose_four(a, halves[half]);
+    }
+    for (int i = 0; i < 4; ++i)
+        columns[i] = {vreinterpretq_u8_u32(halves[0][i]), vreinterpretq_u8_u32(halves[1][i])};
 }
 // `to_bits` and `from_bits` make four values of a half register and back.
 template <typename Row, typename ToBits, typename FromBits>

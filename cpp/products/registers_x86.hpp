@@ -51,7 +51,8 @@ inline RowBytes nibbles(HalfBytes a) {
     return _mm256_and_si256(shifted, _mm256_set1_epi8(15));
 }
 inline RowBytes field(RowBytes a, int shift, int mask) {
-    return _mm256_and_si256(_mm256_srli_epi16(a, shift), _mm256_set1_epi8(static_cast<char>(mask)));
+    const __m256i shifted = shift == 0 ? a : _mm256_srli_epi16(a, shift);
+    return _mm256_and_si256(shifted, _mm256_set1_epi8(static_cast<char>(mask)));
 }
 inline RowBytes with_upper(RowBytes low, RowBytes high, int shift) {
     return _mm256_or_si256(low, _mm256_slli_epi16(high, shift));
@@ -85,8 +86,24 @@ inline RowFloats multiply(RowFloats a, RowFloats b) { return _mm256_mul_ps(a, b)
 inline RowFloats multiply_add(RowFloats a, RowFloats b, RowFloats c) {
     return _mm256_fmadd_ps(a, b, c);
 }
-inline RowFloats halves_to_floats(const std::uint16_t (&halves)[kRows]) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+inline __m128i fours_of(const RowPointers& rows, int first, std::size_t offset) {
+    const __m128i a = _mm_cvtsi32_si128(load_as<int>(rows[first] + offset));
+    const __m128i b = _mm_cvtsi32_si128(load_as<int>(rows[first + 2] + offset));
+    return _mm_unpacklo_epi64(_mm_insert_epi32(a, load_as<int>(rows[first + 1] + offset), 1),
+                              _mm_insert_epi32(b, load_as<int>(rows[first + 3] + offset), 1));
+}
+inline RowFloats load_halves(const RowPointers& rows, std::size_t offset) {
+    const auto half = [&](int r) { return load_as<short>(rows[r] + offset); };
+    return _mm256_cvtph_ps(
+        _mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7)));
+}
+inline void load_two_halves(const RowPointers& rows, std::size_t offset, RowFloats& first,
+                            RowFloats& second) {
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const __m128i a = _mm_shuffle_epi8(fours_of(rows, 0, offset), order);
+    const __m128i b = _mm_shuffle_epi8(fours_of(rows, 4, offset), order);
+    first = _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
+    second = _mm256_cvtph_ps(_mm_unpackhi_epi64(a, b));
 }
 inline __m128i eight_bytes(std::uint64_t bytes) {
     return _mm_cvtsi64_si128(static_cast<long long>(bytes));
@@ -124,6 +141,22 @@ inline void transpose(RowFloats (&a)[kRows]) {
     for (int i = 0; i < kRows; ++i) bits[i] = _mm256_castps_si256(a[i]);
     transpose(bits);
     for (int i = 0; i < kRows; ++i) a[i] = _mm256_castsi256_ps(bits[i]);
+}
+
+inline void load_columns(const RowPointers& rows, std::size_t offset, RowBytes (&columns)[4]) {
+    __m256i a[4], b[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) a[i] = pair(load16(rows[i] + offset), load16(rows[i + 4] + offset));
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        columns[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        columns[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    }
 }
 
 inline __m256i widen(__m256i shorts) { return _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
