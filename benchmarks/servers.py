@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -78,14 +79,25 @@ def running_process(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[
         process.wait()
 
 
-def ask(url: str, prompt: list[int], options: dict[str, Any], times: list[float]) -> str:
-    """Stream one answer, and note when each token came; returns what went wrong, if anything."""
+def ask(
+    url: str,
+    prompt: list[int],
+    options: dict[str, Any],
+    times: list[float],
+    enough: Event | None = None,
+) -> str:
+    """Stream one answer, and note when each token came; returns what went wrong, if anything.
+
+    Once `enough` is set, the client leaves.
+    """
     body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": False, **options}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as answer:
             if answer.status_code != httpx.codes.OK:
                 return f"{answer.status_code}: {answer.read()[:200]!r}"
             for line in answer.iter_lines():
+                if enough is not None and enough.is_set():
+                    break
                 if line.startswith("data: {"):
                     chunk = json.loads(line.removeprefix("data: "))
                     if chunk.get("error"):
@@ -112,11 +124,11 @@ def stream_all(url: str, prompts: list[list[int]], options: dict[str, Any]) -> A
 
 def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, Any]) -> None:
     """One more comes with a prompt while the others write."""
-    writers, waits = len(prompts) - 1, []
+    writers, waits, enough = len(prompts) - 1, [], Event()
     answers = Answers([0.0] * writers, [[] for _ in range(writers)])
     with ThreadPoolExecutor(writers) as clients:
         asked = [
-            clients.submit(ask, url, prompts[i][:50], options, answers.times[i])
+            clients.submit(ask, url, prompts[i][:50], options, answers.times[i], enough)
             for i in range(writers)
         ]
         while not all(answers.times):
@@ -127,6 +139,7 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
             start = time.perf_counter()
             ask(url, fresh, {**options, "max_tokens": 1}, times)
             waits.append(times[0] - start)
+        enough.set()
         for each in asked:
             each.result()
     print(

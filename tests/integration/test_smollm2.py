@@ -39,22 +39,28 @@ def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> N
 
 
 def test_greedy_text_agrees_with_stock(smollm2: Path) -> None:
-    """200 tokens: stock's own choice, or one that stock ranks equal up to rounding."""
+    """200 tokens: stock's own choice, or one that stock ranks equal up to rounding.
+
+    How often two choices are that near is the text's: stock's two ways of attention tell.
+    """
     rounding = 0.5  # logits of stock with and without flash attention differ by 0.15 on average
     with Session(smollm2, n_ctx=512, kv_type="f16", n_threads=2) as session:
         tokens = session.tokenize("Once upon a time, in a village by the sea,")
         ours = list(session.generate(tokens, max_tokens=200))
-    stock = StockSession(str(smollm2), n_ctx=512, n_threads=2, flash=False)
-    logits = stock.decode(tokens)[-1]
-    others = 0
+    plain = StockSession(str(smollm2), n_ctx=512, n_threads=2, flash=False)
+    flash = StockSession(str(smollm2), n_ctx=512, n_threads=2)
+    logits, fast = plain.decode(tokens)[-1], flash.decode(tokens)[-1]
+    others = others_of_flash = 0
     for number, token in enumerate(ours):
         others += int(logits.argmax()) != token
+        others_of_flash += int(logits.argmax()) != int(fast.argmax())
         gap = float(logits.max() - logits[token])
         assert gap < rounding, f"token {number} is another one than stock's"
-        logits = stock.decode([token])[-1]
-    stock.close()
+        logits, fast = plain.decode([token])[-1], flash.decode([token])[-1]
+    plain.close()
+    flash.close()
     assert len(ours) == 200
-    assert others <= 10
+    assert others <= 2 * max(others_of_flash, 5)
 
 
 def test_quality_at_a_fifth(smollm2: Path, prose: str) -> None:

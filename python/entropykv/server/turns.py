@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,8 +40,9 @@ class TurnMiddleware:
         self._conversations = conversations
         self._replica = replica.encode()
         self._locks: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of every conversation that has a request; of None for all together."""
+        """Of every conversation that has a request; that of None is everybody's."""
         self._waiting: defaultdict[str | None, int] = defaultdict(int)
+        """How many requests have or want each lock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -55,7 +56,9 @@ class TurnMiddleware:
             turn = _PoolTurn(
                 self._engine, self._conversations, name, self._replica, send, shelf, scope
             )
-        async with self._alone(turn.waits_for):
+        everybody_waits = shelf is None
+        alone = self._alone(None if everybody_waits else name)
+        async with alone if everybody_waits or name is not None else nullcontext():
             await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
@@ -64,26 +67,20 @@ class TurnMiddleware:
             await turn.finish()
 
     @asynccontextmanager
-    async def _alone(self, names: tuple[str | None, ...]) -> AsyncIterator[None]:
-        """Wait for the requests before this one: of all names, which are one or none."""
-        for name in names:
-            self._waiting[name] += 1
-            try:
-                async with self._locks[name]:
-                    yield
-            finally:
-                self._waiting[name] -= 1
-                if not self._waiting[name]:
-                    del self._waiting[name], self._locks[name]
-            return
-        yield
+    async def _alone(self, name: str | None) -> AsyncIterator[None]:
+        """Wait for the requests of a name that came before."""
+        self._waiting[name] += 1
+        try:
+            async with self._locks[name]:
+                yield
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name], self._locks[name]
 
 
 class _Turn:
     """Hold one request to a model that holds one conversation."""
-
-    waits_for: tuple[str | None, ...] = (None,)
-    """Whose requests it waits for: None is everybody."""
 
     def __init__(
         self,
@@ -164,7 +161,6 @@ class _PoolTurn(_Turn):
         super().__init__(engine, conversations, name, replica, send)
         self._shelf = shelf
         self._scope = scope
-        self.waits_for = () if name is None else (name,)
 
     async def begin(self) -> None:
         if self._name is not None:
