@@ -121,9 +121,8 @@ def test_refused_and_failed_requests_save_nothing(tmp_path: Path) -> None:
         text, _ = one.complete(OPENING, "a")
         (path,) = tmp_path.iterdir()
         path.write_bytes(path.read_bytes()[:-50])
-        again, _ = one.complete(
-            OPENING + text + MORE, "a"
-        )  # the damaged file costs reading, no more
+        # The damaged file costs reading, no more.
+        again, _ = one.complete(OPENING + text + MORE, "a")
         assert again
     with replica(tmp_path) as other:
         assert other.complete(OPENING + text + MORE + again + MORE, "a")[1] <= MOST

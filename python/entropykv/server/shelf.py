@@ -131,8 +131,11 @@ class Shelf:
 
     def _best(self, tokens: list[int], name: str | None) -> _Conversation | None:
         """Return the one of this name, or the one without a name that has most in common."""
-        own = [each for each in self._free if each.name == name]
+        own = self._of(name)
         return max(own, key=lambda each: common_prefix(each.tokens, tokens), default=None)
+
+    def _of(self, name: str | None) -> list[_Conversation]:
+        return [each for each in self._free if each.name == name]
 
     @staticmethod
     def _goes_on(conversation: _Conversation, tokens: list[int]) -> bool:
@@ -182,7 +185,7 @@ class Shelf:
             session.close()
             raise
         with self._lock:
-            former = [each for each in self._free if each.name == name]
+            former = self._of(name)
             self._free = [each for each in self._free if each.name != name]
         for each in former:
             each.session.close()
@@ -190,8 +193,7 @@ class Shelf:
 
     def _last(self, name: str) -> _Conversation | None:
         """Return the last one of a name: an edited text leaves the former one here."""
-        own = [each for each in self._free if each.name == name]
-        return max(own, key=lambda each: each.last_use, default=None)
+        return max(self._of(name), key=lambda each: each.last_use, default=None)
 
     @contextmanager
     def _named(self, name: str) -> Iterator[PoolSession]:

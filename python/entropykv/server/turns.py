@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,16 +50,15 @@ class TurnMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        name, shelf = _name(scope), self._engine.shelf
-        if shelf is None:
-            turn = _Turn(self._engine, self._conversations, name, self._replica, send)
+        name = _name(scope)
+        kind: type[_Turn]
+        alone: AbstractAsyncContextManager[None]
+        if self._engine.shelf is None:
+            kind, alone = _Turn, self._alone(None)
         else:
-            turn = _PoolTurn(
-                self._engine, self._conversations, name, self._replica, send, shelf, scope
-            )
-        everybody_waits = shelf is None
-        alone = self._alone(None if everybody_waits else name)
-        async with alone if everybody_waits or name is not None else nullcontext():
+            kind, alone = _PoolTurn, nullcontext() if name is None else self._alone(name)
+        turn = kind(self._engine, self._conversations, self._replica, scope, send)
+        async with alone:
             await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
@@ -86,14 +86,15 @@ class _Turn:
         self,
         engine: Engine,
         conversations: Conversations,
-        name: str | None,
         replica: bytes,
+        scope: Scope,
         send: Send,
     ) -> None:
         self._engine = engine
         self._conversations = conversations
-        self._name = name
+        self._name = _name(scope)
         self._replica = replica
+        self._scope = scope
         self._send = send
         self._last: Message | None = None
         self._before = (0, 0)
@@ -148,24 +149,9 @@ class _Turn:
 class _PoolTurn(_Turn):
     """Hold one request to a model with a pool, whose shelf has the conversations."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        conversations: Conversations,
-        name: str | None,
-        replica: bytes,
-        send: Send,
-        shelf: Shelf,
-        scope: Scope,
-    ) -> None:
-        super().__init__(engine, conversations, name, replica, send)
-        self._shelf = shelf
-        self._scope = scope
-
     async def begin(self) -> None:
         if self._name is not None:
-            kept = OnShelf(self._shelf, self._name)
-            await asyncio.to_thread(self._conversations.enter, kept, self._name)
+            await self._with_kept(self._conversations.enter, self._name)
 
     async def end(self) -> None:
         if self._name is None:
@@ -173,8 +159,12 @@ class _PoolTurn(_Turn):
         while self._engine.answers(self._name):  # the client has gone, and the answer is not over
             await asyncio.sleep(_LOOK_AGAIN)
         if tokens_of(self._scope) != (0, 0):
-            kept = OnShelf(self._shelf, self._name)
-            await asyncio.to_thread(self._conversations.leave, kept, self._name)
+            await self._with_kept(self._conversations.leave, self._name)
+
+    async def _with_kept(self, function: Callable[[OnShelf, str], None], name: str) -> None:
+        """Do something with the conversation in a thread: the shelf needs none of the workers."""
+        kept = OnShelf(cast(Shelf, self._engine.shelf), name)
+        await asyncio.to_thread(function, kept, name)
 
     async def tokens_read(self) -> int:
         return tokens_of(self._scope)[0]
