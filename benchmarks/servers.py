@@ -85,10 +85,11 @@ def ask(
     options: dict[str, Any],
     times: list[float],
     enough: Event | None = None,
+    written: list[str] | None = None,
 ) -> str:
     """Stream one answer, and note when each token came; returns what went wrong, if anything.
 
-    Once `enough` is set, the client leaves.
+    Once `enough` is set, the client leaves. `written` gets the text of the tokens.
     """
     body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": False, **options}
     try:
@@ -103,6 +104,8 @@ def ask(
                     if chunk.get("error"):
                         return str(chunk["error"])
                     times.append(time.perf_counter())
+                    if written is not None and chunk["choices"]:
+                        written.append(chunk["choices"][0]["text"])
     except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
     return "" if times else "no token"
@@ -180,8 +183,11 @@ def crowd(options: argparse.Namespace, model: Model, text: list[int]) -> None:
 
             def converse(i: int, url: str = url) -> list[str]:
                 begin = text[i * 997 :][: options.prompt]
-                prompts = [begin, begin + text[i * 997 + options.prompt :][: half + turn]]
-                return [ask(url, prompt, asked, []) for prompt in prompts]
+                written: list[str] = []
+                first = ask(url, begin, asked, [], written=written)
+                answer = model.tokenize("".join(written), add_bos=False, special=False)
+                more = text[i * 997 + options.prompt :][:turn]
+                return [first, ask(url, [*begin, *answer, *more], asked, [])]
 
             with ThreadPoolExecutor(n) as clients:
                 found = list(clients.map(converse, range(n)))

@@ -78,14 +78,15 @@ void HeadEnd::merge_row(TileWork& work, const RowTile& tile, int chunks, int r) 
     all.weighted[r] = weighted;
 }
 
-// Sum of the squared norms of a head's outputs, all queries and query heads of its group; 0 where
-// losses are not measured.
+// Sum of the squared norms of a head's outputs, all queries of the text and query heads of its
+// group, or where there is no text, those of the echo; 0 where losses are not measured.
 float HeadEnd::output_squares(int head) const noexcept {
     if (!call_.store.parts().common.measures_losses()) return 0.0f;
     const LayerShape& shape = call_.shape();
     const std::size_t size = index(call_.split.group * shape.v_dim);
+    const int n_tokens = call_.step.n_text > 0 ? call_.step.n_text : call_.step.n_tokens;
     double sum = 0.0;
-    for (int token = 0; token < call_.step.n_text; ++token) {
+    for (int token = 0; token < n_tokens; ++token) {
         const float* output =
             call_.output + index(token * shape.n_head * shape.v_dim) + index(head) * size;
         float of_token = 0.0f;

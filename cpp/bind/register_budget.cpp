@@ -3,8 +3,12 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <functional>
+
 #include "bind/arrays.hpp"
 #include "decide/budget.hpp"
+#include "decide/dropped_scores.hpp"
 #include "store/layer_shape.hpp"
 
 namespace entropykv::bind {
@@ -24,13 +28,19 @@ void register_budget(py::module_& m) {
         py::arg("entries_per_page"), py::arg("weights"), py::arg("limits") = std::vector<int>{});
     m.def(
         "losses_at",
-        [](const InputArray<float>& scores, const std::vector<int>& knots) {
+        [](const InputArray<float>& scores, const std::vector<int>& knots,
+           const std::vector<float>& dropped, float unit) {
             std::vector<float> sorted(scores.data(), scores.data() + scores.size());
+            std::sort(sorted.begin(), sorted.end(), std::greater<float>());
             std::vector<float> losses(knots.size());
-            losses_at(sorted.data(), static_cast<int>(sorted.size()), knots, losses.data());
+            DroppedScores of_dropped;
+            for (const float score : dropped) of_dropped.add(score);
+            losses_at(sorted.data(), static_cast<int>(sorted.size()), of_dropped, unit, knots,
+                      losses.data());
             return to_array(losses);
         },
-        py::arg("scores"), py::arg("knots"));
+        py::arg("scores"), py::arg("knots"), py::arg("dropped") = std::vector<float>{},
+        py::arg("unit") = 1.0f);
     m.def(
         "curve_shares",
         [](std::vector<double> knots, std::vector<double> losses, double total) {

@@ -8,6 +8,19 @@
 #include "store/head_states.hpp"
 
 namespace entropykv::bind {
+namespace {
+
+// The end of the state of a head that has dropped nothing; empty where that is not counted.
+py::bytes nothing_dropped(const Headwise& self) {
+    std::string state;
+    if (self.store.head(0, 0).dropped) {
+        state.resize(DroppedScores::state_bytes());
+        DroppedScores{}.save(reinterpret_cast<std::byte*>(state.data()));
+    }
+    return state;
+}
+
+}  // namespace
 
 void register_headwise_state(py::class_<Headwise>& store) {
     const auto data = [](const py::bytearray& state) {
@@ -50,6 +63,7 @@ void register_headwise_state(py::class_<Headwise>& store) {
                 HeadLoader(self.store.parts()).begin(counts, starts, budgets);
             },
             py::arg("counts"), py::arg("states"), py::arg("budgets"))
+        .def_property_readonly("nothing_dropped", &nothing_dropped)
         .def(
             "set_evicted",
             [](Headwise& self, std::size_t evicted) {

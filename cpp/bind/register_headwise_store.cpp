@@ -54,13 +54,14 @@ py::array_t<float> attend(Headwise& self, int layer, const InputArray<float>& q,
 std::unique_ptr<Headwise> make_store(
     const std::vector<LayerShape>& layers, const std::string& kv_type,
     const ImportanceSettings& importance, int n_sinks, int recent_window, int max_tokens,
-    int max_entries, int n_threads, bool own_windows, bool shared_choice,
+    int max_entries, int n_threads, bool own_windows, bool counts_dropped, bool shared_choice,
     const std::optional<std::string>& kernels, std::vector<RopeParams> ropes,
     const std::optional<FreezeSettings>& freezing, const SequencePool* pool) {
     const StoreSettings settings{kv_type_named(kv_type),
                                  importance,
                                  {n_sinks, recent_window},
                                  own_windows,
+                                 counts_dropped,
                                  max_tokens,
                                  max_entries,
                                  std::move(ropes),
@@ -124,6 +125,22 @@ void register_heads(py::class_<Headwise>& store) {
             py::arg("layer"), py::arg("kv_head"));
 }
 
+void register_losses(py::class_<Headwise>& store) {
+    store
+        .def(
+            "measure_losses",
+            [](Headwise& self, const std::vector<int>& knots) {
+                measure_losses(self.store.parts(), knots);
+            },
+            py::arg("knots"))
+        .def(
+            "losses",
+            [](const Headwise& self, bool of_held) {
+                return to_array(last_losses(self.store.parts(), of_held));
+            },
+            py::arg("of_held") = false);
+}
+
 }  // namespace
 
 void register_headwise_store(py::module_& m) {
@@ -137,9 +154,9 @@ void register_headwise_store(py::module_& m) {
         .def(py::init(&make_store), py::arg("layers"), py::arg("kv_type"), py::arg("importance"),
              py::arg("n_sinks"), py::arg("recent_window"), py::arg("max_tokens"),
              py::arg("max_entries"), py::arg("n_threads"), py::arg("own_windows") = false,
-             py::arg("shared_choice") = false, py::arg("kernels") = py::none(),
-             py::arg("ropes") = std::vector<RopeParams>{}, py::arg("freezing") = py::none(),
-             py::arg("pool") = py::none())
+             py::arg("counts_dropped") = false, py::arg("shared_choice") = false,
+             py::arg("kernels") = py::none(), py::arg("ropes") = std::vector<RopeParams>{},
+             py::arg("freezing") = py::none(), py::arg("pool") = py::none())
         .def("give_up_share", &Headwise::give_up_share)
         .def(
             "set_budgets",
@@ -160,14 +177,6 @@ void register_headwise_store(py::module_& m) {
              py::arg("scale"), py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(),
              py::arg("position") = 0, py::arg("slopes") = py::none(), py::arg("reader") = 0,
              py::arg("n_echo") = 0)
-        .def(
-            "measure_losses",
-            [](Headwise& self, const std::vector<int>& knots) {
-                measure_losses(self.store.parts(), knots);
-            },
-            py::arg("knots"))
-        .def("losses",
-             [](const Headwise& self) { return to_array(last_losses(self.store.parts())); })
         .def("track_entropy", &Headwise::track_entropy, py::arg("on"))
         .def(
             "entropies",
@@ -185,6 +194,7 @@ void register_headwise_store(py::module_& m) {
             "truncate", [](Headwise& self, int position) { self.store.truncate(position); },
             py::arg("position"));
     register_heads(store);
+    register_losses(store);
 }
 
 }  // namespace entropykv::bind

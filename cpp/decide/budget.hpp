@@ -37,10 +37,6 @@ struct LossTable {
     std::vector<double> losses;  // [head][knot], 0 or more
 };
 
-// losses[i]: the sum of all but the largest knots[i] of n scores, knots ascending. Sorts the
-// scores.
-void losses_at(float* scores, int n, const std::vector<int>& knots, float* losses);
-
 // Shares `total` entries so that the summed loss is least, each head's loss taken as the lower
 // convex hull of its curve: the steepest segments of all hulls come first, and segments that are
 // equally steep share in proportion to their lengths. No head gets more than the last knot, or than

@@ -1,7 +1,6 @@
 // Shares by loss curves: greedy on lower convex hulls.
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <stdexcept>
 
 #include "decide/budget.hpp"
@@ -48,16 +47,6 @@ void add_hull(const std::vector<double>& knots, const double* losses, std::size_
 }
 
 }  // namespace
-
-void losses_at(float* scores, int n, const std::vector<int>& knots, float* losses) {
-    std::sort(scores, scores + n, std::greater<float>());
-    double lost = 0.0;
-    int kept = n;
-    for (std::size_t i = knots.size(); i-- > 0;) {
-        for (; kept > knots[i]; --kept) lost += scores[kept - 1];
-        losses[i] = static_cast<float>(lost);
-    }
-}
 
 std::vector<double> curve_shares(const LossTable& curves, double total,
                                  const std::vector<double>& most) {

@@ -12,6 +12,7 @@
 
 #include "llama/custom_op.hpp"
 #include "llama/product_hook.hpp"
+#include "llama/scale_hook.hpp"
 
 namespace entropykv {
 namespace {
@@ -19,7 +20,8 @@ namespace {
 // N where a node is a product with the weight blk.N<suffix>, then perhaps scaled or biased; -1 for
 // anything else. Names of weights are part of the file format, names of nodes are not.
 int layer_of(const ggml_tensor* node, const char* suffix) {
-    while (node != nullptr && (node->op == GGML_OP_MUL || node->op == GGML_OP_ADD))
+    while (node != nullptr &&
+           (node->op == GGML_OP_MUL || node->op == GGML_OP_ADD || is_scaling(node)))
         node = node->src[0];
     if (node == nullptr || !is_product(node)) return -1;
     const char* name = node->src[0]->name;

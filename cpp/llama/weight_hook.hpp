@@ -1,5 +1,5 @@
 // What becomes of the weights' part of a graph, whatever its cache: products of quantised weights
-// go to our kernels, and the gates of a model with squared ReLU become that.
+// go to our kernels, their scales too, and the gates of a model with squared ReLU become that.
 #pragma once
 
 #include <optional>
@@ -7,6 +7,7 @@
 #include "llama/gate_hook.hpp"
 #include "llama/node_times.hpp"
 #include "llama/product_hook.hpp"
+#include "llama/scale_hook.hpp"
 
 namespace entropykv {
 
@@ -29,6 +30,7 @@ public:
     void change(ggml_tensor* node) {
         change_gate(node);
         products_.change(node);
+        change_scaling(node);
     }
     // Leaves products as they are, for those who look at the graph.
     void change_gate(ggml_tensor* node) {

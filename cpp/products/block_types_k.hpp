@@ -2,118 +2,81 @@
 // unit's. See block_types.hpp.
 #pragma once
 
-#include "products/eight_rows.hpp"
+#include "products/code_bytes.hpp"
 
 namespace entropykv {
 namespace {
 
 // Scales and minima of the 8 groups of Q4_K and Q5_K, 6 bits each in 12 bytes.
-inline void six_bit_scales(const RowPointers& units, RowFloats* s, RowFloats* m) {
-    RowFloats scale[kRows], minimum[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        const auto a = load_as<std::uint32_t>(units[r] + 4);
-        const auto b = load_as<std::uint32_t>(units[r] + 8);
-        const auto c = load_as<std::uint32_t>(units[r] + 12);
-        const std::uint64_t upper_scales = (c & 0x0f0f0f0fu) | ((a >> 6 & 0x03030303u) << 4);
-        const std::uint64_t upper_minima = (c >> 4 & 0x0f0f0f0fu) | ((b >> 6 & 0x03030303u) << 4);
-        scale[r] = unsigned_bytes(upper_scales << 32 | (a & 0x3f3f3f3fu));
-        minimum[r] = unsigned_bytes(upper_minima << 32 | (b & 0x3f3f3f3fu));
-    }
-    transpose(scale);
-    transpose(minimum);
-    RowFloats step, least;
-    load_two_halves(units, 0, step, least);
-    const RowFloats minus = subtract(same_floats(0.0f), least);
-    for (int g = 0; g < kRows; ++g) {
-        s[g] = multiply(scale[g], step);
-        m[g] = multiply(minimum[g], minus);
+template <class Lanes, class Rows, class Floats = typename Lanes::Floats>
+inline void six_bit_scales(const Rows& units, Floats* s, Floats* m) {
+    typename Lanes::Bytes c[4];
+    Lanes::columns(units, 0, c);
+    const Floats step = low_halves(c[0]), minus = subtract(Floats{}, high_halves(c[0]));
+    const auto upper_scales = with_upper(field(c[3], 0, 15), field(c[1], 6, 3), 4);
+    const auto upper_minima = with_upper(field(c[3], 4, 15), field(c[2], 6, 3), 4);
+    const auto lower_scales = field(c[1], 0, 63), lower_minima = field(c[2], 0, 63);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+        s[g] = multiply(unsigned_bytes(lower_scales, g), step);
+        m[g] = multiply(unsigned_bytes(lower_minima, g), minus);
+        s[g + 4] = multiply(unsigned_bytes(upper_scales, g), step);
+        m[g + 4] = multiply(unsigned_bytes(upper_minima, g), minus);
     }
 }
 
-// 32 bytes hold 32 codes in their lower and the next 32 in their upper halves.
-inline RowBytes nibbles_of_two(const std::byte* p, int j) {
-    return field(load32(p + 32 * (j / 2)), 4 * (j % 2), 15);
+// 32 bytes from `offset` on hold 32 codes in their lower and the next 32 in their upper halves.
+template <class Bytes>
+inline auto nibbles_of_two(const Bytes& bytes, int offset, int j) {
+    return field(bytes.at(offset + 32 * (j / 2)), 4 * (j % 2), 15);
 }
 
 struct Q4_K {
     static constexpr int kUnit = 256, kUnitBytes = 144, kGroup = 32, kBits = 4, kZero = 0;
-    static constexpr int kSpan = 64;
+    static constexpr int kCodesAt = 16, kCodeBytes = 128;
     static constexpr bool kHasMinimum = true;
-    static RowBytes codes(const std::byte* unit, int j) { return nibbles_of_two(unit + 16, j); }
-    template <class Put>
-    static void unpack(const RowPointers& units, int j, Put put) {
-        for (int piece = 0; piece < 2; ++piece) {
-            RowBytes packed[4];
-            load_columns(units, static_cast<std::size_t>(16 + 32 * j + 16 * piece), packed);
-            for (int i = 0; i < 4; ++i) {
-                put(4 * piece + i, field(packed[i], 0, 15));
-                put(8 + 4 * piece + i, field(packed[i], 4, 15));
-            }
-        }
+    template <class Bytes>
+    static auto codes(const Bytes& bytes, int j) {
+        return nibbles_of_two(bytes, 0, j);
     }
-    static void scales(const RowPointers& units, RowFloats* s, RowFloats* m) {
-        six_bit_scales(units, s, m);
+    template <class Lanes, class Rows>
+    static void scales(const Rows& units, typename Lanes::Floats* s, typename Lanes::Floats* m) {
+        six_bit_scales<Lanes>(units, s, m);
     }
 };
 
 struct Q5_K {
     static constexpr int kUnit = 256, kUnitBytes = 176, kGroup = 32, kBits = 5, kZero = 0;
-    static constexpr int kSpan = 64;
+    static constexpr int kCodesAt = 16, kCodeBytes = 160;
     static constexpr bool kHasMinimum = true;
-    static RowBytes codes(const std::byte* unit, int j) {
-        return with_upper(nibbles_of_two(unit + 48, j), field(load32(unit + 16), j, 1), 4);
+    template <class Bytes>
+    static auto codes(const Bytes& bytes, int j) {
+        return with_upper(nibbles_of_two(bytes, 32, j), field(bytes.at(0), j, 1), 4);
     }
-    template <class Put>
-    static void unpack(const RowPointers& units, int j, Put put) {
-        for (int piece = 0; piece < 2; ++piece) {
-            RowBytes packed[4], high[4];
-            load_columns(units, static_cast<std::size_t>(48 + 32 * j + 16 * piece), packed);
-            load_columns(units, static_cast<std::size_t>(16 + 16 * piece), high);
-            for (int i = 0; i < 4; ++i)
-                for (int f = 0; f < 2; ++f)
-                    put(8 * f + 4 * piece + i,
-                        with_upper(field(packed[i], 4 * f, 15), field(high[i], 2 * j + f, 1), 4));
-        }
-    }
-    static void scales(const RowPointers& units, RowFloats* s, RowFloats* m) {
-        six_bit_scales(units, s, m);
+    template <class Lanes, class Rows>
+    static void scales(const Rows& units, typename Lanes::Floats* s, typename Lanes::Floats* m) {
+        six_bit_scales<Lanes>(units, s, m);
     }
 };
 
 struct Q6_K {
     static constexpr int kUnit = 256, kUnitBytes = 210, kGroup = 16, kBits = 6, kZero = 32;
-    static constexpr int kSpan = 128;
+    static constexpr int kCodesAt = 0, kCodeBytes = 192;
     static constexpr bool kHasMinimum = false;
-    static RowBytes codes(const std::byte* unit, int j) {
+    template <class Bytes>
+    static auto codes(const Bytes& bytes, int j) {
         const int half = j / 4, quarter = j % 4;
-        const RowBytes packed = load32(unit + 64 * half + 32 * (quarter % 2));
-        const RowBytes high = field(load32(unit + 128 + 32 * half), 2 * quarter, 3);
+        const auto packed = bytes.at(64 * half + 32 * (quarter % 2));
+        const auto high = field(bytes.at(128 + 32 * half), 2 * quarter, 3);
         return with_upper(field(packed, quarter < 2 ? 0 : 4, 15), high, 4);
     }
-    template <class Put>
-    static void unpack(const RowPointers& units, int j, Put put) {
-        for (int piece = 0; piece < 2; ++piece) {
-            RowBytes packed[2][4], high[4];
-            for (int k = 0; k < 2; ++k)
-                load_columns(units, static_cast<std::size_t>(64 * j + 32 * k + 16 * piece),
-                             packed[k]);
-            load_columns(units, static_cast<std::size_t>(128 + 32 * j + 16 * piece), high);
-            for (int i = 0; i < 4; ++i)
-                for (int f = 0; f < 4; ++f)
-                    put(8 * f + 4 * piece + i,
-                        with_upper(field(packed[f % 2][i], f < 2 ? 0 : 4, 15),
-                                   field(high[i], 2 * f, 3), 4));
-        }
-    }
-    static void scales(const RowPointers& units, RowFloats* s, RowFloats*) {
-        const RowFloats step = load_halves(units, 208);
-        for (int first = 0; first < 16; first += kRows) {
-            RowFloats scale[kRows];
-            for (int r = 0; r < kRows; ++r)
-                scale[r] = signed_bytes(load_as<std::uint64_t>(units[r] + 192 + first));
-            transpose(scale);
-            for (int g = 0; g < kRows; ++g) s[first + g] = multiply(scale[g], step);
-        }
+    template <class Lanes, class Rows>
+    static void scales(const Rows& units, typename Lanes::Floats* s, typename Lanes::Floats*) {
+        const auto step = Lanes::halves(units, 208);
+        typename Lanes::Bytes scale[4];
+        Lanes::columns(units, 192, scale);
+#pragma GCC unroll 16
+        for (int g = 0; g < 16; ++g) s[g] = multiply(signed_bytes(scale[g / 4], g % 4), step);
     }
 };
 

@@ -11,9 +11,11 @@
 // add_products() multiplies codes with activations: codes are unsigned, but those of 8 bits are
 // signed where kSignedCodes is. reduce_halves() sums up the first and the last 16 of all 32 codes
 // (kSplit asked add_products() to keep them apart), reduce() all of them.
-// load_halves() loads the f16 at an offset of every row, load_two_halves() it and the next one.
-// load_columns() loads 16 codes of every row: four of each row a register, in their order.
-// round_16() rounds 16 activations times `inverse`, and returns the sum of their codes.
+// EightRows::halves() loads the f16 at an offset of every row, two_halves() it and the next one,
+// columns() 16 bytes, four of each row a register, in their order. low_halves() and high_halves()
+// are the f16 in the first and the last two of four bytes, unsigned_bytes() and signed_bytes()
+// their byte k. round_16() rounds 16 activations times `inverse`, and returns the sum of their
+// codes.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +26,48 @@ namespace entropykv {
 namespace {
 
 constexpr int kRows = 8;
-using RowPointers = const std::byte* [kRows];
+
+// A compiler that sees where a value comes from would keep a pointer for every row of a tile, more
+// than there are registers.
+template <typename T>
+inline T hidden(T value) {
+    __asm__("" : "+r"(value));
+    return value;
+}
+
+// Rows of weights, `stride` bytes from one to the next.
+class Rows {
+public:
+    Rows(const std::byte* first, std::size_t stride) : Rows(first, stride, hidden(3 * stride)) {}
+
+    const std::byte* operator[](int row) const {
+        return first_ + static_cast<std::size_t>(row) * stride_;
+    }
+    // Of a row among the first four.
+    const std::byte* near(int row) const { return row == 3 ? first_ + thrice_ : (*this)[row]; }
+    // From a row on, and from some bytes of every row on.
+    Rows from(int row) const { return {hidden((*this)[row]), stride_, thrice_}; }
+    Rows after(std::size_t bytes) const { return {hidden(first_ + bytes), stride_, thrice_}; }
+
+private:
+    Rows(const std::byte* first, std::size_t stride, std::size_t thrice)
+        : first_(first), stride_(stride), thrice_(thrice) {}
+
+    const std::byte* first_;
+    std::size_t stride_, thrice_;
+};
+
+// The same of rows anywhere.
+class RowPointers {
+public:
+    explicit RowPointers(const std::byte* const* rows) : rows_(rows) {}
+    const std::byte* operator[](int row) const { return rows_[row]; }
+    const std::byte* near(int row) const { return rows_[row]; }
+    RowPointers from(int row) const { return RowPointers(rows_ + row); }
+
+private:
+    const std::byte* const* rows_;
+};
 
 template <typename T>
 inline T load_as(const std::byte* p) {

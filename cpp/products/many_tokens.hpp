@@ -1,9 +1,11 @@
-// Products of a tile of rows with many tokens. The codes of the tile are unpacked to bytes, a panel
-// of columns at a time, with one row a lane; then every few tokens go through the panel, their sums
-// in registers.
+// Products of a tile of rows with many tokens. The packed bytes of the tile change places, a panel
+// of columns at a time, so that every row has a lane, and are split into codes, a byte each; then
+// every few tokens go through the panel, their sums in registers. Where tokens are so few that they
+// go through it once, codes of few bits stay packed until they are multiplied.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "products/one_token.hpp"
 #include "products/tile_products.hpp"
@@ -34,69 +36,132 @@ inline Panel panel_in(std::byte* scratch) {
 template <class Type>
 using FormOf = Form<Type::kBits, Type::kGroup, Type::kHasMinimum, Type::kZero != 0>;
 
-// Unpacks 8 rows, lanes [lane, lane + 8) of the panel, and moves their pointers on. The rows that
-// come next are `ahead` bytes behind them.
+// A panel whose codes are bytes.
+template <class F>
+struct BytePanel {
+    static constexpr int kGroupsOfUnit = 1;
+    static constexpr std::size_t kUnitBytes = std::size_t{kTileRows} * F::kGroup;
+    static ByteCodes<F> group(const std::byte* unit, int) { return {unit}; }
+};
+
+// A panel whose codes are still packed.
 template <class Type>
-void unpack_rows(const std::byte** units, int n_values, std::size_t ahead, const Panel& panel,
-                 int lane) {
+struct PackedPanel {
+    static constexpr int kGroupsOfUnit = Type::kUnit / Type::kGroup;
+    static constexpr std::size_t kUnitBytes = std::size_t{kTileRows} * Type::kCodeBytes;
+    static PackedCodes<Type> group(const std::byte* unit, int i) {
+        return {unit, Type::kGroup * i};
+    }
+};
+
+// Makes the codes of a unit bytes: 4 by 4 of the rows of as many registers as load_unit() filled.
+template <class Type>
+inline void unpack_unit(const std::byte* columns, std::byte* codes) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Type::kUnit / 32; ++j)
+#pragma GCC unroll 8
+        for (int four = 0; four < 8; ++four, codes += 4 * kTileRows)
+#pragma GCC unroll 2
+            for (int lane = 0; lane < ColumnRows::kCount; lane += Tile::kLanes)
+                store_tile_bytes(codes + 4 * lane,
+                                 Type::codes(ColumnCodes(columns + 4 * lane, four), j));
+}
+
+// A unit of fewer rows than a register has lanes: copies of the last stand for the others.
+template <class Type>
+inline Rows fill_up(const Rows& rows, int n_rows, std::byte* copies) {
+    for (int r = 0; r < ColumnRows::kCount; ++r)
+        std::memcpy(copies + r * Type::kUnitBytes, rows[std::min(r, n_rows - 1)], Type::kUnitBytes);
+    return Rows(copies, Type::kUnitBytes);
+}
+
+// Fills lanes [lane, lane + ColumnRows::kCount) of a panel with n_rows rows. Those that come next
+// begin where these end.
+template <class Type, bool kPacked>
+void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lane) {
     constexpr int n_groups = Type::kUnit / Type::kGroup;
     std::byte* codes = panel.codes + 4 * lane;
-    int group = lane;
-    const std::byte* rows[kRows];
-    std::copy(units, units + kRows, rows);
+    float *scales = panel.scales + lane, *minima = panel.minima + lane;
     std::size_t asked = 0;  // of a row: once for every line of memory
     for (int i = 0; i < n_values; i += Type::kUnit) {
         if (asked % kLine < Type::kUnitBytes)
-            for (const std::byte* row : rows) ask_for_bytes(row + ahead, Type::kUnitBytes);
+            for (int r = 0; r < n_rows; ++r)
+                ask_for_bytes(rows[ColumnRows::kCount + r], Type::kUnitBytes);
         asked += Type::kUnitBytes;
-        RowFloats s[n_groups], m[n_groups];
-        Type::scales(rows, s, m);
-        for (int g = 0; g < n_groups; ++g, group += kTileRows) {
-            store_floats(panel.scales + group, s[g]);
-            if constexpr (Type::kHasMinimum) store_floats(panel.minima + group, m[g]);
+        std::byte copies[ColumnRows::kCount * Type::kUnitBytes];
+        const Rows unit = n_rows < ColumnRows::kCount ? fill_up<Type>(rows, n_rows, copies) : rows;
+        if constexpr (kPacked) {
+            load_unit<Type>(unit, codes);
+            codes += kTileRows * Type::kCodeBytes;
+        } else {
+            alignas(64) std::byte columns[kTileRows * Type::kCodeBytes];
+            load_unit<Type>(unit, columns);
+            unpack_unit<Type>(columns, codes);
+            codes += kTileRows * Type::kUnit;
         }
-#pragma GCC unroll 8
-        for (int j = 0; j < Type::kUnit / Type::kSpan; ++j, codes += Type::kSpan * kTileRows)
-            Type::unpack(rows, j, [&](int four, RowBytes block) {
-                store32(codes + 4 * kTileRows * four, block);
-            });
-        for (const std::byte*& row : rows) row += Type::kUnitBytes;
+        ColumnRows::Floats s[n_groups], m[n_groups];
+        Type::template scales<ColumnRows>(unit, s, m);
+#pragma GCC unroll 16
+        for (int g = 0; g < n_groups; ++g) {
+            store_floats(scales + g * kTileRows, s[g]);
+            if constexpr (Type::kHasMinimum) store_floats(minima + g * kTileRows, m[g]);
+        }
+        scales += n_groups * kTileRows;
+        minima += n_groups * kTileRows;
+        rows = rows.after(Type::kUnitBytes);
     }
-    std::copy(rows, rows + kRows, units);
+}
+
+template <class Type, bool kPacked>
+void fill_panel(const Rows& rows, int n_rows, int n_values, const Panel& panel) {
+    for (int lane = 0; lane < kTileRows; lane += ColumnRows::kCount) {
+        const int first = std::min(lane, n_rows - 1);
+        fill_lanes<Type, kPacked>(rows.from(first), std::min(n_rows - first, ColumnRows::kCount),
+                                  n_values, panel, lane);
+    }
+}
+
+// Adds group `g`'s part of the products of kTokens tokens to their sums.
+template <class F, int kTokens, class Codes>
+inline void add_group(const Codes& codes, const Panel& panel, int g, const TokenPart& token,
+                      std::size_t stride, Floats (&acc)[kTokens][Tile::kVectors]) {
+    const std::size_t float_stride = stride / sizeof(float);
+    TileInts<kTokens> products;
+    group_products<F, kTokens>(codes, {token.codes + F::kGroup * g, stride}, products);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+        const std::size_t at =
+            static_cast<std::size_t>(t) * float_stride + static_cast<std::size_t>(g);
+        const Floats scale = broadcast(token.scales[at]);
+        const Floats offset = broadcast(token.offsets[at]);
+#pragma GCC unroll 2
+        for (int v = 0; v < Tile::kVectors; ++v) {
+            const int lane = g * kTileRows + v * Tile::kLanes;
+            const Floats factor = multiply(load_floats(panel.scales + lane), scale);
+            Floats whole = to_floats(products[t][v]);
+            if constexpr (F::kHasZero) whole = subtract(whole, offset);
+            acc[t][v] = multiply_add(whole, factor, acc[t][v]);
+            if constexpr (F::kHasMinimum)
+                acc[t][v] = multiply_add(load_floats(panel.minima + lane), offset, acc[t][v]);
+        }
+    }
 }
 
 // Adds a panel's part of the products of kTokens tokens to their sums.
-template <class F, int kTokens>
+template <class F, int kTokens, class Codes>
 void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::size_t stride,
                float* sums) {
-    const std::size_t float_stride = stride / sizeof(float);
     Floats acc[kTokens][Tile::kVectors];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
         for (int v = 0; v < Tile::kVectors; ++v)
             acc[t][v] = load_floats(sums + t * kTileRows + v * Tile::kLanes);
-    for (int g = 0; g < n_groups; ++g) {
-        TileInts<kTokens> products;
-        group_products<F, kTokens>(panel.codes + std::size_t{kTileRows} * F::kGroup * g,
-                                   {token.codes + F::kGroup * g, stride}, products);
+    const std::byte* unit = panel.codes;
+    for (int g = 0; g < n_groups; g += Codes::kGroupsOfUnit, unit += Codes::kUnitBytes)
 #pragma GCC unroll 8
-        for (int t = 0; t < kTokens; ++t) {
-            const std::size_t at = static_cast<std::size_t>(t) * float_stride + g;
-            const Floats scale = broadcast(token.scales[at]);
-            const Floats offset = broadcast(token.offsets[at]);
-#pragma GCC unroll 2
-            for (int v = 0; v < Tile::kVectors; ++v) {
-                const int lane = g * kTileRows + v * Tile::kLanes;
-                const Floats factor = multiply(load_floats(panel.scales + lane), scale);
-                Floats whole = to_floats(products[t][v]);
-                if constexpr (F::kHasZero) whole = subtract(whole, offset);
-                acc[t][v] = multiply_add(whole, factor, acc[t][v]);
-                if constexpr (F::kHasMinimum)
-                    acc[t][v] = multiply_add(load_floats(panel.minima + lane), offset, acc[t][v]);
-            }
-        }
-    }
+        for (int i = 0; i < Codes::kGroupsOfUnit; ++i)
+            add_group<F, kTokens>(Codes::group(unit, i), panel, g + i, token, stride, acc);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
@@ -105,33 +170,40 @@ void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::si
 }
 
 // Of tokens [first, n_tokens), kTokens at a time, then the rest in smaller steps.
-template <class Type, int kTokens>
+template <class Type, class Codes, int kTokens>
 void add_tokens(const Panel& panel, int n_values, int column, int row_values,
                 const RoundedTokens& tokens, int first) {
     for (; first + kTokens <= tokens.n_tokens; first += kTokens) {
         const std::byte* token = tokens.data + static_cast<std::size_t>(first) * tokens.stride;
-        add_panel<FormOf<Type>, kTokens>(panel, n_values / Type::kGroup,
-                                         part_of<Type>(token, row_values, column), tokens.stride,
-                                         panel.sums + static_cast<std::size_t>(first) * kTileRows);
+        add_panel<FormOf<Type>, kTokens, Codes>(
+            panel, n_values / Type::kGroup, part_of<Type>(token, row_values, column), tokens.stride,
+            panel.sums + static_cast<std::size_t>(first) * kTileRows);
     }
     if constexpr (kTokens > 1)
-        add_tokens<Type, kTokens / 2>(panel, n_values, column, row_values, tokens, first);
+        add_tokens<Type, Codes, kTokens / 2>(panel, n_values, column, row_values, tokens, first);
+}
+
+template <class Type, bool kPacked>
+void multiply_tile(const WeightRows& w, const RoundedTokens& tokens, const Panel& panel) {
+    using Codes = std::conditional_t<kPacked, PackedPanel<Type>, BytePanel<FormOf<Type>>>;
+    Rows rows(w.data, w.stride);
+    for (int column = 0; column < w.n_values; column += kPanelValues) {
+        const int n_values = std::min(kPanelValues, w.n_values - column);
+        fill_panel<Type, kPacked>(rows, w.n_rows, n_values, panel);
+        rows = rows.after(static_cast<std::size_t>(n_values / Type::kUnit) * Type::kUnitBytes);
+        add_tokens<Type, Codes, Tile::kTokens>(panel, n_values, column, w.n_values, tokens, 0);
+    }
 }
 
 template <class Type>
 void many_tokens(const WeightRows& w, const RoundedTokens& tokens, std::byte* scratch, float* out,
                  std::size_t out_stride) {
     const Panel panel = panel_in(scratch);
-    const std::byte* units[kTileRows];
-    for (int r = 0; r < kTileRows; ++r)
-        units[r] = w.data + static_cast<std::size_t>(std::min(r, w.n_rows - 1)) * w.stride;
     std::fill_n(panel.sums, static_cast<std::size_t>(tokens.n_tokens) * kTileRows, 0.0f);
-    for (int column = 0; column < w.n_values; column += kPanelValues) {
-        const int n_values = std::min(kPanelValues, w.n_values - column);
-        for (int lane = 0; lane < kTileRows; lane += kRows)
-            unpack_rows<Type>(units + lane, n_values, kRows * w.stride, panel, lane);
-        add_tokens<Type, Tile::kTokens>(panel, n_values, column, w.n_values, tokens, 0);
-    }
+    if (Type::kBits <= Tile::kPackedBits && tokens.n_tokens <= Tile::kTokens)
+        multiply_tile<Type, Type::kBits <= Tile::kPackedBits>(w, tokens, panel);
+    else
+        multiply_tile<Type, false>(w, tokens, panel);
     for (int t = 0; t < tokens.n_tokens; ++t)
         std::copy_n(panel.sums + static_cast<std::size_t>(t) * kTileRows, w.n_rows,
                     out + static_cast<std::size_t>(t) * out_stride);

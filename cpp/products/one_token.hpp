@@ -32,8 +32,8 @@ inline void multiply_rows(const RowPointers& units, const std::byte* codes, int 
         p[r] = no_products();
 #pragma GCC unroll 8
         for (int i = j; i < j + n; ++i)
-            p[r] = add_products<Type::kBits, kSplit>(p[r], Type::codes(units[r], i),
-                                                     load32(codes + 32 * i));
+            p[r] = add_products<Type::kBits, kSplit>(
+                p[r], Type::codes(RowCodes(units[r] + Type::kCodesAt), i), load32(codes + 32 * i));
     }
 }
 
@@ -66,7 +66,7 @@ template <class Type>
 inline RowFloats add_unit(RowFloats acc, const RowPointers& units, const TokenPart& token) {
     constexpr int n_groups = Type::kUnit / Type::kGroup;
     RowFloats s[n_groups], m[n_groups];
-    Type::scales(units, s, m);
+    Type::template scales<EightRows>(units, s, m);
     Partial p[kRows];
     if constexpr (Type::kGroup == 256) {
         multiply_rows<Type>(units, token.codes, 0, 8, p);
@@ -105,7 +105,7 @@ void one_token(const WeightRows& w, const std::byte* token, float* out) {
         for (int i = 0; i < w.n_values; i += Type::kUnit) {
             ask_for_bytes(ahead, kRows * Type::kUnitBytes / kLine * kLine);
             ahead += kRows * Type::kUnitBytes / kLine * kLine;
-            acc = add_unit<Type>(acc, units, part_of<Type>(token, w.n_values, i));
+            acc = add_unit<Type>(acc, RowPointers(units), part_of<Type>(token, w.n_values, i));
             for (const std::byte*& unit : units) unit += Type::kUnitBytes;
         }
         ask_for_bytes(ahead, static_cast<std::size_t>(end - ahead));

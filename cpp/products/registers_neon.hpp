@@ -46,9 +46,11 @@ inline HalfBytes field(HalfBytes a, int shift, int mask) {
 inline RowBytes field(RowBytes a, int shift, int mask) {
     return {field(a.lower, shift, mask), field(a.upper, shift, mask)};
 }
+inline HalfBytes with_upper(HalfBytes low, HalfBytes high, int shift) {
+    return vorrq_u8(low, high << static_cast<std::uint8_t>(shift));
+}
 inline RowBytes with_upper(RowBytes low, RowBytes high, int shift) {
-    const auto n = static_cast<std::uint8_t>(shift);
-    return {vorrq_u8(low.lower, high.lower << n), vorrq_u8(low.upper, high.upper << n)};
+    return {with_upper(low.lower, high.lower, shift), with_upper(low.upper, high.upper, shift)};
 }
 inline RowBytes bits_of(std::uint32_t bits) {
     const HalfBytes bit_of_lane = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
@@ -59,10 +61,8 @@ inline RowBytes bits_of(std::uint32_t bits) {
     };
     return {half(0, 0x0101010101010101), half(0x0202020202020202, 0x0303030303030303)};
 }
-inline RowBytes flip_signs(RowBytes a) {
-    const HalfBytes signs = vdupq_n_u8(0x80);
-    return {veorq_u8(a.lower, signs), veorq_u8(a.upper, signs)};
-}
+inline HalfBytes flip_signs(HalfBytes a) { return veorq_u8(a, vdupq_n_u8(0x80)); }
+inline RowBytes flip_signs(RowBytes a) { return {flip_signs(a.lower), flip_signs(a.upper)}; }
 inline HalfBytes three_times(HalfBytes a) { return vaddq_u8(a, vaddq_u8(a, a)); }
 inline RowBytes three_times(RowBytes a) { return {three_times(a.lower), three_times(a.upper)}; }
 inline HalfBytes three_quarters(HalfBytes a) {
@@ -88,24 +88,32 @@ inline RowFloats multiply(RowFloats a, RowFloats b) {
 inline RowFloats multiply_add(RowFloats a, RowFloats b, RowFloats c) {
     return {vfmaq_f32(c.lower, a.lower, b.lower), vfmaq_f32(c.upper, a.upper, b.upper)};
 }
-inline RowFloats load_halves(const RowPointers& rows, std::size_t offset) {
-    std::uint16_t halves[kRows];
-    for (int r = 0; r < kRows; ++r) halves[r] = load_as<std::uint16_t>(rows[r] + offset);
-    const float16x8_t all = vreinterpretq_f16_u16(vld1q_u16(halves));
-    return {vcvt_f32_f16(vget_low_f16(all)), vcvt_high_f32_f16(all)};
+// `to_half` makes the f16 that is wanted of four values the lower 16 bits.
+template <typename ToHalf>
+inline RowFloats halves_of(RowBytes a, ToHalf to_half) {
+    const uint16x4_t lower = to_half(vreinterpretq_u32_u8(a.lower));
+    const uint16x4_t upper = to_half(vreinterpretq_u32_u8(a.upper));
+    return {vcvt_f32_f16(vreinterpret_f16_u16(lower)), vcvt_f32_f16(vreinterpret_f16_u16(upper))};
 }
-inline void load_two_halves(const RowPointers& rows, std::size_t offset, RowFloats& first,
-                            RowFloats& second) {
-    first = load_halves(rows, offset);
-    second = load_halves(rows, offset + sizeof(std::uint16_t));
+inline RowFloats low_halves(RowBytes a) {
+    return halves_of(a, [](uint32x4_t x) { return vmovn_u32(x); });
 }
-inline RowFloats unsigned_bytes(std::uint64_t bytes) {
-    const uint16x8_t shorts = vmovl_u8(vcreate_u8(bytes));
-    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(shorts))), vcvtq_f32_u32(vmovl_high_u16(shorts))};
+inline RowFloats high_halves(RowBytes a) {
+    return halves_of(a, [](uint32x4_t x) { return vshrn_n_u32(x, 16); });
 }
-inline RowFloats signed_bytes(std::uint64_t bytes) {
-    const int16x8_t shorts = vmovl_s8(vcreate_s8(bytes));
-    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(shorts))), vcvtq_f32_s32(vmovl_high_s16(shorts))};
+inline float32x4_t unsigned_bytes(HalfBytes a, int k) {
+    const uint32x4_t shifted = vreinterpretq_u32_u8(a) >> static_cast<std::uint32_t>(8 * k);
+    return vcvtq_f32_u32(vandq_u32(shifted, vdupq_n_u32(255)));
+}
+inline RowFloats unsigned_bytes(RowBytes a, int k) {
+    return {unsigned_bytes(a.lower, k), unsigned_bytes(a.upper, k)};
+}
+inline float32x4_t signed_bytes(HalfBytes a, int k) {
+    const int32x4_t shifted = vreinterpretq_s32_u8(a) << (24 - 8 * k);
+    return vcvtq_f32_s32(vshrq_n_s32(shifted, 24));
+}
+inline RowFloats signed_bytes(RowBytes a, int k) {
+    return {signed_bytes(a.lower, k), signed_bytes(a.upper, k)};
 }
 
 // 4 registers of 4 values each, rows become columns.
@@ -119,45 +127,37 @@ inline void transpose_four(const uint32x4_t (&a)[4], uint32x4_t (&columns)[4]) {
     columns[2] = vreinterpretq_u32_u64(vtrn2q_u64(b0, b2));
     columns[3] = vreinterpretq_u32_u64(vtrn2q_u64(b1, b3));
 }
-inline void load_columns(const RowPointers& rows, std::size_t offset, RowBytes (&columns)[4]) {
-    uint32x4_t halves[2][4];
-    for (int half = 0; half < 2; ++half) {
-        uint32x4_t a[4];
+struct EightRows {
+    static constexpr int kCount = kRows;
+    using Bytes = RowBytes;
+    using Floats = RowFloats;
+
+    template <class R>
+    static Floats halves(const R& rows, std::size_t offset) {
+        std::uint16_t halves[kRows];
+        for (int r = 0; r < kRows; ++r) halves[r] = load_as<std::uint16_t>(rows[r] + offset);
+        const float16x8_t all = vreinterpretq_f16_u16(vld1q_u16(halves));
+        return {vcvt_f32_f16(vget_low_f16(all)), vcvt_high_f32_f16(all)};
+    }
+    template <class R>
+    static void two_halves(const R& rows, std::size_t offset, Floats& first, Floats& second) {
+        first = halves(rows, offset);
+        second = halves(rows, offset + sizeof(std::uint16_t));
+    }
+    template <class R>
+    static void columns(const R& rows, std::size_t offset, Bytes (&columns)[4]) {
+        uint32x4_t halves[2][4];
+        for (int half = 0; half < 2; ++half) {
+            uint32x4_t a[4];
+            for (int i = 0; i < 4; ++i)
+                a[i] = vreinterpretq_u32_u8(load16(rows[4 * half + i] + offset));
+            transpose_four(a, halves[half]);
+        }
         for (int i = 0; i < 4; ++i)
-            a[i] = vreinterpretq_u32_u8(load16(rows[4 * half + i] + offset));
-        transpose_four(a, halves[half]);
+            columns[i] = {vreinterpretq_u8_u32(halves[0][i]), vreinterpretq_u8_u32(halves[1][i])};
     }
-    for (int i = 0; i < 4; ++i)
-        columns[i] = {vreinterpretq_u8_u32(halves[0][i]), vreinterpretq_u8_u32(halves[1][i])};
-}
-// `to_bits` and `from_bits` make four values of a half register and back.
-template <typename Row, typename ToBits, typename FromBits>
-inline void transpose_rows(Row (&a)[kRows], ToBits to_bits, FromBits from_bits) {
-    uint32x4_t quarters[2][2][4];  // of columns, of rows
-#pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
-        const Row* rows = a + 4 * part;
-        transpose_four({to_bits(rows[0].lower), to_bits(rows[1].lower), to_bits(rows[2].lower),
-                        to_bits(rows[3].lower)},
-                       quarters[0][part]);
-        transpose_four({to_bits(rows[0].upper), to_bits(rows[1].upper), to_bits(rows[2].upper),
-                        to_bits(rows[3].upper)},
-                       quarters[1][part]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i)
-        a[i] = {from_bits(quarters[i / 4][0][i % 4]), from_bits(quarters[i / 4][1][i % 4])};
-}
-inline void transpose(RowBytes (&a)[kRows]) {
-    transpose_rows(
-        a, [](uint8x16_t x) { return vreinterpretq_u32_u8(x); },
-        [](uint32x4_t x) { return vreinterpretq_u8_u32(x); });
-}
-inline void transpose(RowFloats (&a)[kRows]) {
-    transpose_rows(
-        a, [](float32x4_t x) { return vreinterpretq_u32_f32(x); },
-        [](uint32x4_t x) { return vreinterpretq_f32_u32(x); });
-}
+    static void store(std::byte* p, Bytes a) { store32(p, a); }
+};
 
 // sums + products of 16 codes and activations, added up in fours.
 inline int32x4_t add_fours(int32x4_t sums, int8x16_t codes, int8x16_t activations) {

@@ -86,78 +86,70 @@ inline RowFloats multiply(RowFloats a, RowFloats b) { return _mm256_mul_ps(a, b)
 inline RowFloats multiply_add(RowFloats a, RowFloats b, RowFloats c) {
     return _mm256_fmadd_ps(a, b, c);
 }
-inline __m128i fours_of(const RowPointers& rows, int first, std::size_t offset) {
-    const __m128i a = _mm_cvtsi32_si128(load_as<int>(rows[first] + offset));
-    const __m128i b = _mm_cvtsi32_si128(load_as<int>(rows[first + 2] + offset));
-    return _mm_unpacklo_epi64(_mm_insert_epi32(a, load_as<int>(rows[first + 1] + offset), 1),
-                              _mm_insert_epi32(b, load_as<int>(rows[first + 3] + offset), 1));
-}
-inline RowFloats load_halves(const RowPointers& rows, std::size_t offset) {
-    const auto half = [&](int r) { return load_as<short>(rows[r] + offset); };
+inline RowFloats low_halves(RowBytes a) {
+    const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(0xffff));
     return _mm256_cvtph_ps(
-        _mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7)));
+        _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
 }
-inline void load_two_halves(const RowPointers& rows, std::size_t offset, RowFloats& first,
-                            RowFloats& second) {
-    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-    const __m128i a = _mm_shuffle_epi8(fours_of(rows, 0, offset), order);
-    const __m128i b = _mm_shuffle_epi8(fours_of(rows, 4, offset), order);
-    first = _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
-    second = _mm256_cvtph_ps(_mm_unpackhi_epi64(a, b));
+inline RowFloats high_halves(RowBytes a) { return low_halves(_mm256_srli_epi32(a, 16)); }
+inline RowFloats unsigned_bytes(RowBytes a, int k) {
+    return to_floats(_mm256_and_si256(_mm256_srli_epi32(a, 8 * k), _mm256_set1_epi32(255)));
 }
-inline __m128i eight_bytes(std::uint64_t bytes) {
-    return _mm_cvtsi64_si128(static_cast<long long>(bytes));
-}
-inline RowFloats unsigned_bytes(std::uint64_t bytes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight_bytes(bytes)));
-}
-inline RowFloats signed_bytes(std::uint64_t bytes) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(bytes)));
+inline RowFloats signed_bytes(RowBytes a, int k) {
+    return to_floats(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * k), 24));
 }
 
-inline void transpose(RowBytes (&a)[kRows]) {
-    __m256i b[kRows];
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; i += 2) {
-        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    __m256i c[kRows];
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; i += 4) {
-        c[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
-        c[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
-        c[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
-        c[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < kRows / 2; ++i) {
-        a[i] = _mm256_permute2x128_si256(c[i], c[i + 4], 0x20);
-        a[i + 4] = _mm256_permute2x128_si256(c[i], c[i + 4], 0x31);
-    }
-}
-inline void transpose(RowFloats (&a)[kRows]) {
-    __m256i bits[kRows];
-    for (int i = 0; i < kRows; ++i) bits[i] = _mm256_castps_si256(a[i]);
-    transpose(bits);
-    for (int i = 0; i < kRows; ++i) a[i] = _mm256_castsi256_ps(bits[i]);
+// 4 bytes of each of 4 rows.
+template <class R>
+inline __m128i four_of_four(const R& rows, std::size_t offset) {
+    const auto four = [&](int r) { return load_as<int>(rows.near(r) + offset); };
+    return _mm_unpacklo_epi64(_mm_insert_epi32(_mm_cvtsi32_si128(four(0)), four(1), 1),
+                              _mm_insert_epi32(_mm_cvtsi32_si128(four(2)), four(3), 1));
 }
 
-inline void load_columns(const RowPointers& rows, std::size_t offset, RowBytes (&columns)[4]) {
-    __m256i a[4], b[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) a[i] = pair(load16(rows[i] + offset), load16(rows[i + 4] + offset));
-#pragma GCC unroll 2
-    for (int i = 0; i < 4; i += 2) {
-        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-        columns[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
-        columns[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
-    }
+template <class R>
+inline __m128i eight_halves(const R& rows, std::size_t offset) {
+    const auto half = [&](int r) { return load_as<short>(rows[r] + offset); };
+    return _mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7));
 }
+
+struct EightRows {
+    static constexpr int kCount = kRows;
+    using Bytes = RowBytes;
+    using Floats = RowFloats;
+
+    template <class R>
+    static Floats halves(const R& rows, std::size_t offset) {
+        return _mm256_cvtph_ps(eight_halves(rows, offset));
+    }
+    template <class R>
+    static void two_halves(const R& rows, std::size_t offset, Floats& first, Floats& second) {
+        const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+        const __m128i a = _mm_shuffle_epi8(four_of_four(rows, offset), order);
+        const __m128i b = _mm_shuffle_epi8(four_of_four(rows.from(4), offset), order);
+        first = _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
+        second = _mm256_cvtph_ps(_mm_unpackhi_epi64(a, b));
+    }
+    template <class R>
+    static void columns(const R& rows, std::size_t offset, Bytes (&columns)[4]) {
+        const R upper = rows.from(4);
+        __m256i a[4], b[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            a[i] = pair(load16(rows.near(i) + offset), load16(upper.near(i) + offset));
+#pragma GCC unroll 2
+        for (int i = 0; i < 4; i += 2) {
+            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            columns[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+            columns[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        }
+    }
+    static void store(std::byte* p, Bytes a) { store32(p, a); }
+};
 
 inline __m256i widen(__m256i shorts) { return _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
 

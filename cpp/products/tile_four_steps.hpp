@@ -6,9 +6,7 @@ namespace entropykv {
 namespace {
 
 template <int kStep, int kTokens>
-inline void add_step(const std::byte* codes, const Ints (&y)[kTokens],
-                     TileInts<kTokens>& products) {
-    const TileCodes w(codes + 4 * kTileRows * kStep);
+inline void add_step(const TileCodes& w, const Ints (&y)[kTokens], TileInts<kTokens>& products) {
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
@@ -17,21 +15,22 @@ inline void add_step(const std::byte* codes, const Ints (&y)[kTokens],
 }
 
 // Integer products of a group: of every row of the tile with kTokens tokens.
-template <class F, int kTokens>
-inline void group_products(const std::byte* codes, const TokenCodes& tokens,
+template <class F, int kTokens, class Codes>
+inline void group_products(const Codes& codes, const TokenCodes& tokens,
                            TileInts<kTokens>& products) {
     clear<kTokens>(products);
+    for (int outer = 0; outer < Codes::kOuter; ++outer)
 #pragma GCC unroll 2
-    for (int step = 0; step < F::kSteps; step += 4) {
-        Ints y[kTokens];
+        for (int inner = 0; inner < Codes::kInner; inner += 4) {
+            Ints y[kTokens];
 #pragma GCC unroll 8
-        for (int t = 0; t < kTokens; ++t) y[t] = load_ints(tokens.at(t, step));
-        const std::byte* w = codes + 4 * kTileRows * step;
-        add_step<0>(w, y, products);
-        add_step<1>(w, y, products);
-        add_step<2>(w, y, products);
-        add_step<3>(w, y, products);
-    }
+            for (int t = 0; t < kTokens; ++t)
+                y[t] = load_ints(tokens.at(t, Codes::step(outer, inner)));
+            add_step<0>(codes.at(outer, inner), y, products);
+            add_step<1>(codes.at(outer, inner + 1), y, products);
+            add_step<2>(codes.at(outer, inner + 2), y, products);
+            add_step<3>(codes.at(outer, inner + 3), y, products);
+        }
 }
 
 }  // namespace

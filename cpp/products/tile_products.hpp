@@ -1,7 +1,7 @@
 // Integer products of a tile: some rows of weights, one a lane, with a few tokens.
 #pragma once
 
-#include "products/tile_registers.hpp"
+#include "products/code_bytes.hpp"
 
 namespace entropykv {
 namespace {
@@ -20,8 +20,41 @@ using TileInts = Ints[kTokens][Tile::kVectors];
 // 4 values of every row of the tile.
 struct TileCodes {
     Ints v[Tile::kVectors];
-    explicit TileCodes(const std::byte* codes) {
-        for (int i = 0; i < Tile::kVectors; ++i) v[i] = load_ints(codes + 4 * Tile::kLanes * i);
+};
+
+// Codes of a group in steps of 4, which are a byte each: kOuter times kInner of them.
+template <class F>
+struct ByteCodes {
+    static constexpr int kInner = F::kSteps < 8 ? F::kSteps : 8, kOuter = F::kSteps / kInner;
+    const std::byte* codes;
+
+    static int step(int outer, int inner) { return kInner * outer + inner; }
+    TileCodes at(int outer, int inner) const {
+        TileCodes out;
+        for (int i = 0; i < Tile::kVectors; ++i)
+            out.v[i] = load_ints(codes + 4 * (kTileRows * step(outer, inner) + Tile::kLanes * i));
+        return out;
+    }
+};
+
+// Codes of a group that are still packed, from value `first` of a unit on. Those 32 values apart
+// share bytes.
+template <class Type>
+struct PackedCodes {
+    static constexpr bool kLong = Type::kGroup > 32;
+    static constexpr int kInner = Type::kGroup / (kLong ? 32 : 4), kOuter = kLong ? 8 : 1;
+    const std::byte* columns;
+    int first;
+
+    static int step(int outer, int inner) { return kLong ? 8 * inner + outer : inner; }
+    TileCodes at(int outer, int inner) const {
+        const int value = first + 4 * step(outer, inner);
+        const int four = kLong ? outer : value % 32 / 4;
+        TileCodes out;
+        for (int i = 0; i < Tile::kVectors; ++i)
+            out.v[i] = as_ints(Type::codes(ColumnCodes(columns + 4 * Tile::kLanes * i, four),
+                                           kLong ? inner : value / 32));
+        return out;
     }
 };
 
@@ -51,21 +84,22 @@ namespace entropykv {
 namespace {
 
 // Integer products of a group: of every row of the tile with kTokens tokens.
-template <class F, int kTokens>
-inline void group_products(const std::byte* codes, const TokenCodes& tokens,
+template <class F, int kTokens, class Codes>
+inline void group_products(const Codes& codes, const TokenCodes& tokens,
                            TileInts<kTokens>& products) {
     clear<kTokens>(products);
+    for (int outer = 0; outer < Codes::kOuter; ++outer)
 #pragma GCC unroll 8
-    for (int step = 0; step < F::kSteps; ++step) {
-        const TileCodes w(codes + 4 * kTileRows * step);
+        for (int inner = 0; inner < Codes::kInner; ++inner) {
+            const TileCodes w = codes.at(outer, inner);
 #pragma GCC unroll 8
-        for (int t = 0; t < kTokens; ++t) {
-            const Ints y = tokens.of(t, step);
+            for (int t = 0; t < kTokens; ++t) {
+                const Ints y = tokens.of(t, Codes::step(outer, inner));
 #pragma GCC unroll 2
-            for (int v = 0; v < Tile::kVectors; ++v)
-                products[t][v] = add_fours(products[t][v], w.v[v], y);
+                for (int v = 0; v < Tile::kVectors; ++v)
+                    products[t][v] = add_fours(products[t][v], w.v[v], y);
+            }
         }
-    }
 }
 
 }  // namespace

@@ -1,33 +1,22 @@
 // The registers of a tile of rows of weights and tokens, one row a lane, behind the same names on
-// every instruction set. Those of AVX2 are the ones that 8 rows have: see eight_rows.hpp.
+// every instruction set. Those of AVX2 are the ones that 8 rows have: see eight_rows.hpp. Of up to
+// kTokens tokens, codes of up to kPackedBits are split while they are multiplied: it takes
+// registers that AVX2 does not have, and has not been timed for NEON.
 #pragma once
 
 #include "products/eight_rows.hpp"
+#include "products/sixteen_rows.hpp"
 
 namespace entropykv {
 namespace {
 
 #if defined(__AVX512VNNI__)
 struct Tile {
-    static constexpr int kLanes = 16, kVectors = 2, kTokens = 8;
+    static constexpr int kLanes = 16, kVectors = 2, kTokens = 8, kPackedBits = 4;
 };
-using Ints = __m512i;
-using Floats = __m512;
-inline Ints load_ints(const std::byte* p) { return _mm512_loadu_si512(p); }
-inline Ints broadcast_four(const std::byte* p) { return _mm512_set1_epi32(load_as<int>(p)); }
-inline Ints add_fours(Ints sums, Ints codes, Ints activations) {
-    return _mm512_dpbusd_epi32(sums, codes, activations);
-}
-inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
-inline void store_floats(float* p, Floats a) { _mm512_storeu_ps(p, a); }
-inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
-inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
-inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 #elif defined(__AVX2__)
 struct Tile {
-    static constexpr int kLanes = 8, kVectors = 2, kTokens = 4;
+    static constexpr int kLanes = 8, kVectors = 2, kTokens = 4, kPackedBits = 0;
 };
 using Ints = RowInts;
 using Floats = RowFloats;
@@ -35,13 +24,43 @@ inline Ints load_ints(const std::byte* p) { return load32(p); }
 inline Ints broadcast_four(const std::byte* p) { return _mm256_set1_epi32(load_as<int>(p)); }
 inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
 inline Floats broadcast(float x) { return same_floats(x); }
+
+using TileBytes = RowBytes;
+inline TileBytes load_tile_bytes(const std::byte* p) { return load32(p); }
+inline void store_tile_bytes(std::byte* p, TileBytes a) { store32(p, a); }
+inline Ints as_ints(TileBytes a) { return a; }
+inline TileBytes four_bits(TileBytes column, int four) {
+    const __m256i byte_of_lane =
+        _mm256_add_epi8(_mm256_broadcastsi128_si256(
+                            _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12)),
+                        _mm256_set1_epi8(static_cast<char>(four / 2)));
+    const __m256i bit_of_lane = _mm256_set1_epi32(four % 2 == 0 ? 0x08040201 : int(0x80402010));
+    const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(column, byte_of_lane), bit_of_lane);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(bits, bit_of_lane), _mm256_set1_epi8(1));
+}
 #else
 struct Tile {
-    static constexpr int kLanes = 4, kVectors = 2, kTokens = 4;
+    static constexpr int kLanes = 4, kVectors = 2, kTokens = 4, kPackedBits = 0;
 };
 using Ints = int32x4_t;
 using Floats = float32x4_t;
 inline Ints load_ints(const std::byte* p) { return vreinterpretq_s32_u8(load16(p)); }
+
+using TileBytes = HalfBytes;
+inline TileBytes load_tile_bytes(const std::byte* p) { return load16(p); }
+inline void store_tile_bytes(std::byte* p, TileBytes a) {
+    vst1q_u8(reinterpret_cast<std::uint8_t*>(p), a);
+}
+inline Ints as_ints(TileBytes a) { return vreinterpretq_s32_u8(a); }
+inline TileBytes four_bits(TileBytes column, int four) {
+    const HalfBytes byte_of_lane =
+        vaddq_u8(vreinterpretq_u8_u64(vcombine_u64(vcreate_u64(0x0404040400000000),
+                                                   vcreate_u64(0x0c0c0c0c08080808))),
+                 vdupq_n_u8(static_cast<std::uint8_t>(four / 2)));
+    const HalfBytes bit_of_lane =
+        vreinterpretq_u8_u32(vdupq_n_u32(four % 2 == 0 ? 0x08040201u : 0x80402010u));
+    return vshrq_n_u8(vtstq_u8(vqtbl1q_u8(column, byte_of_lane), bit_of_lane), 7);
+}
 inline Floats load_floats(const float* p) { return vld1q_f32(p); }
 inline void store_floats(float* p, Floats a) { vst1q_f32(p, a); }
 inline Floats broadcast(float x) { return vdupq_n_f32(x); }
@@ -61,6 +80,11 @@ inline Ints add_fours_of(Ints sums, Ints codes, Ints activations) {
 }
 #endif
 
+#if defined(__AVX512VNNI__)
+using ColumnRows = SixteenRows;
+#else
+using ColumnRows = EightRows;
+#endif
 constexpr int kTileRows = Tile::kLanes * Tile::kVectors;
 
 }  // namespace

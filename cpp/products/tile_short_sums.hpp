@@ -26,43 +26,49 @@ inline void add_signed(const TileCodes& w, const TokenCodes& tokens, int step,
     }
 }
 
-// Of F::kRun steps, in 16 bits.
-template <class F, int kTokens>
-inline void add_run(const std::byte* codes, const TokenCodes& tokens, int first,
-                    TileInts<kTokens>& products) {
-    TileInts<kTokens> shorts;
-    clear<kTokens>(shorts);
-#pragma GCC unroll 8
-    for (int step = first; step < first + F::kRun; ++step) {
-        const TileCodes w(codes + 4 * kTileRows * step);
-#pragma GCC unroll 8
-        for (int t = 0; t < kTokens; ++t) {
-            const Ints y = tokens.of(t, step);
-#pragma GCC unroll 2
-            for (int v = 0; v < Tile::kVectors; ++v) {
-                shorts[t][v] = _mm256_add_epi16(shorts[t][v], _mm256_maddubs_epi16(w.v[v], y));
-                keep_order(shorts[t][v]);
-            }
-        }
-    }
+// Adds sums of 16 bits to those of 32, and begins again.
+template <int kTokens>
+inline void widen_sums(TileInts<kTokens>& shorts, TileInts<kTokens>& products) {
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
-        for (int v = 0; v < Tile::kVectors; ++v)
+        for (int v = 0; v < Tile::kVectors; ++v) {
             products[t][v] = _mm256_add_epi32(products[t][v], widen(shorts[t][v]));
+            shorts[t][v] = Ints{};
+        }
 }
 
-// Integer products of a group: of every row of the tile with kTokens tokens.
-template <class F, int kTokens>
-inline void group_products(const std::byte* codes, const TokenCodes& tokens,
+// Integer products of a group: of every row of the tile with kTokens tokens. 16 bits hold the sums
+// of F::kRun steps.
+template <class F, int kTokens, class Codes>
+inline void group_products(const Codes& codes, const TokenCodes& tokens,
                            TileInts<kTokens>& products) {
     clear<kTokens>(products);
-    if constexpr (F::kBits == 8) {
-        for (int step = 0; step < F::kSteps; ++step)
-            add_signed<kTokens>(TileCodes(codes + 4 * kTileRows * step), tokens, step, products);
-    } else {
-        for (int first = 0; first < F::kSteps; first += F::kRun)
-            add_run<F, kTokens>(codes, tokens, first, products);
+    TileInts<kTokens> shorts;
+    clear<kTokens>(shorts);
+    for (int outer = 0; outer < Codes::kOuter; ++outer) {
+#pragma GCC unroll 8
+        for (int inner = 0; inner < Codes::kInner; ++inner) {
+            const TileCodes w = codes.at(outer, inner);
+            const int step = Codes::step(outer, inner);
+            if constexpr (F::kBits == 8) {
+                add_signed<kTokens>(w, tokens, step, products);
+                continue;
+            }
+#pragma GCC unroll 8
+            for (int t = 0; t < kTokens; ++t) {
+                const Ints y = tokens.of(t, step);
+#pragma GCC unroll 2
+                for (int v = 0; v < Tile::kVectors; ++v) {
+                    shorts[t][v] = _mm256_add_epi16(shorts[t][v], _mm256_maddubs_epi16(w.v[v], y));
+                    keep_order(shorts[t][v]);
+                }
+            }
+            if (F::kRun < Codes::kInner && (inner + 1) % F::kRun == 0)
+                widen_sums<kTokens>(shorts, products);
+        }
+        if (F::kRun >= Codes::kInner && F::kBits != 8 && (outer + 1) * Codes::kInner % F::kRun == 0)
+            widen_sums<kTokens>(shorts, products);
     }
 }
 

@@ -48,7 +48,8 @@ std::size_t Checkpoint::own_pages() const {
 std::size_t Checkpoint::copied_bytes() const {
     std::size_t bytes = 0;
     for (const CheckpointHead& head : heads_)
-        bytes += head.importance.size() * sizeof(float) + head.queries.state_bytes();
+        bytes += head.importance.size() * sizeof(float) + head.queries.state_bytes() +
+                 (head.dropped ? sizeof(DroppedScores) : 0);
     return bytes;
 }
 

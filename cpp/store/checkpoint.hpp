@@ -6,8 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "decide/dropped_scores.hpp"
 #include "decide/query_statistics.hpp"
 #include "store/store_pool.hpp"
 
@@ -19,6 +21,7 @@ struct CheckpointHead {
     int count = 0;
     std::vector<float> importance;  // by entry, of whole pages
     QueryStatistics queries{};
+    std::optional<DroppedScores> dropped{};
 };
 
 class Checkpoint {

@@ -40,8 +40,8 @@ std::unique_ptr<Checkpoint> make_checkpoint(StoreParts& parts) {
     heads.reserve(parts.n_heads());
     parts.over_heads([&](Head& head) {
         head.pages.share_all();
-        heads.push_back(
-            {head.pages.all(), head.count(), head.pages.copied_importance(), head.queries});
+        heads.push_back({head.pages.all(), head.count(), head.pages.copied_importance(),
+                         head.queries, head.dropped});
     });
     made->take(std::move(heads), parts.common.evicted.load(std::memory_order_relaxed),
                parts.common.whole_from.load(std::memory_order_relaxed));
@@ -64,6 +64,7 @@ bool go_on_from(HeadStore& store, Checkpoint& from, bool ends) {
         head.pages.take_over(other.pages, other.importance);
         head.begin_with(other.count);
         head.queries = other.queries;
+        head.dropped = other.dropped;
         parts.share.add_used(head.pages.size());
         for (const std::byte* page : head.pages.all())
             if (!ends) parts.share.pool().pages().share(page);

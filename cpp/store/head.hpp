@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "decide/dropped_scores.hpp"
 #include "decide/query_statistics.hpp"
 #include "kernels/kernels.hpp"
 #include "store/frozen_entries.hpp"
@@ -92,10 +94,12 @@ public:
 
     HeadPages pages;
     FrozenEntries frozen;
-    QueryStatistics queries{};         // of its group, where scores need them
-    const TurnsBack* turns = nullptr;  // of its layer's RoPE, for those
-    std::vector<float> losses;         // of the last micro-batch that measured, by knot
-    int upcoming = 0;                  // entries that the next micro-batch can leave behind
+    QueryStatistics queries{};               // of its group, where scores need them
+    const TurnsBack* turns = nullptr;        // of its layer's RoPE, for those
+    std::optional<DroppedScores> dropped{};  // where they are counted
+    std::vector<float> losses;               // of the last micro-batch that measured, by knot
+    std::vector<float> held_losses;          // the same without what was dropped before
+    int upcoming = 0;                        // entries that the next micro-batch can leave behind
 
 private:
     const LayerShape* shape_;

@@ -45,12 +45,15 @@ void HeadLoader::load(int layer_index, int head_index, int count, std::byte* sta
     StoreLayer& layer = parts_.layers.at(index(layer_index));
     const PageLayout& layout = layer.layout;
     Head& head = layer.heads.at(index(head_index));
-    head.queries.load(state + state_pages(layout, count) * layout.bytes);
+    const std::byte* of_queries = state + state_pages(layout, count) * layout.bytes;
+    head.queries.load(of_queries);
+    if (head.dropped) head.dropped->load(of_queries + head.queries.state_bytes());
     // A head of the state's own pages, which evicts what the budget does not hold.
     Head loaded(layer.shape, layout, parts_.share);
     loaded.begin_with(count);
     loaded.set_budget(head.budget());
     loaded.queries = head.queries;
+    loaded.dropped = head.dropped;
     loaded.turns = head.turns;
     std::vector<std::byte*> pages;
     for (std::size_t page = 0; page < state_pages(layout, count); ++page)
@@ -64,6 +67,7 @@ void HeadLoader::load(int layer_index, int head_index, int count, std::byte* sta
     copy_pages(layout, loaded.pages.all(), head.count(),
                [&](std::size_t page) { return head.pages[static_cast<int>(page)]; });
     head.drop_empty_pages();
+    head.dropped = loaded.dropped;
     head.frozen.cold = std::move(loaded.frozen.cold);
     head.frozen.homes = std::move(loaded.frozen.homes);
     head.frozen.detections = std::move(loaded.frozen.detections);

@@ -25,16 +25,20 @@ const char* entries_problem(const PageLayout& layout, const std::byte* page, int
     return nullptr;
 }
 
-// Entries and statistics; importance(i): of an entry, which is not in pages that others own, too.
+// Entries, statistics, and what was dropped; importance(i): of an entry, which is not in pages that
+// others own, too.
 template <typename Importance>
 void save_active(const PageLayout& layout, const std::vector<std::byte*>& pages, int count,
-                 const QueryStatistics& queries, Importance importance, std::byte* state) {
+                 const QueryStatistics& queries, const std::optional<DroppedScores>& dropped,
+                 Importance importance, std::byte* state) {
     copy_pages(layout, pages, count, [&](std::size_t page) { return state + page * layout.bytes; });
     for (int i = 0; i < count; ++i) {
         std::byte* page = state + index(layout.page_of(i)) * layout.bytes;
         layout.importance(page)[layout.slot_of(i)] = importance(i);
     }
-    queries.save(state + state_pages(layout, count) * layout.bytes);
+    std::byte* of_queries = state + state_pages(layout, count) * layout.bytes;
+    queries.save(of_queries);
+    if (dropped) dropped->save(of_queries + queries.state_bytes());
 }
 
 // Of a head whose frozen entries were given up: none of its entries has a record.
@@ -61,7 +65,7 @@ void HeadSaver::save(int layer_index, int head_index, std::byte* state) const {
     const Head& head = layer.heads.at(index(head_index));
     const int count = head.count();
     save_active(
-        layer.layout, head.pages.all(), count, head.queries,
+        layer.layout, head.pages.all(), count, head.queries, head.dropped,
         [&](int i) { return head.importance(i); }, state);
     if (!layer.cold) return;
     std::byte* homes = state + active_bytes(layer, count);
@@ -82,7 +86,7 @@ std::size_t HeadSaver::bytes(int layer, const CheckpointHead& head) const {
 
 void HeadSaver::save(int layer, const CheckpointHead& head, std::byte* state) const {
     save_active(
-        parts_.layers.at(index(layer)).layout, head.pages, head.count, head.queries,
+        parts_.layers.at(index(layer)).layout, head.pages, head.count, head.queries, head.dropped,
         [&](int i) { return head.importance[index(i)]; }, state);
 }
 
@@ -102,8 +106,10 @@ std::string HeadSaver::problem(int layer_index, int count, const std::byte* stat
         const int n = std::min(layout.entries, count - first);
         if (const char* problem = entries_problem(layout, page, n, seen)) return problem;
     }
-    if (!QueryStatistics::is_possible(page, active - index(static_cast<int>(page - state))))
-        return "impossible queries";
+    const std::size_t of_queries = layer.heads.front().queries.state_bytes();
+    if (!QueryStatistics::is_possible(page, of_queries)) return "impossible queries";
+    if (layer.heads.front().dropped && !DroppedScores::is_possible(page + of_queries))
+        return "impossible scores of what was dropped";
     if (!layer.cold) return {};
     if (!layer.heads.front().frozen) return "nothing to freeze into any more";
     const std::string problem =

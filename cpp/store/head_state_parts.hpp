@@ -14,10 +14,12 @@ inline std::size_t state_pages(const PageLayout& layout, int count) {
     return static_cast<std::size_t>(pages_for(count, layout.entries));
 }
 
-// Of the entries that are attended to, and of the queries' statistics.
+// Of the entries that are attended to, of the queries' statistics, and of what was dropped, where
+// that is counted.
 inline std::size_t active_bytes(const StoreLayer& layer, int count) {
-    return state_pages(layer.layout, count) * layer.layout.bytes +
-           layer.heads.front().queries.state_bytes();
+    const Head& head = layer.heads.front();
+    return state_pages(layer.layout, count) * layer.layout.bytes + head.queries.state_bytes() +
+           (head.dropped ? DroppedScores::state_bytes() : 0);
 }
 
 // Of which records they have, and how often they were detected.

@@ -3,11 +3,12 @@
 // A state of `count` entries is pages_for(count, layout.entries) pages of layout.bytes bytes each,
 // laid out as page_layout.hpp says. Entries keep their slots, so that sums over them keep their
 // order; unused slots of the last page are zero. Where scores need them, the statistics of the
-// queries come next (query_statistics.hpp); where entries are frozen, the records of the entries,
-// how often they were detected under a schedule, and what is frozen (cold_state.cpp). The layout
-// depends on the type and the shapes of the layers alone, never on the instruction set. Numbers are
-// little-endian. Whoever changes the layout of a page changes the version of the session files with
-// it (session/file.py).
+// queries come next (query_statistics.hpp), and where that is counted, what was dropped
+// (dropped_scores.hpp: the last part, which files of version 5 lack); where entries are frozen, the
+// records of the entries, how often they were detected under a schedule, and what is frozen
+// (cold_state.cpp). The layout depends on the type and the shapes of the layers alone, never on the
+// instruction set. Numbers are little-endian. Whoever changes the layout of a page changes the
+// version of the session files with it (session/file.py).
 #pragma once
 
 #include <cstddef>

@@ -164,7 +164,9 @@ void HeadStore::truncate(std::int32_t position) {
         head.keep(mask, {}, *parts_.common.kernels);
         head.drop_empty_pages();
         if (head.frozen) head.frozen.cold->truncate(position);
-        if (position == 0) head.queries.reset();
+        if (position > 0) return;
+        head.queries.reset();
+        if (head.dropped) head.dropped->forget();
     });
 }
 

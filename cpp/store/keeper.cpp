@@ -27,14 +27,17 @@ void Keeper::keep_scored(Head& head, const StagedEntries& staged, int keep,
 }
 
 // What has left its window is not counted as evicted.
-void Keeper::count_dropped(const Head& head, int total, int n_kept,
+void Keeper::count_dropped(Head& head, int total, int n_kept,
                            const Protection& protection) noexcept {
     int n_left = 0;
     for (int i = 0; i < total; ++i) {
         const std::int32_t position = ranking_.positions()[i];
-        if (!protection.has_left(position)) continue;
-        common_.note_left(head.shape(), position);
-        ++n_left;
+        if (protection.has_left(position)) {
+            common_.note_left(head.shape(), position);
+            ++n_left;
+        } else if (head.dropped && ranking_.mask()[i] == 0) {
+            head.dropped->add(ranking_.scores()[i]);
+        }
     }
     common_.evicted.fetch_add(static_cast<std::size_t>(total - n_kept - n_left),
                               std::memory_order_relaxed);

@@ -22,8 +22,7 @@ public:
 private:
     void keep_scored(Head& head, const StagedEntries& staged, int keep,
                      std::int32_t newest) noexcept;
-    void count_dropped(const Head& head, int total, int n_kept,
-                       const Protection& protection) noexcept;
+    void count_dropped(Head& head, int total, int n_kept, const Protection& protection) noexcept;
     bool leave_window(Head& head, const StagedEntries& staged) noexcept;
     bool keep_from(Head& head, const StagedEntries& staged, std::int32_t oldest) noexcept;
 

@@ -10,14 +10,20 @@ void measure_losses(StoreParts& parts, const std::vector<int>& knots) {
             throw std::invalid_argument("knots must ascend");
     parts.common.knots = knots;
     if (knots.empty()) return;  // what was measured stays
-    parts.over_heads([&](Head& head) { head.losses.assign(knots.size(), 0.0f); });
+    parts.over_heads([&](Head& head) {
+        head.losses.assign(knots.size(), 0.0f);
+        head.held_losses.assign(knots.size(), 0.0f);
+    });
 }
 
-std::vector<double> last_losses(const StoreParts& parts) {
+std::vector<double> last_losses(const StoreParts& parts, bool of_held) {
     std::vector<double> all;
-    for (const StoreLayer& layer : parts.layers)
-        for (const Head& head : layer.heads)
-            all.insert(all.end(), head.losses.begin(), head.losses.end());
+    for (const StoreLayer& layer : parts.layers) {
+        for (const Head& head : layer.heads) {
+            const std::vector<float>& losses = of_held ? head.held_losses : head.losses;
+            all.insert(all.end(), losses.begin(), losses.end());
+        }
+    }
     return all;
 }
 

@@ -12,7 +12,8 @@ namespace entropykv {
 void measure_losses(StoreParts& parts, const std::vector<int>& knots);
 
 // Of the last micro-batch that measured: sums of the scores of what is not kept, relative to the
-// squared outputs of the head where scores are squares; [KV head of all layers][knot].
-std::vector<double> last_losses(const StoreParts& parts);
+// squared outputs of the head where scores are squares; [KV head of all layers][knot]. of_held:
+// without what was dropped before.
+std::vector<double> last_losses(const StoreParts& parts, bool of_held);
 
 }  // namespace entropykv

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
-#include "decide/budget.hpp"
 #include "decide/redundancy.hpp"
 #include "platform/scratch.hpp"
 
@@ -47,6 +47,7 @@ void Ranking::add_observed(Head& head, const StagedEntries& staged,
     const bool single = common_.single_query;
     const int interval = common_.scoring_interval();
     const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
+    if (head.dropped) head.dropped->decay(factor);
     const bool largest = common_.measure().by_largest();
     const float weight = single ? static_cast<float>(interval) : 1.0f;
     const std::int32_t limit = single ? common_.newest - common_.neighbourhood() : common_.newest;
@@ -190,8 +191,12 @@ void Ranking::measure_losses(Head& head, int total, std::int32_t newest,
     for (int i = 0; i < total; ++i)
         if (protection.leaves_open(positions_[index(i)], newest))
             scratch_[index(n++)] = std::min(scores_[index(i)] * unit, kMost);
-    losses_at(scratch_.data(), n, common_.knots, head.losses.data());
-    for (float& loss : head.losses) loss = std::min(loss, kMost);
+    std::sort(scratch_.data(), scratch_.data() + n, std::greater<float>());
+    const auto losses = [&](const DroppedScores& dropped, std::vector<float>& at_knots) {
+        losses_at(scratch_.data(), n, dropped, unit, common_.knots, at_knots.data());
+    };
+    losses({}, head.held_losses);
+    losses(head.dropped.value_or(DroppedScores{}), head.losses);
 }
 
 int Ranking::select(int total, int keep, const Protection& protection,

@@ -33,6 +33,7 @@ public:
     int select(int total, int keep, const Protection& protection, std::int32_t newest) noexcept;
 
     const std::int32_t* positions() const { return positions_.data(); }
+    const float* scores() const { return scores_.data(); }
     std::uint8_t* mask() { return mask_.data(); }
 
 private:

@@ -21,6 +21,8 @@ StoreParts::StoreParts(const std::vector<LayerShape>& shapes, const StoreSetting
         StoreLayer& layer = layers.back();
         for (int h = 0; h < shapes[i].n_head_kv; ++h)
             layer.heads.emplace_back(layer.shape, layer.layout, share);
+        if (settings.counts_dropped && !settings.freezing)
+            for (Head& head : layer.heads) head.dropped.emplace();
         if (queries.follows()) queries.follow(i, layer.heads);
     }
 }

@@ -25,6 +25,7 @@ struct StoreSettings {
     ImportanceSettings importance;
     Protection protection{4, 1};
     bool own_windows = false;         // every head's recent window is half of its own budget
+    bool counts_dropped = false;      // for losses; nothing is counted where it is frozen instead
     int max_tokens = 512;             // largest micro-batch
     int max_entries = 0;              // no KV head ever keeps more (the context)
     std::vector<RopeParams> ropes{};  // of the layers; none: keys and queries have no position

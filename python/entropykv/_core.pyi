@@ -464,13 +464,15 @@ class HeadwiseStore:
         max_entries: int,
         n_threads: int,
         own_windows: bool = False,
+        counts_dropped: bool = False,
         shared_choice: bool = False,
         kernels: str | None = None,
         ropes: Sequence[RopeParams] = (),
         freezing: FreezeSettings | None = None,
         pool: SequencePool | None = None,
     ) -> None:
-        """`own_windows`: a KV head's recent window is half of its own budget; `shared_choice`: the
+        """`own_windows`: a KV head's recent window is half of its own budget; `counts_dropped`:
+        losses() count what was dropped, too, unless it is frozen; `shared_choice`: the
         heads of a layer rank entries by what all of them observed; `ropes`: one for each layer, for
         expected attention; none: nothing has a position. `freezing` None: what is not kept is
         dropped; ValueError where its limit is too small, or with `own_windows`. `pool` None: the
@@ -544,8 +546,11 @@ class HeadwiseStore:
         `knots` ascend from 0; none: off, and losses() stay as they are.
         """
 
-    def losses(self) -> npt.NDArray[np.float64]:
-        """Of the last micro-batch that measured: [KV head of all layers][knot], one array."""
+    def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
+        """Of the last micro-batch that measured: [KV head of all layers][knot], one array.
+
+        `of_held`: without what was dropped before.
+        """
 
     def track_entropy(self, on: bool) -> None: ...
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:
@@ -580,6 +585,13 @@ class HeadwiseStore:
         will be set before they are loaded.
 
         MemoryError and ColdStorageError change nothing.
+        """
+
+    @property
+    def nothing_dropped(self) -> bytes:
+        """The end of a KV head's state that says that it has dropped nothing.
+
+        It is empty where what is dropped is not counted.
         """
 
     def set_evicted(self, evicted: int) -> None:
@@ -774,8 +786,16 @@ def kv_types() -> list[str]:
 def most_entries(layer: LayerShape, max_entries: int) -> int:
     """Entries that a KV head of a layer can use."""
 
-def losses_at(scores: npt.ArrayLike, knots: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Sums of all but the largest k scores, for every k of the knots, which ascend."""
+def losses_at(
+    scores: npt.ArrayLike,
+    knots: Sequence[int],
+    dropped: Sequence[float] = (),
+    unit: float = 1.0,
+) -> npt.NDArray[np.float32]:
+    """Sums of all but the largest k scores, for every k of the knots, which ascend.
+
+    Of `dropped` scores, those of an octave count as their mean, times the `unit`.
+    """
 
 def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
     """Entries of every head from `total`; losses are [head][knot], one after the other."""

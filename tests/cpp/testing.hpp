@@ -59,7 +59,7 @@ inline StoreSettings settings_of(KvType type, ScoreKind score) {
     importance.by_values = importance.distinct = true;
     RopeParams rope;
     rope.n_dims = 8;
-    return {type, importance, kProtection, false, kMaxTokens, kMaxEntries, {rope}, {}};
+    return {type, importance, kProtection, false, true, kMaxTokens, kMaxEntries, {rope}, {}};
 }
 
 // Nothing, recall alone, and the schedule with recall and a limit that drops pages.

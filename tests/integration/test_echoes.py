@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from entropykv import Session, SettingsError
+from entropykv import BudgetToShare, OwnPolicy, Pool, Session, SettingsError
 from entropykv.evaluation.passkeys import make_cases
 from entropykv.llamacpp.batch import BatchPart, MicroBatch
 from tests.architectures import ARCHITECTURES
@@ -23,6 +24,18 @@ POLICIES = (
     "uniform:reconstruct",
     "layer:attention+echo",
 )
+
+
+class FirstHeads(OwnPolicy):
+    """Gives most to the first KV head of every layer; what is kept is by reconstruction."""
+
+    name = "first-heads"
+    importance = "reconstruct"
+
+    def share(self, budget: BudgetToShare) -> np.ndarray:
+        """See the class."""
+        return np.resize([3.0, 1.0], budget.n_kv_heads)
+
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
@@ -62,6 +75,29 @@ def test_what_was_read_once_is_scored_before_it_is_evicted(
         n_alone = sum(1 for n_text, n_echo in echoes if n_text == 0 and n_echo > 0)
         assert n_alone == -(-90 // session.n_ubatch)
         assert all(n_echo > n_text for n_text, n_echo in echoes if n_text >= 16)
+        assert session.evicted > 0
+
+
+def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
+    uneven_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    decode = MicroBatch.decode_parts
+    settings: dict[str, Any] = {"n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_budget": 192}
+    with Pool(uneven_llama, n_sequences=2, policy=FirstHeads(), **settings) as pool:
+
+        def looked(self: MicroBatch, context: Any, parts: Sequence[BatchPart]) -> Any:
+            if all(not part.tokens for part in parts):
+                found.append(sum(len(entries) for entries in all_entries(session)))
+            return decode(self, context, parts)
+
+        other, session = pool.session(), pool.session()
+        other.decode(tokens_for(90, seed=5))
+        session.decode(tokens_for(90))
+        n_heads = len(all_entries(session))
+        monkeypatch.setattr(MicroBatch, "decode_parts", looked)
+        session.decode(tokens_for(60, seed=1))
+        assert set(found) == {90 * n_heads}
         assert session.evicted > 0
 
 

@@ -97,9 +97,9 @@ def test_what_it_observes_changes_shares(tiny_llama: Path) -> None:
     given = Counting()
     with session_of(tiny_llama, given, n_ubatch=64) as session:
         before = budgets_of(session)
-        session.decode(TOKENS[:128])
+        session.decode(TOKENS[:192])
         assert np.array_equal(budgets_of(session), before)
-        session.decode(TOKENS[128:])
+        session.decode(TOKENS[192:])
         after = budgets_of(session)
         assert np.all(after[::2] < after[1::2])
         session.reset()

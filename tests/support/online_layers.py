@@ -44,6 +44,7 @@ class Layers:
     heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
     losses: list[Any] = field(default_factory=list)
     """By the oracle, of the last micro-batch."""
+    losses_of_held: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Both empty."""
@@ -66,6 +67,7 @@ class Layers:
             max_entries=MAX_ENTRIES,
             n_threads=1,
             own_windows=self.rules.own_windows,
+            counts_dropped=True,
             shared_choice=self.shared,
         )
         store.measure_losses(self.knots)
@@ -86,7 +88,7 @@ class Layers:
         n_tokens = min(n_tokens, MAX_ENTRIES - self.position)
         if n_tokens == 0:
             return
-        self.losses = []
+        self.losses, self.losses_of_held = [], []
         for layer in range(len(SHAPES)):
             self.attend_layer(layer, n_tokens)
         self.position += n_tokens
@@ -112,6 +114,8 @@ class Layers:
         for head, (oracle, result) in enumerate(zip(oracles, results, strict=True)):
             oracle.give(result.observed if together is None else together, self.position)
             self.losses.append(oracle.losses(self.knots, result.outputs))
+            of_held = oracle.losses(self.knots, result.outputs, of_held=True)
+            self.losses_of_held.append(of_held)
             oracle.settle(n, self.store.positions(layer, head))
 
     def truncate(self, position: int) -> None:

@@ -225,3 +225,33 @@ def test_micro_batches_too_small_for_a_stretch_are_larger() -> None:
     echo = Echo(lambda _: [7] * 40, 16)
     assert echo.stretch == LEAST_STRETCH
     assert echo.n_ubatch == 40 + OVERLAP + 2 * LEAST_STRETCH
+
+
+def test_losses_of_an_echo_alone_are_relative_to_its_outputs() -> None:
+    """Values of ten times the size change neither what counts nor how much of it is lost."""
+    random = np.random.default_rng(8)
+    q, k, v = (
+        random.standard_normal((160, heads, DIM), np.float32)
+        for heads in (N_HEAD_KV * GROUP, N_HEAD_KV, N_HEAD_KV)
+    )
+    losses = []
+    for size in (1.0, 10.0):
+        importance = _core.ImportanceSettings(_core.ScoreKind.mass, decay=1.0, by_values=True)
+        store = _core.HeadwiseStore(
+            [_core.LayerShape(N_HEAD_KV * GROUP, N_HEAD_KV, DIM, DIM)],
+            "f16",
+            importance,
+            n_sinks=4,
+            recent_window=4,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+        )
+        store.set_budgets([MAX_ENTRIES] * N_HEAD_KV, 1000, 4, 4)
+        sized = v * np.float32(size)
+        store.attend(0, q[:70], k[:70], sized[:70], SCALE)
+        store.measure_losses([0, 8, 30])
+        store.attend(0, q[70:], k[70:], sized[70:], SCALE, position=70, n_echo=90)
+        losses.append(store.losses())
+    assert losses[0].min() > 0.0
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from entropykv import SessionFileError, _core
 from entropykv.session.file import (
     MAGIC,
+    OLDEST_VERSION,
     VERSION,
     check_settings,
 )
@@ -130,10 +131,11 @@ def test_sizes_beyond_the_file_allocate_nothing() -> None:
         read(struct.pack("<8sII", MAGIC, VERSION, 2**32 - 1) + bytes(100))
 
 
-def test_another_version_is_named() -> None:
+@pytest.mark.parametrize("version", [OLDEST_VERSION - 1, VERSION + 1])
+def test_another_version_is_named(version: int) -> None:
     data = bytearray(file_bytes())
-    data[8] = VERSION + 1
-    with pytest.raises(SessionFileError, match=f"has version {VERSION + 1} of the format"):
+    data[8] = version
+    with pytest.raises(SessionFileError, match=f"has version {version} of the format"):
         read(bytes(data))
 
 

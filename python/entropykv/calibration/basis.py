@@ -56,15 +56,25 @@ class Basis:
         return None
 
 
+def was_learnt(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a profile that sessions have learnt is at the path."""
+    with suppress(ProfileError):
+        return EntropyProfile.load(path).is_learnt
+    return False
+
+
 def refuse_worse(path: str | os.PathLike[str], new: Basis) -> None:
     """Raise CalibrationError where a better profile of the same model is at the path already.
 
-    A file that is no profile has nothing to lose.
+    A file that is no profile has nothing to lose, and one that was learnt gives way to any other.
     """
     if not Path(path).exists():
         return
     with suppress(ProfileError):
-        old = Basis.of(EntropyProfile.load(path))
+        there = EntropyProfile.load(path)
+        if there.is_learnt:
+            return
+        old = Basis.of(there)
         if old.is_of_the_model_of(new) and (advantage := old.advantage_over(new)) is not None:
             raise CalibrationError(
                 f"{path}: the profile there has {advantage}; use --force to replace it, or -o for "

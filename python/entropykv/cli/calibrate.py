@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from entropykv.calibration.basis import Basis, refuse_worse
+from entropykv.calibration.basis import Basis, refuse_worse, was_learnt
 from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
@@ -115,6 +115,8 @@ def run(options: argparse.Namespace) -> int:
 
     profile = _profile(options, check)
     check(Basis.of(profile))
+    if was_learnt(output):
+        say(f"{output}: the profile there was learnt, and is replaced")
     profile.save(output)
     print(f"{output}: {summary_line(profile)}")
     if options.plot:

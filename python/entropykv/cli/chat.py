@@ -15,6 +15,7 @@ from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
 from entropykv.cli.engine import add_engine_options, open_engine
 from entropykv.cli.interrupts import noted_interrupts
+from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
@@ -90,7 +91,9 @@ def _chat(options: argparse.Namespace) -> int:
         )
         if options.load_session is not None:
             conversation.load(options.load_session)
-        return _Terminal(conversation).run()
+        code = _Terminal(conversation).run()
+        say_learnt(session.learner)
+        return code
 
 
 class _Terminal:

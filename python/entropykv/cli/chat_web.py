@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from entropykv.server import ModelOptions
 
 _SAME = (
-    *("kv_budget", "policy", "store", "entropy_config", "sinks", "recent_window", "n_gpu_layers"),
+    *("kv_budget", "policy", "store", "entropy_config", "learn", "sinks", "recent_window"),
+    "n_gpu_layers",
     *("freeze", "freeze_limit", "freeze_type", "recall_interval", "freeze_window"),
     *("freeze_threshold", "freeze_rate", "freeze_history", "verbose"),
 )

@@ -7,6 +7,7 @@ import argparse
 import llama_cpp
 
 from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
+from entropykv.cli.learning import add_learn_option, say_obstacle
 from entropykv.cli.model_options import add_model_tuning, model_options_of
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_store_options, integer
@@ -22,6 +23,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     """Add options of how the model is run, and of what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
+    add_learn_option(parser.add_argument_group("profile"), "later sessions use it")
     group = parser.add_argument_group("engine")
     add_store_options(group)
     group.add_argument(
@@ -154,4 +156,5 @@ def open_engine(options: argparse.Namespace) -> Session:
         say(f"going on with the flat store: {session.fallback}")
     if note := session.other_file():
         say(note)
+    say_obstacle(session.learner)
     return session

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory
@@ -133,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
             _save(session, options.save_session, answer, chat=chat)
         elif loaded and not tokens and not answer.tokens:
             say("the saved answer was complete; give a new prompt with -p")
+        say_learnt(session.learner)
     return EXIT_INTERRUPTED if answer.interrupted else 0
 
 

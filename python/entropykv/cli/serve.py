@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from entropykv.cli.freeze_options import add_freeze_options
+from entropykv.cli.learning import add_learn_option
 from entropykv.cli.notes import say
 from entropykv.cli.options import integer
 from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
@@ -50,6 +51,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--kv-type", choices=KV_CHOICES, help="as in `entropykv run`")
     budget.add_argument("--store", choices=STORES, help="as in `entropykv run`")
     budget.add_argument("--entropy-config", metavar="FILE", help="as in `entropykv run`")
+    add_learn_option(budget, "the server uses it from its next start")
     budget.add_argument("--sinks", type=integer(0), metavar="N", help="as in `entropykv run`")
     budget.add_argument(
         "--recent-window", type=integer(1), metavar="N", help="as in `entropykv run`"

@@ -5,13 +5,22 @@ Pure: SharedPool asks between two steps, and follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+
+
+def longest_held(pages: int, most: int, pages_of: Callable[[int], int]) -> int:
+    """Return how long a text of at most `most` tokens may get that so many pages hold whole.
+
+    `pages_of`: the pages for all entries of so many tokens.
+    """
+    return bisect.bisect_right(range(most + 1), pages, key=pages_of) - 1
 
 
 @dataclass(frozen=True, eq=False)

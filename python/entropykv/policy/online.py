@@ -126,6 +126,8 @@ class MeasuredLosses:
         self._curve: LossCurve | None = None
         self._knots: Floats
         self._losses: Floats
+        """Of every KV head at the knots, what was dropped before included."""
+        self._losses_of_held: Floats
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
@@ -147,9 +149,18 @@ class MeasuredLosses:
         if not budgets_change:
             return
         self._knots = np.array(self._next_knots, np.float64)
-        losses = self._store.losses() if self._next_knots else np.empty(0)
-        self._losses = losses.reshape(self._n_heads, self._knots.size)
+        self._losses = self._of_store(of_held=False)
+        self._losses_of_held = self._of_store(of_held=True)
         self._floor, self._curve = self._next_floor, None
+
+    @property
+    def measured(self) -> tuple[Floats, Floats]:
+        """Return the last knots, and the losses there: [KV head of all layers][knot]."""
+        return self._knots, self._losses_of_held
+
+    def _of_store(self, *, of_held: bool) -> Floats:
+        losses = self._store.losses(of_held) if self._next_knots else np.empty(0)
+        return losses.reshape(self._n_heads, self._knots.size)
 
     def observe_again(self) -> None:
         """Take over the losses by the new scores."""
@@ -180,11 +191,15 @@ class MeasuredLosses:
         return shares
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
-        """Join the losses of all KV heads, as they were measured."""
-        if self._curve is None and self._knots.size > 1:
+        """Join the losses of all KV heads, as they were measured, of what is held alone.
+
+        What was dropped before would have a text that has dropped much take pages from others that
+        lose more by what they still hold. Files of sessions do not have these losses.
+        """
+        if self._curve is None and self._losses_of_held.shape[1] > 1:
             floors = np.minimum(self._floor, plan.limits)
             per_page = np.array(plan.entries_per_page)
-            self._curve = LossCurve.of_heads(floors, per_page, self._knots, self._losses)
+            self._curve = LossCurve.of_heads(floors, per_page, self._knots, self._losses_of_held)
         return self._curve
 
     def _groups(self, plan: HeadwisePlan) -> list[tuple[int, int]]:
@@ -197,7 +212,7 @@ class MeasuredLosses:
     def forget(self) -> None:
         """Forget what was measured, since another text begins."""
         self._knots, self._curve = np.empty(0), None
-        self._losses = np.empty((self._n_heads, 0))
+        self._losses = self._losses_of_held = np.empty((self._n_heads, 0))
 
     def state(self) -> Floats:
         """Return the knots, then the losses of every head."""
@@ -217,4 +232,5 @@ class MeasuredLosses:
         n_knots = state.size // (self._n_heads + 1)
         self._knots = state[:n_knots].copy()
         self._losses = state[n_knots:].reshape(self._n_heads, n_knots).copy()
+        self._losses_of_held = np.empty((self._n_heads, 0))
         self._floor, self._curve = self._next_floor, None

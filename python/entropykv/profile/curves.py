@@ -43,8 +43,9 @@ class LossCurves:
     predictions lose where all KV heads of a layer keep only the protected entries: see
     calibration/damage.py; None: nobody has measured it. `importance` is that of IMPORTANCES with
     which predictions lose least inside a budget that is shared by the curves: see
-    calibration/trial.py; None: nobody has tried. For another context the numbers of `keep` grow in
-    proportion to `length`. Raises ProfileError, naming the field.
+    calibration/trial.py; None: nobody has tried. What sessions have learnt has errors relative to
+    the largest of all, and no mass (0): see policy/lessons.py. For another context the numbers of
+    `keep` grow in proportion to `length`. Raises ProfileError, naming the field.
     """
 
     length: int

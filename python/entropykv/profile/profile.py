@@ -40,6 +40,9 @@ from entropykv.profile.parts import (
     curves_to_json,
 )
 
+LEARNT = "entropykv --learn"
+"""How the source of a profile begins that sessions have learnt, see session/learning.py."""
+
 
 @dataclass(frozen=True, eq=False)
 class EntropyProfile:
@@ -180,6 +183,11 @@ class EntropyProfile:
         """Return standard deviation over mean of all query heads; 0 where the mean is 0."""
         mean = self.mean
         return float(self.head_entropies.std()) / mean if mean > 0.0 else 0.0
+
+    @property
+    def is_learnt(self) -> bool:
+        """Tell whether sessions have learnt it, for want of a calibrated one."""
+        return self.source.startswith(LEARNT)
 
     def head_types(self) -> dict[str, int]:
         """Count the query heads of every type, by HEAD_TYPE_LIMITS."""

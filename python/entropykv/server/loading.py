@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -134,8 +135,16 @@ class ServedLlama(EntropyLlama):
             if self.generated == 0 and self.shelf is not None:
                 self._session.note_turn(writes=True)
                 self.shelf.has_read(self._session)
+            if self.generated == 0:
+                self.tell_what_is_learnt()
             self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
             yield token
+
+    def tell_what_is_learnt(self) -> None:
+        """Say on stderr, once, that a profile was left, or why none is learnt."""
+        learner = self._session.learner
+        if learner is not None and (news := learner.news()) is not None:
+            sys.stderr.write(f"entropykv: --learn: {news}\n")
 
     def _check_grammar(self, grammar: LlamaGrammar, processors: Iterable[Any]) -> None:
         """Raise RequestError for a grammar that would end the process.
@@ -194,6 +203,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
             ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
         )
     llama.served_name = options.served_name
+    llama.tell_what_is_learnt()
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}

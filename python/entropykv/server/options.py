@@ -53,6 +53,7 @@ class ModelOptions(ModelSettings):
     freeze_threshold: float | None = None
     freeze_rate: float | None = None
     freeze_history: int | None = None
+    learn: bool | None = None
     parallel: int = Field(
         default=1, ge=1, le=256, description="Conversations that are read and written at a time."
     )

@@ -47,6 +47,7 @@ def cache_options_of(
     same = {name: getattr(options, name) for name in _SAME}
     return CacheOptions(
         **{**same, **others},
+        learn=bool(getattr(options, "learn", False)),
         n_sinks=options.sinks,
         freeze=freezing_of(options),
         recovery=recovery_of(options, rungs),

@@ -8,7 +8,7 @@ All numbers are little-endian:
     sections, one after the other: tokens (i32), logits of the last token (f32), the store's
     digest (blake2b, 16 bytes) of all before it
 
-The headwise store has a section for every KV head, layer by layer: cpp/store/head_state.cpp; where
+The headwise store has a section for every KV head, layer by layer: cpp/store/head_states.hpp; where
 budgets follow the text, one more of what was seen of it (f64): online.py's state(). The flat
 store has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose
 version is in the header.
@@ -33,8 +33,10 @@ from entropykv.errors import SessionFileError
 from entropykv.files import new_file, open_regular
 
 MAGIC = b"EKVSESS\0"
-VERSION = 5
+VERSION = 6
 """The version of the format: it changes wherever anything in the file changes, layout included."""
+OLDEST_VERSION = 5
+"""The oldest version that is read: its KV heads do not say what they have dropped."""
 
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16

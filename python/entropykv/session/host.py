@@ -25,6 +25,7 @@ from entropykv.model.geometry import read_loadable
 from entropykv.policy.recipe import resolve
 from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
+from entropykv.session.learning import Learner
 from entropykv.session.parking import Parking
 from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.seat import Seat
@@ -43,6 +44,9 @@ _LOOK_AGAIN = 0.02
 
 class Host:
     """Hold the model, its context, and what is shared among the sequences in it."""
+
+    learner: Learner | None = None
+    """What learns the model's profile from its sequences; None: nobody asked for it."""
 
     def __init__(
         self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
@@ -154,6 +158,9 @@ class Host:
             if self.closed:
                 raise EntropyKVError("the pool is closed; make a new one")
             store, self._spare = self._spare or self._make_store(), None
+            if self.recipe.options.learn:
+                self.learner = self.learner or Learner(self.model, self.recipe, store)
+                self.learner.watch(store)
             seat = Seat(store, weight, self._seats_taken, live=self.shared is None)
             self._seats_taken += 1
             self.seats.append(seat)
@@ -194,12 +201,18 @@ class Host:
                     return
             time.sleep(_LOOK_AGAIN)
 
+    def note_growth(self, seat: Seat) -> None:
+        """Prepare for how long a live sequence's text is expected to get; it may evict."""
+        if self.shared is not None:
+            self.shared.note_growth(seat)
+        elif isinstance(seat.store, HeadwiseStore):
+            seat.store.sharing.expect(seat.expected)
+
     def _is_live_now(self, seat: Seat) -> bool:
         """Make a sequence live, unless others must go first; raises PoolError if nobody helps."""
         if self.shared is None:
             return True
         if seat.live:
-            self.shared.note_growth(seat)
             return True
         try:
             self.shared.make_live(seat)
@@ -213,7 +226,10 @@ class Host:
         """Make a sequence live that waits to be read; False where others must go first."""
         seat = cast(Seat, work.owner)
         try:
-            return self._is_live_now(seat)
+            if not self._is_live_now(seat):
+                return False
+            if work.part.tokens:  # not for echoes: what the budget will drop gets them before
+                self.note_growth(seat)
         except Exception as error:
             work.part.error = error
         return True
@@ -251,6 +267,8 @@ class Host:
             self._in_step = False
             while self._leaving:
                 self.leave_seat(self._leaving.pop())
+        if self.learner is not None:
+            self.learner.leave_if_complete()
         now = time.monotonic()
         for work in works:
             seat = cast(Seat, work.owner)

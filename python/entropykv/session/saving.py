@@ -60,6 +60,8 @@ class Saving(GoingBack):
         self._seat.expected = max(self._seat.expected, reader.contents.position)
         try:
             with self._host.with_seat(self._seat) as store:
+                if self._host.shared is not None:
+                    self._host.shared.note_growth(self._seat)
                 read = load_state(
                     reader, self._saved_settings(), store, self.n_vocab, self.recipe.n_ubatch
                 )
@@ -68,7 +70,7 @@ class Saving(GoingBack):
             raise
         self._clear_counts()
         self._sequence = read
-        self._seat.position = read.position
+        self._seat.position = self._seat.expected = read.position
         read.begin_after_load(self.evicted)
         self._broken = False
         return reader.contents

@@ -195,10 +195,11 @@ class Session(Saving):
 
     def _evicts(self, n_tokens: int) -> bool:
         """Tell whether the budget cannot hold all of the text when it is so many tokens longer."""
-        seat = self._seat
-        if not seat.live or seat.expected > seat.shared_for:  # its budget is that of its share
-            with self._host.with_seat(self._seat):
-                pass
+        seat, shared = self._seat, self._host.shared
+        if shared is not None and (not seat.live or seat.expected > seat.shared_for):
+            with self._host.with_seat(seat):
+                if shared.holds_whole(seat):  # otherwise echoes come before the share is changed
+                    shared.note_growth(seat)
         return self._sequence.position + n_tokens > self._store.whole_entries
 
     def _catch_up(self, n_tokens: int, arrival: int) -> None:

@@ -15,6 +15,7 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.session.counts import SessionCounts
 from entropykv.session.echo import Echo
 from entropykv.session.host import Host
+from entropykv.session.learning import Learner
 from entropykv.session.model_text import ModelText
 from entropykv.session.seat import Seat
 from entropykv.session.sequence import TokenSequence
@@ -86,6 +87,11 @@ class SessionCache(ModelText):
     def profile(self) -> EntropyProfile | None:
         """Return the entropy profile that was given or found, where the policy takes one."""
         return self.recipe.profile
+
+    @property
+    def learner(self) -> Learner | None:
+        """Return what learns the model's profile, and tells what it has left; None without it."""
+        return self._host.learner
 
     @property
     def freezing(self) -> Freezing | None:

@@ -185,6 +185,10 @@ class SharedPool:
         if seat.expected > seat.shared_for:
             self.share()
 
+    def holds_whole(self, seat: Seat) -> bool:
+        """Tell whether a live sequence's share will hold all of its text as it is expected."""
+        return self._shares.hold_whole(seat, self.live, self._pages)
+
     def note_losses(self, seats: Sequence[Seat]) -> None:
         """Share again where prompts have shown what their sequences lose with fewer pages."""
         if self._shares.learn(seats):

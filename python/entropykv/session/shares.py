@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.division import Claim, divide, equal_parts
+from entropykv.policy.division import Claim, divide, equal_parts, longest_held
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
 from entropykv.session.seat import Seat
@@ -58,9 +58,7 @@ class Shares:
         """
         if not seats:
             return
-        parts = equal_parts(pages, [seat.weight for seat in seats])
-        claims = [self._claim(seat, part) for seat, part in zip(seats, parts, strict=True)]
-        shares = divide(pages, claims)
+        claims, shares = self._divide(seats, pages)
         former = [seat.headwise.share_pages for seat in seats]
         changes = [new - old for new, old in zip(shares, former, strict=True)]
         pairs = zip(changes, former, strict=True)
@@ -68,11 +66,29 @@ class Shares:
             return
         for i in sorted(range(len(seats)), key=lambda i: changes[i]):
             seat = seats[i]
-            seat.shared_for = self._length(seat)
+            whole = self._whole_length(seat, shares[i], claims[i])
+            seat.shared_for = whole or self._length(seat)
             held = seat.headwise.core.entries
-            whole = shares[i] >= claims[i].needed
-            seat.headwise.take_share(shares[i], self._length(seat) if whole else None)
+            seat.headwise.take_share(shares[i], whole)
             seat.given_up += held - seat.headwise.core.entries
+
+    def hold_whole(self, seat: Seat, seats: Sequence[Seat], pages: int) -> bool:
+        """Tell whether give() would let one of the sequences keep all of its text."""
+        claims, shares = self._divide(seats, pages)
+        i = seats.index(seat)
+        return self._whole_length(seat, shares[i], claims[i]) is not None
+
+    def _whole_length(self, seat: Seat, share: int, claim: Claim) -> int | None:
+        """Return how long a text may get that a share holds whole; None: it does not hold this."""
+        if share >= claim.needed:
+            return self._length(seat)
+        longest = longest_held(share, self._recipe.n_ctx, self._all.pages_of)
+        return longest if longest >= max(seat.expected, seat.position) else None
+
+    def _divide(self, seats: Sequence[Seat], pages: int) -> tuple[list[Claim], list[int]]:
+        parts = equal_parts(pages, [seat.weight for seat in seats])
+        claims = [self._claim(seat, part) for seat, part in zip(seats, parts, strict=True)]
+        return claims, divide(pages, claims)
 
     def _length(self, seat: Seat) -> int:
         """Return how long a text is taken to get."""

@@ -17,6 +17,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.recipe import Recipe
 from entropykv.session.file import (
     AGAIN,
+    OLDEST_VERSION,
     SavedContents,
     SavedSettings,
     check_settings,
@@ -98,7 +99,12 @@ def load_state(
     tokens, logits, *sections = reader.sections()
     sequence = _sequence(reader, tokens, logits, n_vocab, n_ubatch)
     state = SavedState(
-        contents.position, contents.entries, contents.evicted, contents.shift, sections
+        contents.position,
+        contents.entries,
+        contents.evicted,
+        contents.shift,
+        sections,
+        tells_dropped=reader.version > OLDEST_VERSION,
     )
     try:
         store.check_state(state)

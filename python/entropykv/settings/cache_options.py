@@ -47,6 +47,7 @@ class CacheArguments(TypedDict, total=False):
     kv_type: str
     store: str
     entropy_config: EntropyProfile | str | os.PathLike[str] | None
+    learn: bool
     n_sinks: int
     recent_window: int | None
     freeze: Freezing | str | None
@@ -82,9 +83,11 @@ class CacheOptions:
     q8_0, or auto: f16 where a budget in bytes holds the whole context, else q8_0. `store`:
     headwise, flat, or auto: headwise where it can serve the model. `entropy_config`: an
     EntropyProfile or the path of one; None: that beside the model file or in this package, where
-    the policy takes one. `n_sinks`: first entries, and `recent_window`: newest entries, that every
-    KV head keeps; None: half of the mean budget. `freeze`: keep what is evicted in cold storage:
-    "ram", "disk:DIR", or a Freezing with settings of its own; None: no, unless policy is freeze.
+    the policy takes one. `learn`: where there is none, leave one beside the model file once enough
+    of texts was read twice, for later sessions: see docs/profiles.md. `n_sinks`: first entries, and
+    `recent_window`: newest entries, that every KV head keeps; None: half of the mean budget.
+    `freeze`: keep what is evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings
+    of its own; None: no, unless policy is freeze.
     `recovery`: the ladder that restores what is frozen where the output grows uncertain; None: off.
 
     `n_ctx`: the longest sequence, in tokens; 0: what the model was trained for. `n_ubatch`: tokens
@@ -104,6 +107,7 @@ class CacheOptions:
     kv_type: str = "auto"
     store: str = "auto"
     entropy_config: EntropyProfile | str | os.PathLike[str] | None = None
+    learn: bool = False
     n_sinks: int = 4
     recent_window: int | None = None
     freeze: Freezing | str | None = None
@@ -135,6 +139,11 @@ class CacheOptions:
         # Llama.cpp has this number for all layers.
         at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         at_least("n_sinks", self.n_sinks, 0)
+        if self.learn and self.entropy_config is not None:
+            raise SettingsError(
+                "--learn (learn) makes a profile where there is none, and --entropy-config "
+                "(entropy_config) gives one; leave one of them out"
+            )
         if self.recent_window is not None:
             at_least("recent_window", self.recent_window, 1)
         if self.n_sequences is not None:

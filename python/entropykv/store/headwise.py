@@ -74,7 +74,7 @@ class HeadwiseStore(Store):
             )
             self.sharing = HeadwiseBudgets(self._store, recipe, self.layers, online)
             if self._host.pool is None:
-                self.sharing.follow(plan)
+                self.sharing.take(plan)
             else:
                 self.sharing.await_share(plan, self._host.n_sequences)
         except BaseException:
@@ -137,11 +137,11 @@ class HeadwiseStore(Store):
         """Share the new budget among the heads, evicting where they hold more."""
         plan = self.plan_of(budget)
         with self.cold.growing():
-            self.sharing.follow(plan)
+            self.sharing.take(plan)
 
     @property
     def sure_entries(self) -> int:
-        """Return how many tokens every KV head keeps: sinks and recent window, or all of n_ctx.
+        """Return how long a text may get of which every KV head keeps everything.
 
         It is 0 where a schedule may freeze any of them.
         """
@@ -149,8 +149,8 @@ class HeadwiseStore(Store):
 
     @property
     def whole_entries(self) -> int:
-        """Return the smallest budget of those heads that cannot hold all that they will see."""
-        return self.sharing.whole_entries
+        """Return how long a text may get of which the budget drops nothing."""
+        return max(self.sharing.whole_entries, self.sharing.longest_whole)
 
     def truncate(self, position: int) -> None:
         """Drop entries at and beyond a position.
@@ -198,7 +198,8 @@ class HeadwiseStore(Store):
 
     def load_state(self, state: SavedState) -> None:
         """Get the pages, then copy the entries; heads that hold more than their budget evict."""
-        self._state.load(state, self.sharing.shares, self.sharing.share)
+        with self.sharing.expecting(state.position):
+            self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
         self.way_back.await_state(state.position)
 
@@ -251,6 +252,7 @@ def _core_of(
         max_entries=recipe.n_ctx,
         n_threads=recipe.options.most_threads,
         own_windows=recipe.own_windows,
+        counts_dropped=recipe.policy.rule.by_losses,
         shared_choice=recipe.policy.rule.by_layer,
         ropes=[node.rope for node in host.hook.nodes],
         freezing=cold.settings,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.division import LossCurve
-from entropykv.policy.online import OnlineBudgets, changes_budgets, is_observed
-from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.division import LossCurve, longest_held
+from entropykv.policy.lessons import Lessons
+from entropykv.policy.online import MeasuredLosses, OnlineBudgets, changes_budgets, is_observed
+from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.recipe import Recipe
 from entropykv.settings.options import Budget
 
@@ -18,6 +23,8 @@ class HeadwiseBudgets:
 
     plan: HeadwisePlan
     """The plan that is followed now."""
+    _lessons: Lessons | None = None
+    """Where what is measured is added up, for a profile."""
 
     def __init__(
         self,
@@ -32,16 +39,62 @@ class HeadwiseBudgets:
         self._layers = layers
         self._online = online
         self._budgets_change = False
+        self._end = 0
         self._least_sure: int | None = None
+        self._of_policy: HeadwisePlan | None = None
+        """The plan for texts that the bytes cannot hold whole; None in a pool."""
+        self._of_whole_texts: HeadwisePlan | None = None
+        """The plan for those that they can; None where there is no other for them."""
+        self._expected = 0
         self.whole_entries = 0
-        """How long a text may get before it evicts anything; n_ctx where it never does."""
+        """How long a text may get before the plan that is followed evicts; n_ctx: never."""
+
+    def take(self, plan: HeadwisePlan) -> None:
+        """Share a budget that the store has alone; heads that hold more evict."""
+        fills_by_text = self._recipe.freezing is None and not plan.holds_all
+        self._of_policy = plan
+        self._of_whole_texts = _for_whole_texts(plan, self._layers) if fills_by_text else None
+        self.follow(self._fitting(plan))
+
+    def expect(self, n_tokens: int) -> None:
+        """Keep all of a text of so many tokens if the bytes hold it, else what the policy says."""
+        self._expected = n_tokens
+        plan = self._fitting(self._of_policy) if self._of_policy else self.plan
+        if plan is not self.plan:
+            self.follow(plan)
+
+    @contextmanager
+    def expecting(self, n_tokens: int) -> Iterator[None]:
+        """Replace the text by one of so many tokens inside; an error leaves the plan as it was."""
+        before = self._expected, self.plan
+        self._expected = n_tokens
+        if self._of_policy:
+            self._go_by(self._fitting(self._of_policy))
+        try:
+            yield
+        except BaseException:
+            self._expected, plan = before
+            self._go_by(plan)
+            raise
+
+    @property
+    def longest_whole(self) -> int:
+        """Return how long a text may get that is kept whole once it is expected; 0: see plan."""
+        return self._of_whole_texts.longest if self._of_whole_texts else 0
+
+    def _fitting(self, of_policy: HeadwisePlan) -> HeadwisePlan:
+        whole = self._of_whole_texts
+        return whole if whole and 0 < self._expected <= whole.longest else of_policy
 
     def follow(self, plan: HeadwisePlan) -> None:
         """Share a budget by another plan; heads that hold more evict."""
+        self._go_by(plan)
+        self.share()
+
+    def _go_by(self, plan: HeadwisePlan) -> None:
         self.plan = plan
         if self._online:
             self._online.expect(plan)
-        self.share()
 
     def await_share(self, plan: HeadwisePlan, n_sequences: int) -> None:
         """Hold nothing yet: `plan` is that of all sequences of a pool together."""
@@ -90,6 +143,7 @@ class HeadwiseBudgets:
         awaits_echo = repeats and position + n_tokens <= self.whole_entries
         changes = changes_budgets(n_tokens, position, n_ubatch) and not awaits_echo
         self._budgets_change = n_tokens == 0 or changes
+        self._end = position + n_tokens
         if self._online:
             self._online.prepare(budgets_change=self._budgets_change)
 
@@ -103,7 +157,22 @@ class HeadwiseBudgets:
         if not is_observed(n_tokens, self._recipe.n_ubatch):
             return False
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
+        if self._lessons is not None and self._budgets_change:
+            self._add_to(self._lessons, n_tokens)
         return self._budgets_change
+
+    def teach(self, lessons: Lessons) -> None:
+        """Add up what texts show of the KV heads from now on, for a profile."""
+        self._store.track_entropy(True)
+        self._lessons = lessons
+
+    def _add_to(self, lessons: Lessons, n_tokens: int) -> None:
+        """Add up what the micro-batch has shown, if it measured anything."""
+        if isinstance(self._online, MeasuredLosses) and self._online.measured[0].size:
+            knots, losses = self._online.measured
+            layers = range(len(self._layers))
+            rows = [self._store.row_entropies(layer).mean(axis=0) for layer in layers]
+            lessons.add(n_tokens, self._end, knots, losses, np.array(rows, np.float64))
 
     def loss_curve(self) -> LossCurve | None:
         """Return what the text loses with fewer pages, where that was measured."""
@@ -118,6 +187,8 @@ class HeadwiseBudgets:
     @property
     def sure_entries(self) -> int:
         """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
+        if self._of_whole_texts is not None:
+            return self.longest_whole
         return self._sure_of(self.plan) if self._least_sure is None else self._least_sure
 
     def _sure_of(self, plan: HeadwisePlan) -> int:
@@ -139,3 +210,10 @@ class HeadwiseBudgets:
     def _plan_of(self, pages: int, page_bytes: int) -> HeadwisePlan:
         budget = Budget("bytes", max(1, pages * page_bytes))
         return self._recipe.headwise_plan(budget, self._layers)
+
+
+def _for_whole_texts(plan: HeadwisePlan, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:
+    """Return the plan for all texts that a plan's pool holds whole, in every KV head."""
+    longest = longest_held(plan.pool_pages, plan.longest, plan.pages_of)
+    budgets = tuple(by_layer([min(limit, longest) for limit in plan.limits], layers))
+    return replace(plan, budgets=budgets, mean_entries=longest, longest=longest)

@@ -18,6 +18,7 @@ from tests.support.reference.attending import (
     oldest_seen,
     visible,
 )
+from tests.support.reference.dropped import DroppedScores
 from tests.support.reference.freezing import Detections, FreezingHead, FrozenEntry, Undecided
 from tests.support.reference.heads import ReferenceHead, Rules, Schedule, losses_at
 from tests.support.reference.ranking import (
@@ -66,6 +67,7 @@ __all__ = [
     "Attention",
     "Bools",
     "Detections",
+    "DroppedScores",
     "Floats",
     "FreezingHead",
     "FrozenEntry",

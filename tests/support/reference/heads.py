@@ -18,6 +18,7 @@ from tests.support.reference.attending import (
     attend_kv_head,
     oldest_seen,
 )
+from tests.support.reference.dropped import DroppedScores
 from tests.support.reference.ranking import (
     QueryStatistics,
     distinctness,
@@ -97,6 +98,7 @@ class ReferenceHead:
         """Start empty."""
         self.k, self.v = np.zeros((0, self.k_dim)), np.zeros((0, self.v_dim))
         self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
+        self.dropped = DroppedScores()
 
     def read(
         self,
@@ -144,6 +146,10 @@ class ReferenceHead:
         """Add what a micro-batch that began at `first_position` gave: [n][T]."""
         rules = self.rules
         if rules.observes:
+            interval = 1 if rules.schedule else SCORING_INTERVAL
+            single = len(observed) == 1
+            if not single or first_position % interval == 0:
+                self.dropped.decay(rules.decay ** (interval if single else len(observed)))
             self.importance = updated_importance(
                 self.importance,
                 observed,
@@ -151,18 +157,23 @@ class ReferenceHead:
                 rules.observation_window,
                 first_position,
                 by_exposure=rules.by_exposure,
-                interval=1 if rules.schedule else SCORING_INTERVAL,
+                interval=interval,
             )
 
-    def losses(self, knots: Sequence[int], outputs: Floats) -> Floats:
-        """What dropping all but so many of the unprotected entries loses, before any eviction.
+    def losses(self, knots: Sequence[int], outputs: Floats, *, of_held: bool = False) -> Floats:
+        """What dropping all but so many of the unprotected entries loses, before the next eviction.
 
-        Squared outputs (mass+values) are relative to those of the micro-batch, [n][group][v_dim].
+        Those that were dropped before count as entries, too, unless `of_held`: with more room, they
+        would be there. Squared outputs (mass+values) are relative to those of the micro-batch,
+        [n][group][v_dim].
         """
         rules, newest = self.rules, int(self.positions.max())
         free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
         free &= self.positions >= oldest_seen(newest + 1, self.window, self.chunked)
-        losses = losses_at(self.scores(self.budget)[free], knots)
+        scores = self.scores(self.budget)[free]
+        if not of_held:
+            scores = np.append(scores, self.dropped.scores())
+        losses = losses_at(scores, knots)
         squares = rules.score == "mass" and rules.by_values
         return losses / (outputs**2).sum() if squares else losses
 
@@ -190,6 +201,7 @@ class ReferenceHead:
         self.whole_from = min(self.whole_from, position)
         if position == 0:
             self.queries = QueryStatistics(self.rules.rope, self.rules.decay)
+            self.dropped = DroppedScores()
 
     def scores(self, keep: int) -> Floats:
         """Of every entry of which `keep` stay: the higher, the longer it stays."""
@@ -228,6 +240,7 @@ class ReferenceHead:
             nearly_equal = np.isclose(scores, threshold, rtol=self.rules.tolerance, atol=1e-6)
             if nearly_equal[ours != chosen].all():
                 ours = chosen
+        self.dropped.add(scores[~ours])
         self._let_go(ours, newest)
 
     def _let_go(self, kept: Bools, newest: int) -> None:  # noqa: ARG002

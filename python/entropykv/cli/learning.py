@@ -1,0 +1,32 @@
+"""Declare --learn, and say what came of it."""
+
+from __future__ import annotations
+
+import argparse
+
+from entropykv.cli.notes import say
+from entropykv.session.learning import LEAST_TOKENS, Learner
+
+
+def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
+    """Add --learn; `when` says from when on the profile is used."""
+    group.add_argument(
+        "--learn",
+        action="store_const",
+        const=True,
+        help="where the model has no entropy profile, leave one beside it, from what texts that "
+        "are read twice (--policy auto, longer than the budget) show of its heads: "
+        f"{LEAST_TOKENS} tokens of them; it has nothing of what they say, and {when}",
+    )
+
+
+def say_obstacle(learner: Learner | None) -> None:
+    """Say what is in the way of learning, before anything is read."""
+    if learner is not None and learner.obstacle is not None:
+        say(f"--learn: {learner.obstacle}")
+
+
+def say_learnt(learner: Learner | None) -> None:
+    """Say in the end what came of it, but for an obstacle, which is known by then."""
+    if learner is not None and learner.obstacle is None and (report := learner.report()):
+        say(report)

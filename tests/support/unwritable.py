@@ -1,0 +1,12 @@
+"""Folders that are not writable, also for root, who may write everywhere."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def make_folders_unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
