@@ -98,6 +98,9 @@ class Watch:
     def before(self, operation: Operation) -> None:
         """Take down what the session promises of an operation."""
         session = self.session
+        self._position_before = session.position
+        flat = session.store == "flat"
+        self._longest_whole = 0 if flat else session._store.sharing.longest_whole  # type: ignore[attr-defined]
         self._recent_before = {head: self._recent_window(head) for head in self.heads}
         self._may_return = operation.name == "truncate" and session.can_return_to(
             operation.values[0]
@@ -176,7 +179,7 @@ class Watch:
         position = session.position
         recent = min(self._recent_before[head], self._recent_window(head))
         ahead = 2 * session.recovery.held_back if session.recovery else 0
-        if operation.name == "generate" and self.by_layer:
+        if self.by_layer and (operation.name == "generate" or self._outgrew_bytes()):
             recent = 0  # budgets changed on the way
         first = max(self.certain_from[head], position - recent + ahead)
         self.certain_from[head] = min(first, position)
@@ -188,6 +191,10 @@ class Watch:
             f"KV head {head[1]} of layer {head[0]} keeps sinks and its recent window of {recent}, "
             f"but lacks {missing[:9]} at position {position}",
         )
+
+    def _outgrew_bytes(self) -> bool:
+        """Tell whether the text was kept whole before, and is longer now than the bytes hold."""
+        return self._position_before <= self._longest_whole < self.session.position
 
     def _recent_window(self, head: tuple[int, int]) -> int:
         """Newest entries that the head must keep."""

@@ -42,6 +42,8 @@ class FuzzModel:
     """Layers, query heads and KV heads, where all layers have as many."""
     in_oracle: bool = False
     """tests/support/model_reference.py knows its forward pass."""
+    gives_last_row: bool = True
+    """Where only the last token's logits are asked for, llama.cpp's graph gives these."""
 
 
 def random_model(chance: random.Random, folder: Path) -> FuzzModel:
@@ -56,7 +58,14 @@ def architecture_model(description: Architecture, folder: Path) -> FuzzModel:
     path = _written(folder, description.name, lambda part: write_architecture(part, description))
     trained = description.metadata["context_length"]
     assert isinstance(trained, int)
-    return FuzzModel(path, description.name, description.n_vocab, trained, description.rounding)
+    return FuzzModel(
+        path,
+        description.name,
+        description.n_vocab,
+        trained,
+        description.rounding,
+        gives_last_row=description.name != "cogvlm",  # its graph gives the first one
+    )
 
 
 def llama_model(folder: Path, **shape: Any) -> FuzzModel:

@@ -111,6 +111,22 @@ def test_a_saved_session_goes_on_in_another_that_has_read_something_else(
         assert future(other) == future(session)
 
 
+@each_policy
+@pytest.mark.parametrize("position", [0, 50])
+def test_a_session_that_went_back_has_the_budgets_of_one_that_is_loaded_there(
+    uneven_llama: Path, policy: str, position: int
+) -> None:
+    with (
+        session_of(uneven_llama, policy=policy) as session,
+        session_of(uneven_llama, policy=policy) as loaded,
+    ):
+        session.decode(tokens_for(300))
+        session.truncate(position)
+        loaded.load_state(session.save_state())
+        assert loaded.budgets() == session.budgets()
+        assert future(loaded) == future(session)
+
+
 @pytest.mark.parametrize("n_read", [50, 300])
 def test_a_damaged_file_of_another_length_changes_nothing(uneven_llama: Path, n_read: int) -> None:
     with session_of(uneven_llama, policy="adaptive") as session, session_of(uneven_llama) as other:

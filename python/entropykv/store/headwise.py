@@ -164,6 +164,7 @@ class HeadwiseStore(Store):
         elif self._recurrent:
             self._recurrent.forget()
         self._store.truncate(position)
+        self.sharing.expect(position)
         self.way_back.note_truncated(position)
         if position == 0:
             self.shift = 0
