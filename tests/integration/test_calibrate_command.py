@@ -43,6 +43,14 @@ def test_calibrate_writes_a_profile(tiny_llama: Path, tmp_path: Path) -> None:
     assert "correlation 1.0000" in compared.stdout
 
 
+def test_a_model_may_be_named(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    options = ("-o", output, "--n-sequences", 1, "--curve-texts", 0, "-t", 1)
+    result = entropykv("calibrate", "-m", "bitnet", *options)
+    assert result.returncode == 0, result.stderr
+    assert EntropyProfile.load(output).n_layer == 3
+
+
 def test_an_old_profile_is_converted(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     content = {"n_layer": 1, "n_head": 2, "n_head_kv": 1, "n_ctx": 64}

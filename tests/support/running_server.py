@@ -42,9 +42,13 @@ class Server:
             env={**os.environ, **environment},
         )
         assert self.process.stderr is not None
-        self.log = [self.process.stderr.readline()]
-        found = re.search(r"http://127\.0\.0\.1:\d+", self.log[0])
-        assert found, self.log[0] + self.process.stderr.read()
+        self.log = []
+        found = None
+        while found is None:
+            line = self.process.stderr.readline()
+            assert line, "it ended: " + "".join(self.log)
+            self.log.append(line)
+            found = re.search(r"http://127\.0\.0\.1:\d+", line)
         self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
         self._reader.start()  # else the server would wait once the pipe is full of its log
         self.url = found[0]

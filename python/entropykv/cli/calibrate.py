@@ -14,7 +14,7 @@ from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import read_texts
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_threads_option, check_output, integer
+from entropykv.cli.options import add_model_option, add_threads_option, check_output, integer
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile_table import summary_line
 from entropykv.profile.find import SUFFIX, profile_beside
@@ -35,7 +35,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--entropy-config. Progress goes to stderr.",
     )
     sources = parser.add_mutually_exclusive_group(required=True)
-    sources.add_argument("-m", "--model", metavar="FILE", help="GGUF model")
+    add_model_option(sources)
     sources.add_argument(
         "--hf",
         metavar="NAME",

@@ -62,17 +62,22 @@ def fraction(text: str) -> float:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add -m, and --demo in its place: see demo_of()."""
     model = parser.add_mutually_exclusive_group(required=True)
+    add_model_option(model)
     model.add_argument(
+        "--demo",
+        choices=DEMOS,
+        help="a model that comes with entropykv, and its profile (see `entropykv models`)",
+    )
+
+
+def add_model_option(group: argparse._MutuallyExclusiveGroup) -> None:
+    """Add -m, which others of the group take the place of."""
+    group.add_argument(
         "-m",
         "--model",
         type=_model_path,
         metavar="FILE",
         help="GGUF model, or the name of one that `entropykv models` lists",
-    )
-    model.add_argument(
-        "--demo",
-        choices=DEMOS,
-        help="a model that comes with entropykv, and its profile (see `entropykv models`)",
     )
 
 

@@ -48,7 +48,7 @@ class LayerEntropies:
     def expect(self, plan: HeadwisePlan) -> None:
         """Prepare nothing: entropies are tracked whatever the budgets are."""
 
-    def prepare(self, *, budgets_change: bool) -> None:
+    def prepare(self, *, budgets_change: bool, growth: float) -> None:
         """Prepare nothing: entropies are tracked with every micro-batch."""
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:

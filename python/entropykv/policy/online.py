@@ -50,8 +50,11 @@ class OnlineBudgets(Protocol):
     def expect(self, plan: HeadwisePlan) -> None:
         """Measure what budgets of this plan will need."""
 
-    def prepare(self, *, budgets_change: bool) -> None:
-        """Say, before every micro-batch, whether budgets will change after it."""
+    def prepare(self, *, budgets_change: bool, growth: float) -> None:
+        """Say, before every micro-batch, whether budgets will change after it.
+
+        `growth`: how many times as long the text will be once all of it is read: 1 or more.
+        """
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Take in what an observed micro-batch has shown: is_observed(); as prepare() was told."""
@@ -121,6 +124,8 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
+        self._measured_knots = self._at_knots = np.empty(0, np.int64)
+        """What was asked for, of the text so far; and which of it stands for each of the knots."""
         self._next_floor = self._floor = 0
         """Entries of every KV head that knots are beyond: those of the next losses, and of now."""
         self._curve: LossCurve | None = None
@@ -140,27 +145,34 @@ class MeasuredLosses:
         self._next_knots = sorted({int(factor * beyond) for factor in factors})
         self._next_floor = plan.floor_entries
 
-    def prepare(self, *, budgets_change: bool) -> None:
-        """Measure where budgets will change: it takes time."""
-        self._store.measure_losses(self._next_knots if budgets_change else [])
+    def prepare(self, *, budgets_change: bool, growth: float) -> None:
+        """Measure where budgets will change: it takes time.
+
+        Of a text that will be longer, a KV head can keep a smaller part than of what there is. What
+        it will lose then is foreseen: what it would lose if it kept as small a part now. So heads
+        that lose much have their room before the text has outgrown equal budgets.
+        """
+        knots = [int(knot / growth) for knot in self._next_knots]
+        self._measured_knots, self._at_knots = np.unique(knots, return_inverse=True)
+        self._store.measure_losses(self._measured_knots.tolist() if budgets_change else [])
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
         if not budgets_change:
             return
         self._knots = np.array(self._next_knots, np.float64)
-        self._losses = self._of_store(of_held=False)
-        self._losses_of_held = self._of_store(of_held=True)
+        self._losses = self._of_store(of_held=False)[:, self._at_knots]
+        self._losses_of_held = self._of_store(of_held=True)[:, self._at_knots]
         self._floor, self._curve = self._next_floor, None
 
     @property
     def measured(self) -> tuple[Floats, Floats]:
-        """Return the last knots, and the losses there: [KV head of all layers][knot]."""
-        return self._knots, self._losses_of_held
+        """Return the last knots, of what there was, and the losses there: [KV head][knot]."""
+        return self._measured_knots.astype(np.float64), self._of_store(of_held=True)
 
     def _of_store(self, *, of_held: bool) -> Floats:
         losses = self._store.losses(of_held) if self._next_knots else np.empty(0)
-        return losses.reshape(self._n_heads, self._knots.size)
+        return losses.reshape(self._n_heads, self._measured_knots.size)
 
     def observe_again(self) -> None:
         """Take over the losses by the new scores."""

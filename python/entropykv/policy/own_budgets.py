@@ -35,7 +35,7 @@ class OwnBudgets:
     def expect(self, plan: HeadwisePlan) -> None:
         """Prepare nothing: entropies are tracked, whatever the budgets are."""
 
-    def prepare(self, *, budgets_change: bool) -> None:
+    def prepare(self, *, budgets_change: bool, growth: float) -> None:
         """Prepare nothing: what observe() is shown is kept anyway."""
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002

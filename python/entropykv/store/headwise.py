@@ -112,7 +112,7 @@ class HeadwiseStore(Store):
             self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
             self.shift = shift
             self.rebases += 1
-        self.sharing.prepare(n_tokens, position)
+        self.sharing.prepare(n_tokens, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
             self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)

@@ -12,10 +12,19 @@ from entropykv import _core
 from entropykv.errors import BudgetError
 from entropykv.policy.division import LossCurve, longest_held
 from entropykv.policy.lessons import Lessons
-from entropykv.policy.online import MeasuredLosses, OnlineBudgets, changes_budgets, is_observed
+from entropykv.policy.online import (
+    LEAST_TOKENS,
+    MeasuredLosses,
+    OnlineBudgets,
+    changes_budgets,
+    is_observed,
+)
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.recipe import Recipe
 from entropykv.settings.options import Budget
+
+_LEAST_FORESIGHT = 2 * LEAST_TOKENS
+"""Entries beyond the floor that say what those of a longer text will be like; fewer say little."""
 
 
 class HeadwiseBudgets:
@@ -137,15 +146,24 @@ class HeadwiseBudgets:
         short = (n for n, limit in zip(budgets, limits, strict=True) if n < limit)
         self.whole_entries = min(short, default=self.plan.longest)
 
-    def prepare(self, n_tokens: int, position: int) -> None:
-        """Begin a micro-batch of `n_tokens` of text; 0 for an echo of text that was read before."""
+    def prepare(self, n_tokens: int, position: int, n_echo: int) -> None:
+        """Begin a micro-batch of `n_tokens` of text and `n_echo` of an echo.
+
+        0 tokens of text: the echo is that of text that was read before.
+        """
         n_ubatch, repeats = self._recipe.n_ubatch, self._recipe.policy.importance.repeats
-        awaits_echo = repeats and position + n_tokens <= self.whole_entries
+        awaits_echo = repeats and n_echo == 0 and position + n_tokens <= self.whole_entries
         changes = changes_budgets(n_tokens, position, n_ubatch) and not awaits_echo
         self._budgets_change = n_tokens == 0 or changes
         self._end = position + n_tokens
         if self._online:
-            self._online.prepare(budgets_change=self._budgets_change)
+            self._online.prepare(budgets_change=self._budgets_change, growth=self._growth())
+
+    def _growth(self) -> float:
+        """Return how many times as long, beyond the floor, all of the text will be that is read."""
+        beyond = self._end - self.plan.floor_entries
+        longer = self._expected - self.plan.floor_entries
+        return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
 
     def observe(self, n_tokens: int) -> bool:
         """Take in what the micro-batch has shown; returns whether to share the budget again."""
