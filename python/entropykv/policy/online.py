@@ -124,14 +124,15 @@ class MeasuredLosses:
         self._n_heads = sum(heads)
         self._layers = heads if rule is BudgetRule.LOSSES_WITHIN_LAYER else None
         self._next_knots: list[int] = []
-        self._measured_knots = self._at_knots = np.empty(0, np.int64)
-        """What was asked for, of the text so far; and which of it stands for each of the knots."""
+        self._asked: list[int] = []
+        """Where the store measures: at the knots, and at those that stand for them later."""
+        self._growth = 1.0
         self._next_floor = self._floor = 0
         """Entries of every KV head that knots are beyond: those of the next losses, and of now."""
         self._curve: LossCurve | None = None
         self._knots: Floats
         self._losses: Floats
-        """Of every KV head at the knots, what was dropped before included."""
+        """Of every KV head at the knots, what was dropped before included, once all is read."""
         self._losses_of_held: Floats
         self.forget()
 
@@ -152,27 +153,29 @@ class MeasuredLosses:
         it will lose then is foreseen: what it would lose if it kept as small a part now. So heads
         that lose much have their room before the text has outgrown equal budgets.
         """
-        knots = [int(knot / growth) for knot in self._next_knots]
-        self._measured_knots, self._at_knots = np.unique(knots, return_inverse=True)
-        self._store.measure_losses(self._measured_knots.tolist() if budgets_change else [])
+        later = {int(knot / growth) for knot in self._next_knots}
+        self._asked, self._growth = sorted({*self._next_knots, *later}), growth
+        self._store.measure_losses(self._asked if budgets_change else [])
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
         """Take over the losses, if any were measured."""
         if not budgets_change:
             return
         self._knots = np.array(self._next_knots, np.float64)
-        self._losses = self._of_store(of_held=False)[:, self._at_knots]
-        self._losses_of_held = self._of_store(of_held=True)[:, self._at_knots]
+        later = np.floor(self._knots / self._growth)
+        self._losses = self._of_store(of_held=False)[:, np.searchsorted(self._asked, later)]
+        now = np.searchsorted(self._asked, self._knots)
+        self._losses_of_held = self._of_store(of_held=True)[:, now]
         self._floor, self._curve = self._next_floor, None
 
     @property
     def measured(self) -> tuple[Floats, Floats]:
-        """Return the last knots, of what there was, and the losses there: [KV head][knot]."""
-        return self._measured_knots.astype(np.float64), self._of_store(of_held=True)
+        """Return the last knots, and the losses there: [KV head of all layers][knot]."""
+        return self._knots, self._losses_of_held
 
     def _of_store(self, *, of_held: bool) -> Floats:
         losses = self._store.losses(of_held) if self._next_knots else np.empty(0)
-        return losses.reshape(self._n_heads, self._measured_knots.size)
+        return losses.reshape(self._n_heads, len(self._asked))
 
     def observe_again(self) -> None:
         """Take over the losses by the new scores."""
