@@ -205,7 +205,7 @@ class Host:
         """Prepare for how long a live sequence's text is expected to get; it may evict."""
         if self.shared is not None:
             self.shared.note_growth(seat)
-        if isinstance(seat.store, HeadwiseStore):
+        elif isinstance(seat.store, HeadwiseStore):
             seat.store.sharing.expect(seat.expected)
 
     def _is_live_now(self, seat: Seat) -> bool:

@@ -47,7 +47,7 @@ class HeadwiseBudgets:
         self._recipe = recipe
         self._layers = layers
         self._online = online
-        self._budgets_change = False
+        self._budgets_change = self._overflows = False
         self._end = 0
         self._least_sure: int | None = None
         self._of_policy: HeadwisePlan | None = None
@@ -152,7 +152,8 @@ class HeadwiseBudgets:
         0 tokens of text: the echo is that of text that was read before.
         """
         n_ubatch, repeats = self._recipe.n_ubatch, self._recipe.policy.importance.repeats
-        awaits_echo = repeats and n_echo == 0 and position + n_tokens <= self.whole_entries
+        self._overflows = position + n_tokens > self.whole_entries
+        awaits_echo = repeats and n_echo == 0 and not self._overflows
         changes = changes_budgets(n_tokens, position, n_ubatch) and not awaits_echo
         self._budgets_change = n_tokens == 0 or changes
         self._end = position + n_tokens
@@ -160,7 +161,10 @@ class HeadwiseBudgets:
             self._online.prepare(budgets_change=self._budgets_change, growth=self._growth())
 
     def _growth(self) -> float:
-        """Return how many times as long, beyond the floor, all of the text will be that is read."""
+        """Return how many times as long, beyond the floor, all of the text will be that is read.
+
+        In a pool it is 1: what a checkpoint holds must not depend on what was read after it.
+        """
         beyond = self._end - self.plan.floor_entries
         longer = self._expected - self.plan.floor_entries
         return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
@@ -175,7 +179,7 @@ class HeadwiseBudgets:
         if not is_observed(n_tokens, self._recipe.n_ubatch):
             return False
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
-        if self._lessons is not None and self._budgets_change:
+        if self._lessons is not None and self._budgets_change and self._overflows:
             self._add_to(self._lessons, n_tokens)
         return self._budgets_change
 
