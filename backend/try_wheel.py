@@ -23,9 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine_paths() -> list[str]:
-    """Return the folders of this machine that a wheel has no business to name."""
-    own = {ROOT, Path.home(), Path(sys.prefix), Path(tempfile.gettempdir())}
-    return sorted(str(path) + "/" for path in own if path != Path("/"))
+    """Return the folders of this machine that a wheel has no business to name.
+
+    A folder inside another one of them, as a checkout in /tmp is, is found by that one.
+    """
+    own = {ROOT, Path.home(), Path(sys.prefix), Path(tempfile.gettempdir())} - {Path("/")}
+    return sorted(f"{path}/" for path in own if own.isdisjoint(path.parents))
 
 
 def named_paths(wheel: Path) -> list[str]:
