@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Pool
+from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.llamacpp.model import Model
 from entropykv.model import shipped
 from inputs import read_texts
@@ -76,14 +77,8 @@ def rows_of(pool: Pool, conversations: list[Conversation]) -> tuple[list[Rows], 
 
 def divergence(reference: Rows, found: Rows) -> tuple[float, float]:
     """Mean KL divergence in nats, and how often the most probable token is the same."""
-    p, q = (_log_softmax(rows.astype(np.float64)) for rows in (reference, found))
-    kl = (np.exp(p) * (p - q)).sum(axis=1).mean()
-    return float(kl), float((reference.argmax(axis=1) == found.argmax(axis=1)).mean())
-
-
-def _log_softmax(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    shifted = rows - rows.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    same = (reference.argmax(axis=1) == found.argmax(axis=1)).mean()
+    return mean_divergence(reference, found), float(same)
 
 
 def run(options: argparse.Namespace, name: str, conversations: list[Conversation]) -> None:

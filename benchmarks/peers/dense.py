@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from entropykv.evaluation.metrics import Logits
+from entropykv.llamacpp.distributions import Logits
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from benchmarks.peers.answers import longest, score
 from benchmarks.peers.protocol import AGREEMENT, FACTS, GREEDY, RULER, SPEED, Method, Passage
 from entropykv import Session
 from entropykv.evaluation.combination import grow
-from entropykv.evaluation.metrics import Logits, compare
+from entropykv.evaluation.metrics import compare
+from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.options import Budget
 

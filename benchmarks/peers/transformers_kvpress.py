@@ -18,7 +18,8 @@ from benchmarks.peers.dense import Compressed, Continued, DensePrompt, with_own_
 from benchmarks.peers.ours import StockReference
 from benchmarks.peers.presses import PRESSES
 from benchmarks.peers.protocol import AGREEMENT, FACTS, RULER, Method, Passage
-from entropykv.evaluation.metrics import Logits, compare
+from entropykv.evaluation.metrics import compare
+from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.stock import StockSession
 
 FULL = "full cache, against llama.cpp's"

@@ -11,7 +11,7 @@ import pytest
 from entropykv import Session
 from entropykv.calibration import trial
 from entropykv.calibration.measure import calibrate
-from entropykv.calibration.predictions import LEAST_TEXT, divergence
+from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.calibration.trial import best_importance, trial_losses, trial_tokens
 from entropykv.profile.curves import IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
@@ -99,12 +99,3 @@ def test_short_texts_are_no_trial(tiny_llama: Path, profile: EntropyProfile) -> 
     assert best_importance(tiny_llama, profile, [tokens_for(LEAST_TEXT - 1)]) is None
     assert trial_tokens([LEAST_TEXT - 1]) == 0
     assert trial_tokens([LEAST_TEXT, 1024]) == 3 * (128 + 32 + 16 + 512 + 128 + 64)
-
-
-def test_divergence_is_that_of_the_definition() -> None:
-    whole = np.log(np.array([[0.5, 0.25, 0.25], [0.9, 0.1, 1e-30]], np.float32))
-    rows = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], np.float32))
-    whole[1, 2] = -np.inf
-    expected = (0.25 * np.log(2.0) + 0.9 * np.log(0.9 / 0.8)) / 2
-    assert divergence(whole, rows) == pytest.approx(expected, rel=1e-5)
-    assert divergence(whole, whole) == 0.0

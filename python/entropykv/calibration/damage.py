@@ -16,10 +16,10 @@ import numpy as np
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import (
     LEAST_TEXT,
-    divergence,
     half_of,
     predictions_after_half,
 )
+from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.profile.curves import MOST_DAMAGE, FloatArray
 from entropykv.session.echo import REQUEST
 
@@ -59,6 +59,6 @@ def _of_text(
             for layer in range(observer.n_layer):
                 read.go_back()
                 read.forget(layer, RECENT_WINDOW)
-                damage[layer] += weight * divergence(whole, prediction.rows(read.predictions))
+                damage[layer] += weight * mean_divergence(whole, prediction.rows(read.predictions))
                 on_progress(len(prediction.tokens))
     return damage

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from entropykv.errors import CalibrationError, UnsupportedModelError
 from entropykv.llamacpp.batch import MicroBatch
+from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.recipe import resolve
@@ -20,7 +21,6 @@ from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
-Logits = npt.NDArray[np.float32]
 
 
 class Observer:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from entropykv.llamacpp.distributions import Logits
 from entropykv.session.echo import OVERLAP
 
 LEAST_TEXT = 256
@@ -15,8 +15,6 @@ LEAST_TEXT = 256
 CONTINUATION_FRACTION = 1 / 8
 REPETITION_FRACTION = 1 / 16
 """Of the text: what is predicted."""
-
-Logits = npt.NDArray[np.float32]
 
 
 def half_of(text: Sequence[int]) -> Sequence[int]:
@@ -38,8 +36,8 @@ class Prediction:
     tokens: Sequence[int]
 
     def rows(self, predict: Callable[[Sequence[int]], Logits]) -> Logits:
-        """Return log probabilities after each token, by logits that `predict` returns of tokens."""
-        return _log_probabilities(predict([*self.request, *self.tokens])[len(self.request) :])
+        """Return the logits after each token, by `predict`, which returns those of tokens."""
+        return predict([*self.request, *self.tokens])[len(self.request) :]
 
     def weight(self, whole: Logits) -> float:
         """Return how much it counts, by the rows with everything at hand.
@@ -60,24 +58,3 @@ def predictions_after_half(
     continuation = text[half : half + int(len(text) * CONTINUATION_FRACTION)]
     repeated = text[OVERLAP : OVERLAP + int(len(text) * REPETITION_FRACTION)]
     return Prediction([], continuation), Prediction(request, repeated)
-
-
-def divergence(whole: Logits, rows: Logits) -> float:
-    """Return the mean KL of predictions from those with everything, both as log probabilities.
-
-    A token that is impossible with everything at hand adds nothing.
-    """
-    of_rows = []
-    for a, b in zip(whole, rows, strict=True):
-        possible = np.isfinite(a)
-        log = a[possible].astype(np.float64)
-        of_rows.append(float(np.exp(log) @ (log - b[possible])))
-    return max(0.0, sum(of_rows) / len(of_rows))
-
-
-def _log_probabilities(logits: Logits) -> Logits:
-    """Turn logits into log probabilities, in place: there may be many."""
-    for i, row in enumerate(logits):
-        shifted = row - row.max()
-        logits[i] = shifted - np.log(np.exp(shifted, dtype=np.float64).sum())
-    return logits

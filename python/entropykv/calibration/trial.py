@@ -15,13 +15,12 @@ import numpy as np
 
 from entropykv.calibration.predictions import (
     LEAST_TEXT,
-    Logits,
     Prediction,
-    divergence,
     half_of,
     predicted_tokens,
     predictions_after_half,
 )
+from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.profile.curves import IMPORTANCES, FloatArray
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.echo import REQUEST
@@ -92,7 +91,7 @@ class _Reader:
         self._on_progress = on_progress
 
     def rows(self, policy: str, kv_budget: float, kv_type: str) -> list[Logits]:
-        """Return log probabilities of every prediction."""
+        """Return the logits of every prediction."""
         rows = []
         with Session(
             self._model,
@@ -118,4 +117,4 @@ class _Reader:
     @staticmethod
     def loss(prediction: Prediction, whole: Logits, rows: Logits) -> float:
         """Return the divergence of a prediction, as far as it counts."""
-        return prediction.weight(whole) * divergence(whole, rows)
+        return prediction.weight(whole) * mean_divergence(whole, rows)

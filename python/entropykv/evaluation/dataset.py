@@ -11,9 +11,10 @@ from typing import Any
 from entropykv.errors import ContextError, MissingExtraError, SettingsError
 from entropykv.evaluation.combination import grow
 from entropykv.evaluation.part import Item, Values, kept_values
-from entropykv.evaluation.reading import Logits, Reader, Tick, read, write
+from entropykv.evaluation.reading import Reader, Tick, read, write
 from entropykv.evaluation.texts import digest_of
 from entropykv.files import read_text
+from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session

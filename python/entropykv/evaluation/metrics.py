@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from entropykv.evaluation.reading import Logits
-
-_BLOCK = 32
-"""How many rows are in float64 at a time: a vocabulary may have a quarter of a million tokens."""
+from entropykv.llamacpp.distributions import Logits, blocks, divergences, log_softmax
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,11 @@ class Comparison:
 
         What follows the last rows may be unknown: they count for KL divergence and top-1 alone.
         """
-        for first in range(0, len(reference), _BLOCK):
-            part = slice(first, first + _BLOCK)
+        for part in blocks(len(reference)):
             a, b = log_softmax(reference[part]), log_softmax(other[part])
             known = np.asarray(following[part], dtype=np.int64)
             rows = np.arange(len(known))
-            self._kl += float((np.exp(a) * (a - b)).sum())
+            self._kl += float(divergences(a, b).sum())
             self._same += int((a.argmax(axis=1) == b.argmax(axis=1)).sum())
             self._surplus += float((a[rows, known] - b[rows, known]).sum())
             self._rows += len(a)
@@ -57,13 +52,6 @@ class Comparison:
             top1=self._same / self._rows,
             perplexity_ratio=float(np.exp(self._surplus / self._known)),
         )
-
-
-def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    """Return the log-probabilities of every row, in float64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result
 
 
 def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreement:

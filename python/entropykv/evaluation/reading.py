@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from entropykv.llamacpp.distributions import Logits
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
-Logits = npt.NDArray[np.float32]
 Tick = Callable[[int], None]
 """Called between two steps with how many more tokens are done; may raise to end the work there."""
 

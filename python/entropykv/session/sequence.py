@@ -5,12 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
+from entropykv.llamacpp.distributions import Logits
 from entropykv.session.read_parts import ReadParts
-
-Logits = npt.NDArray[np.float32]
 
 
 class TokenSequence:

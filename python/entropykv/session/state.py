@@ -6,7 +6,6 @@ import itertools
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from entropykv import _core
 from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
@@ -27,8 +26,6 @@ from entropykv.session.file_reader import SessionReader
 from entropykv.session.sequence import TokenSequence
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
-
-Logits = npt.NDArray[np.float32]
 
 
 def saved_settings(model: Model, recipe: Recipe, store: Store, budget: Budget) -> SavedSettings:
