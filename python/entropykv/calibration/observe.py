@@ -176,7 +176,7 @@ class Observer:
             logits = self._read(part, position + first, n_rows=len(part))
             if logits is not None:
                 parts.append(logits)
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, tokens: Sequence[int], position: int, *, n_rows: int = 0) -> Logits | None:
         return decode_inside(
