@@ -11,7 +11,8 @@ Logits = npt.NDArray[np.float32]
 LogProbabilities = npt.NDArray[np.float64]
 
 _BLOCK = 2
-"""How many rows are in float64 at a time: so few stay in a CPU's cache, 32 take 2.5 times as long."""
+"""How many rows are in float64 at a time: so few stay in a CPU's cache, 32 take 2.5 times as
+long."""
 
 
 def blocks(n_rows: int) -> Iterator[slice]:
