@@ -58,9 +58,9 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     const auto& freezing = store_.settings().freezing;
     const int interval = freezing ? freezing->recall_interval : 0;
     step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.parts()).now() > 0 &&
-                      (n_tokens > 1 || recall_now_ || base_position % interval == 0);
+                      (n_tokens > 1 || recalls_now_ || base_position % interval == 0);
     store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo);
-    recall_now_ = false;
+    recalls_now_ = false;
     store_.parts().queries.prepare(rope_position, n_text);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;

@@ -27,7 +27,7 @@ public:
     void set_shared_choice(bool on) { shared_choice_ = on; }
     // Frozen entries are looked for with every micro-batch of several tokens, and every
     // recall_interval-th single one; now: with the next one, whatever it is.
-    void recall_now() { recall_now_ = true; }
+    bool& recalls_now() { return recalls_now_; }
     EntropyMeter& entropies() { return entropies_; }
     const EntropyMeter& entropies() const { return entropies_; }
     QueryCapture& queries() { return queries_; }
@@ -79,7 +79,7 @@ private:
     HeadStore& store_;
     const KernelTable& kernels_;
     bool shared_choice_ = false;
-    bool recall_now_ = false;
+    bool recalls_now_ = false;
     int n_threads_;
     std::shared_ptr<Workers> shared_workers_;
     Workers& workers_;

@@ -9,7 +9,10 @@
 namespace entropykv::bind {
 
 void register_headwise_freezing(py::class_<Headwise>& store) {
-    store.def("recall_now", [](Headwise& self) { self.attention.recall_now(); })
+    store
+        .def_property(
+            "recalls_now", [](Headwise& self) { return self.attention.recalls_now(); },
+            [](Headwise& self, bool on) { self.attention.recalls_now() = on; })
         .def(
             "freeze_all",
             [](Headwise& self, int now) { FrozenHeads(self.store.parts()).freeze_all(now); },

@@ -613,8 +613,9 @@ class HeadwiseStore:
         """
 
     def truncate(self, position: int) -> None: ...
-    def recall_now(self) -> None:
-        """Let the next micro-batch look for frozen entries, whatever the interval says."""
+
+    recalls_now: bool
+    """Whether the next micro-batch looks for frozen entries, whatever the interval says."""
 
     def freeze_all(self, now: int) -> None:
         """Freeze everything that is held; `now`: the newest position."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv import Freezing, Session, SessionFileError
+from entropykv import Freezing, Rung, Session, SessionFileError
 from tests.support.freezing import frozen_entries
 from tests.support.frozen_sessions import (
     KV_TYPES,
@@ -64,6 +64,22 @@ def test_a_saved_session_goes_on_with_what_was_frozen(
         assert all(len(entries) <= 24 for entries in all_entries(session))
         session.decode(tokens_for(80))
         check_all_is_there(session)
+
+
+def test_a_saved_session_looks_for_what_thaw_asks(tiny_llama: Path) -> None:
+    sessions = [session_of(tiny_llama, kv_budget=40) for _ in range(2)]
+    with sessions[0] as session, sessions[1] as other:
+        session.decode(tokens_for(201))
+        plain = session.save_state()
+        session.thaw(Rung.SOFT)
+        other.load_state(session.save_state())
+        assert other._store.cold.recalls_now
+        expected = (session.decode([7]).tobytes(), all_entries(session))
+        assert (other.decode([7]).tobytes(), all_entries(other)) == expected
+        assert not other._store.cold.recalls_now
+        other.thaw()
+        other.load_state(plain)
+        assert not other._store.cold.recalls_now
 
 
 @pytest.mark.parametrize("policy", ["uniform", "freeze"])

@@ -63,10 +63,14 @@ def sections_start(data: bytes) -> int:
 
 
 def as_version_5(data: bytes, dropped_bytes: int) -> bytes:
-    """The file as version 5 has it: sections of KV heads lack their last `dropped_bytes`."""
+    """The file as version 5 has it: sections of KV heads lack their last `dropped_bytes`.
+
+    It says nothing of a thaw() before the next token either.
+    """
     start = sections_start(data)
     header = json.loads(data[16 : start - 16])
     contents = header["contents"]
+    del contents["recalls_now"]
     n_heads = sum(map(len, contents["entries"]))
     at = start + 4 * (contents["n_tokens"] + contents["n_logits"])
     kept = [data[start:at]]

@@ -123,7 +123,7 @@ def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> No
     assert found == expected
     store, _, _ = store_with_a_needle(240, 80, 60, freeze_settings(recall=4))
     store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
-    store.recall_now()
+    store.recalls_now = True
     store.attend(0, q, row, row, 1.0, position=241)
     assert 60 in store.positions(0, 0)
 

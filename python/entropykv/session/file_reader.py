@@ -143,7 +143,7 @@ def _is_possible(name: str, value: object) -> bool:
         return isinstance(value, str)
     if name == "fingerprint":
         return isinstance(value, dict)
-    if name == "chat":
+    if name in ("chat", "recalls_now"):
         return isinstance(value, bool)
     rows = value if name == "entries" else [value if name == "sections" else [value]]
     most = _LARGE.get(name, _MOST)

@@ -124,7 +124,8 @@ class Parking:
             return self.hold(parked.position, parked.pages.copy(), parked.leave)
         state = self.take(parked)
         sections = (bytes(section) for section in state.sections)
-        held = StoreState(state.entries, state.evicted, parked.section_bytes, sections)
+        sizes = parked.section_bytes
+        held = StoreState(state.entries, state.evicted, sizes, sections, state.recalls_now)
         return self.put(state.position, state.shift, held)
 
     def _check_limit(self, parked: Parked) -> None:
@@ -173,7 +174,9 @@ class Parking:
             self._staying = None
 
     def _write(self, parked: Parked, shift: int, state: StoreState) -> None:
-        saved = SavedState(parked.position, state.entries, state.evicted, shift, [])
+        saved = SavedState(
+            parked.position, state.entries, state.evicted, shift, [], state.recalls_now
+        )
         if self._directory is None:
             saved = replace(saved, sections=[bytearray(section) for section in state.sections])
         else:

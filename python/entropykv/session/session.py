@@ -267,8 +267,7 @@ class Session(Saving):
 
         SOFT: those that would stay frozen for more than one further step; WINDOW: those frozen in
         the last `window` steps; FULL: all, and detections start again. With the next token, the
-        others are looked through for what it needs: decode it before you save, since files do not
-        tell of it.
+        others are looked through for what it needs.
         """
         self._check_usable()
         at_least("window", window, 0)

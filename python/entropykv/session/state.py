@@ -70,6 +70,7 @@ def write_state(
         entries=state.entries,
         evicted=state.evicted,
         shift=store.shift,
+        recalls_now=state.recalls_now,
         chat=chat,
         sections=state.section_bytes,
     )
@@ -101,6 +102,7 @@ def load_state(
         contents.evicted,
         contents.shift,
         sections,
+        contents.recalls_now,
         tells_dropped=reader.version > OLDEST_VERSION,
     )
     try:

@@ -153,8 +153,18 @@ class ColdSide:
             due_after=now + 1 if rung is Rung.SOFT else -1,
             forget=rung is Rung.FULL,
         )
-        self._store.recall_now()
+        self.recalls_now = True
         return restored
+
+    @property
+    def recalls_now(self) -> bool:
+        """Whether the next token looks for frozen entries, as it does after thaw()."""
+        return self._store is not None and self._store.recalls_now
+
+    @recalls_now.setter
+    def recalls_now(self, value: bool) -> None:
+        if self._store is not None:
+            self._store.recalls_now = value
 
     def counters(self) -> dict[str, Any]:
         """Return the figures of cold storage for SessionStats."""

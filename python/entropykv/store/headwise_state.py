@@ -61,6 +61,7 @@ class HeadwiseState:
             sections=itertools.chain(
                 (self._section(i, head) for i, head, _ in _per_head(entries)), rest
             ),
+            recalls_now=self._cold.recalls_now,
         )
 
     def checkpoint(self, shift: int, whole_from: int) -> StoreCheckpoint:
@@ -160,6 +161,7 @@ class HeadwiseState:
         share()
         for (layer, head, count), section in zip(heads, of_heads, strict=True):
             self._store.load_head(layer, head, count, section)
+        self._cold.recalls_now = state.recalls_now
 
     @contextmanager
     def _seen_as_in(self, sections: Sequence[bytearray]) -> Iterator[None]:

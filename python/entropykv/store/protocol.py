@@ -31,6 +31,8 @@ class StoreState:
     evicted: int
     section_bytes: list[int]
     sections: Iterator[bytes]
+    recalls_now: bool = False
+    """Whether the next token looks for frozen entries, as it does after thaw()."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class SavedState:
     """How far positions of the text are before what RoPE sees, see Store.shift."""
     sections: Sequence[bytearray]
     """The sections, as StoreState has them; check_state() and load_state() may change them."""
+    recalls_now: bool
+    """As StoreState has it."""
     tells_dropped: bool = True
     """False for files of version 5, whose KV heads do not say what they have dropped."""
 
