@@ -14,7 +14,8 @@ SECTIONS = [b"first", b"", b"the third one"]
 
 
 def state() -> StoreState:
-    return StoreState([[1, 2]], 3, [len(section) for section in SECTIONS], iter(SECTIONS))
+    sizes = [len(section) for section in SECTIONS]
+    return StoreState([[1, 2]], 3, sizes, iter(SECTIONS), recalls_now=True)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -27,8 +28,12 @@ def test_what_is_parked_comes_back_as_often_as_it_is_taken(on_disk: bool, tmp_pa
         taken = parking.take(parked)
         assert [bytes(section) for section in taken.sections] == SECTIONS
         assert (taken.position, taken.shift, taken.evicted, taken.entries) == (17, 4, 3, [[1, 2]])
+        assert taken.recalls_now
         taken.sections[0][:1] = b"F"  # whoever loads it may change it
     assert list(tmp_path.iterdir()) == []  # the file has no name
+    copy = parking.copy(parked)
+    assert parking.take(copy) == parking.take(parked)
+    parking.drop(copy)
     parking.drop(parked)
     assert parking.bytes == parking.count == 0
 
