@@ -55,6 +55,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/cpp
 	build/cpp/batch_test
+	build/cpp/grammar_test
 	build/cpp/sharing_test
 	build/cpp/kernel_test
 	build/cpp/store_test

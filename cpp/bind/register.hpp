@@ -28,6 +28,7 @@ void register_checkpoint(py::module_& m);
 void register_headwise_store(py::module_& m);
 void register_cache_map(py::module_& m);
 void register_flat_store(py::module_& m);
+void register_grammar(py::module_& m);
 
 // Parts of register_headwise_store().
 void register_headwise_observation(py::class_<Headwise>& store);

@@ -739,6 +739,61 @@ class FlatStore:
     @property
     def eviction_seconds(self) -> float: ...
 
+class TokenTrie:
+    """The texts of a vocabulary's tokens, in order: cpp/grammar/token_trie.hpp."""
+
+    def __init__(self, texts: Sequence[bytes], ends: Sequence[bool]) -> None:
+        """Take the texts of all tokens, and of each whether it ends a text.
+
+        Raises ValueError where there are not as many of both.
+        """
+
+    @staticmethod
+    def of_vocabulary(vocabulary: int) -> TokenTrie:
+        """Read the texts of a llama_vocab at an address."""
+
+    @property
+    def n_tokens(self) -> int: ...
+
+class GrammarLimits:
+    """What a grammar may cost: cpp/grammar/grammar_effort.hpp."""
+
+    most_symbols: int
+    """Of its rules, once repetitions are written out."""
+    most_stacks: int
+    """Ways in which a text may be meant, at one time."""
+    most_work: int
+    """Steps for one token."""
+    most_kept: int
+    """Stacks, states and transitions that are remembered."""
+
+class GrammarMatcher:
+    """Which tokens a grammar allows after those that were taken: cpp/grammar/grammar_matcher.hpp.
+
+    Used by one thread at a time. Every call raises ValueError where a limit is reached, and what
+    `poll` raises.
+    """
+
+    def __init__(
+        self,
+        text: bytes,
+        root: str,
+        trie: TokenTrie,
+        limits: GrammarLimits,
+        find_token: Callable[[str], int | None],
+        poll: Callable[[], object],
+    ) -> None:
+        """Read a grammar (GBNF) with a rule `root`; raises ValueError for what is none."""
+
+    def apply(self, candidates: int, n_candidates: int) -> None:
+        """Give tokens that are not allowed the logit -inf, in llama_token_data at an address."""
+
+    def accept(self, token: int) -> None:
+        """Go on after a token; raises ValueError for one that is not allowed."""
+
+    @property
+    def may_end(self) -> bool: ...
+
 def rope_position(position: int, n_sinks: int, shift: int) -> int:
     """Where RoPE sees a position: moved back by `shift`, but not before the sinks."""
 

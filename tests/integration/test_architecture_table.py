@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 
 from entropykv import Session, UnsupportedModelError
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv.cli.architectures import format_architectures
 from entropykv.model.architectures import (
     ArchitectureCheck,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import llama_cpp
 import pytest
-from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 
 from entropykv import VersionError, _core, _version
+from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 
 OTHER_RELEASE = (
     "import importlib.metadata as m; real = m.version\n"

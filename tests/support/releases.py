@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
 from entropykv.model.architectures import checked_architectures
 from tests.architectures import Architecture, write_architecture
 

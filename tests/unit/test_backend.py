@@ -12,12 +12,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 from packaging.requirements import Requirement
 
 import amx_flags
 import check_machine
 import installed_llama_cpp
+from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 from try_wheel import named_paths
 
 BACKEND = Path(installed_llama_cpp.__file__).parent

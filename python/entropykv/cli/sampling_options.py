@@ -8,11 +8,10 @@ import json
 import math
 from typing import Any
 
-from llama_cpp.llama_grammar import json_schema_to_gbnf
-
 from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
+from entropykv.llamacpp.schema_converter import grammar_of_schema
 from entropykv.session.sampling import SAMPLERS, Sampling
 from entropykv.session.session import Session
 
@@ -211,10 +210,9 @@ def _grammar_of(options: argparse.Namespace) -> str | None:
         grammar: str | None = options.grammar
         return grammar
     try:
-        json.loads(schema)
-        return str(json_schema_to_gbnf(schema))
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as e:
+        read = json.loads(schema)
+    except (ValueError, RecursionError) as error:
         raise SettingsError(
-            f"the JSON schema cannot be made a grammar ({e}); give one such as "
-            '\'{"type": "object"}\''
+            f'the JSON schema is no JSON ({error}); give one such as \'{{"type": "object"}}\''
         ) from None
+    return grammar_of_schema(read)

@@ -6,8 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from llama_cpp.llama_grammar import LlamaGrammar
+
 from entropykv.errors import ContextError
 from entropykv.llama.reading import ReadingLlama
+from entropykv.llama.sampler import SamplerOfSequence
+from entropykv.llamacpp.grammar_sampler import GrammarSampler
 
 
 class CompletingLlama(ReadingLlama):
@@ -54,3 +58,25 @@ class CompletingLlama(ReadingLlama):
             return []
         begins = [self.token_bos()] if model.add_bos_token() and self.token_bos() != -1 else []
         return begins + self.tokenize(prompt.encode("utf-8"), add_bos=False, special=True)
+
+    def _init_sampler(
+        self, *arguments: Any, grammar: LlamaGrammar | None = None, **options: Any
+    ) -> Any:
+        """Make the chain of samplers; in a pool, it reads this sequence's logits, not the last.
+
+        A grammar is ours, which has limits and can be stopped, in the place of llama.cpp's.
+        """
+        ours = None if grammar is None else self._grammar_sampler(grammar)
+        sampler = super()._init_sampler(*arguments, **options)
+        if ours is None and self._in_context:
+            return sampler
+        return SamplerOfSequence(sampler, self._logits_at, self.token_eos(), ours)
+
+    def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
+        """Return what leaves only tokens that a grammar allows; raises SettingsError."""
+        session, text, root = self._session, grammar._grammar, grammar._root
+        texts, poll = session.token_trie, self._while_sampling
+        return GrammarSampler(text, session.vocabulary, texts, root=root, poll=poll)
+
+    def _while_sampling(self) -> None:
+        """Do what must be done every few milliseconds while a grammar is searched: nothing."""

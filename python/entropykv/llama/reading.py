@@ -19,7 +19,6 @@ from entropykv.errors import EntropyKVError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
 from entropykv.llama.context import BudgetContext
 from entropykv.llama.prefix import continuing, control_symbol, spelling
-from entropykv.llama.sampler import SamplerOfSequence
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
@@ -150,11 +149,6 @@ class ReadingLlama(llama_cpp.Llama):
         if not self._session.is_end(token):
             self._session.count_generated(1, time.perf_counter() - start)
         return token
-
-    def _init_sampler(self, *arguments: Any, **options: Any) -> Any:
-        """Make the chain of samplers; in a pool, it reads this sequence's logits, not the last."""
-        sampler = super()._init_sampler(*arguments, **options)
-        return sampler if self._in_context else SamplerOfSequence(sampler, self._logits_at)
 
     @property
     def _in_context(self) -> bool:

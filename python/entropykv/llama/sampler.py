@@ -1,8 +1,9 @@
-"""Sample from the logits of one sequence, where several share a context."""
+"""Sample from the logits of one sequence, where several share a context, and by a grammar."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals as internals
+
+from entropykv.llamacpp.grammar_sampler import GrammarSampler
 
 _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
@@ -21,15 +24,28 @@ class SamplerOfSequence:
         self,
         chain: internals.LlamaSampler,
         logits_at: Callable[[int], npt.NDArray[np.float32]],
+        end: int,
+        grammar: GrammarSampler | None = None,
     ) -> None:
-        """Take a chain; `logits_at` returns the logits of a row: -1 is the last one."""
+        """Take a chain; `logits_at` returns the logits of a row: -1 is the last one.
+
+        `end` is the token that ends a text: it is chosen where a grammar, which goes into the chain
+        behind the penalties, allows no other.
+        """
         self._chain = chain
         self._logits_at = logits_at
+        self._end = end
+        self._grammar = grammar
         self._data = np.zeros(0, _KIND)
         """Used again for every token: it is larger than what an allocator keeps at hand."""
+        if grammar is not None:
+            _insert(chain.sampler, len(chain.custom_samplers) + 1, grammar.handle())
 
     def sample(self, _: Any, row: int = -1) -> int:
-        """Choose a token by the logits of a row, and tell the chain."""
+        """Choose a token by the logits of a row, and tell the chain.
+
+        Raises what GrammarSampler.check() does.
+        """
         logits = self._logits_at(row)
         if self._data.size != logits.size:
             self._data = np.zeros(logits.size, _KIND)
@@ -41,10 +57,28 @@ class SamplerOfSequence:
         pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)
         array = llama_cpp.llama_token_data_array(pointer, data.size, -1, False)
         llama_cpp.llama_sampler_apply(self._chain.sampler, ctypes.byref(array))
-        token = int(array.data[array.selected].id)
+        self._check()
+        chosen = array.data[array.selected]
+        if self._grammar is not None and chosen.logit == -math.inf:
+            return self._end
+        token = int(chosen.id)
         llama_cpp.llama_sampler_accept(self._chain.sampler, token)
+        self._check()
         return token
+
+    def _check(self) -> None:
+        if self._grammar is not None:
+            self._grammar.check()
 
     def close(self) -> None:
         """Free the chain."""
         self._chain.close()  # type: ignore[no-untyped-call]
+
+
+def _insert(chain: Any, index: int, sampler: Any) -> None:
+    """Put a sampler into a chain, before the one with an index."""
+    after = []
+    while llama_cpp.llama_sampler_chain_n(chain) > index:
+        after.append(llama_cpp.llama_sampler_chain_remove(chain, index))
+    for each in (sampler, *after):
+        llama_cpp.llama_sampler_chain_add(chain, each)

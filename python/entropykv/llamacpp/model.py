@@ -14,6 +14,7 @@ import llama_cpp
 from llama_cpp import _logger as llama_logger
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, ModelFileError
 from entropykv.llamacpp.model_options import (
     NUMA_STRATEGIES,
@@ -92,6 +93,12 @@ class Model:
     def identity(self) -> dict[str, Any]:
         """Return which file it is, see identity_of(); the file is read for it once."""
         return identity_of(self.geometry)
+
+    @functools.cached_property
+    def token_trie(self) -> TokenTrie:
+        """Return the texts of all tokens, for grammars; they are read once."""
+        address = ctypes.cast(self.vocabulary, ctypes.c_void_p).value
+        return TokenTrie.of_vocabulary(address or 0)
 
     def close(self) -> None:
         """Free the weights; contexts made from them must be gone by then."""

@@ -17,6 +17,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import PoolError, SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
 from entropykv.server.shelf import Shelf
@@ -26,10 +27,6 @@ from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
 from entropykv.settings.cache_options import CacheOptions
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
-# llama.cpp's parser calls itself for every group in a group, and for every rule that a rule names:
-# 20,000 groups overflow a stack of 8 MiB, 5,000 groups and 50,000 rules do not.
-_MOST_GROUPS = 5_000
-_MOST_RULES = 50_000
 _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: text.lower() in ("true", "1"),
     "int": int,
@@ -39,7 +36,7 @@ _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
 
 
 class ServedLlama(EntropyLlama):
-    """Run an EntropyLlama that can be stopped, and whose grammars cannot end the process."""
+    """Run an EntropyLlama that can be stopped."""
 
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
@@ -124,9 +121,8 @@ class ServedLlama(EntropyLlama):
         grammar: Any = None,
         **options: Any,
     ) -> Any:
-        """Yield tokens as EntropyLlama does; raises RequestError for what would end the process."""
-        if grammar is not None:
-            self._check_grammar(grammar, logits_processor or ())
+        """Yield tokens as EntropyLlama does; raises RequestError for what cannot be together."""
+        _check_min_tokens(grammar, logits_processor or ())
         self.prompt_size, self.generated = len(tokens), 0
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         for token in super().generate(
@@ -146,32 +142,31 @@ class ServedLlama(EntropyLlama):
         if learner is not None and (news := learner.news()) is not None:
             sys.stderr.write(f"entropykv: --learn: {news}\n")
 
-    def _check_grammar(self, grammar: LlamaGrammar, processors: Iterable[Any]) -> None:
-        """Raise RequestError for a grammar that would end the process.
+    def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
+        """Return what leaves only tokens that a grammar allows; raises RequestError.
 
-        It is checked here because a response_format and a tool are grammars, too. llama-cpp-python
-        uses one that llama.cpp cannot read, which is a null pointer; llama.cpp aborts where a
-        grammar allows nothing but the end, and min_tokens forbids that.
+        It is checked here because a response_format and a tool are grammars, too.
         """
-        if any(isinstance(each, llama_cpp.MinTokensLogitsProcessor) for each in processors):
-            raise RequestError(
-                400,
-                "min_tokens cannot go with a grammar, a response_format or a tool",
-                param="min_tokens",
-            )
-        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
-        text, root = grammar._grammar.encode("utf-8"), grammar._root.encode("utf-8")
-        sampler = None
-        if text.count(b"(") <= _MOST_GROUPS and text.count(b"::=") <= _MOST_RULES:
-            sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text, root)
-        if not sampler:
-            raise RequestError(
-                400,
-                "grammar: llama.cpp cannot read it; give GBNF with a rule root, or a schema "
-                "with less repetition",
-                param="grammar",
-            )
-        llama_cpp.llama_sampler_free(sampler)
+        try:
+            return super()._grammar_sampler(grammar)
+        except SettingsError as error:
+            raise RequestError(400, str(error), param="grammar") from None
+
+    def _while_sampling(self) -> None:
+        """Let a request end while a grammar is searched, as between micro-batches."""
+        if self.checkpoint is not None:
+            self.checkpoint()
+
+
+def _check_min_tokens(grammar: LlamaGrammar | None, processors: Iterable[Any]) -> None:
+    """Raise RequestError where the end is forbidden, and a grammar may allow nothing else."""
+    least = any(isinstance(each, llama_cpp.MinTokensLogitsProcessor) for each in processors)
+    if grammar is not None and least:
+        raise RequestError(
+            400,
+            "min_tokens cannot go with a grammar, a response_format or a tool",
+            param="min_tokens",
+        )
 
 
 def load_llama(options: ModelOptions) -> ServedLlama:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from llama_cpp import llama_grammar
 from llama_cpp.llama_grammar import LlamaGrammar
 
+from entropykv.errors import SettingsError
+from entropykv.llamacpp.schema_converter import grammar_of_schema, with_ranges
+from entropykv.llamacpp.schema_limits import check_schema
 from entropykv.server.errors import RequestError
 
 _NOT_ENFORCED = frozenset(
@@ -16,9 +18,7 @@ _NOT_ENFORCED = frozenset(
     | {"patternProperties", "propertyNames", "minProperties", "maxProperties", "contains", "not"}
     | {"if", "then", "else", "dependentRequired", "dependentSchemas", "unevaluatedProperties"}
 )
-"""Keywords of a schema that llama-cpp-python's grammars leave out."""
-_MOST_VALUES = 512
-"""The most integers that are listed one by one, to keep between a minimum and a maximum."""
+"""Keywords of a schema that grammars leave out."""
 
 
 def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar:
@@ -27,22 +27,20 @@ def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar
     With `strict`, refuse what the grammar would not enforce. Raises RequestError, with `param` as
     its field, for that and for a schema that no grammar can be made of.
     """
-    schema = _with_ranges(schema)
-    ignored = sorted(set(_keywords(schema)) & _NOT_ENFORCED)
-    if strict and ignored:
-        raise RequestError(
-            400,
-            f"{param}: {ignored[0]!r} cannot be enforced here; leave it out, or give strict as "
-            "false",
-            param=param,
-        )
     try:
-        return LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False)
-    except Exception as error:  # it asserts, and takes much of a schema for granted
-        reason = str(error) or type(error).__name__
-        raise RequestError(
-            400, f"{param}: no grammar can be made of this schema ({reason})", param=param
-        ) from error
+        check_schema(schema)
+        kept = with_ranges(schema) if strict else schema
+        ignored = sorted(set(_keywords(kept)) & _NOT_ENFORCED)
+        if ignored and strict:
+            raise RequestError(
+                400,
+                f"{param}: {ignored[0]!r} cannot be enforced here; leave it out, or give strict as "
+                "false",
+                param=param,
+            )
+        return LlamaGrammar.from_string(grammar_of_schema(schema), verbose=False)
+    except SettingsError as error:
+        raise RequestError(400, f"{param}: {error}", param=param) from error
 
 
 def any_object() -> LlamaGrammar:
@@ -82,32 +80,6 @@ def _renamed(schema: Any, prefix: str) -> Any:
     elif isinstance(reference, str) and reference.startswith(("#/$defs/", "#/definitions/")):
         renamed["$ref"] = f"#/$defs/{prefix}-{reference.rsplit('/', 1)[1]}"
     return renamed
-
-
-def _with_ranges(schema: Any) -> Any:
-    """Return a schema that lists the integers between a minimum and a maximum, where they are few.
-
-    Grammars know no numbers.
-    """
-    if isinstance(schema, list):
-        return [_with_ranges(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    values = _listed(schema)
-    if values is not None:
-        others = {key: schema[key] for key in schema.keys() - {"minimum", "maximum", "type"}}
-        return {**others, "enum": values}
-    return {key: _with_ranges(value) for key, value in schema.items()}
-
-
-def _listed(schema: dict[str, Any]) -> list[int] | None:
-    """Return the integers that a schema allows, if it says so by its limits, and they are few."""
-    least, most = schema.get("minimum"), schema.get("maximum")
-    if schema.get("type") != "integer" or not schema.keys().isdisjoint({"enum", "multipleOf"}):
-        return None
-    if not isinstance(least, int) or not isinstance(most, int):
-        return None
-    return list(range(least, most + 1)) if 0 <= most - least < _MOST_VALUES else None
 
 
 def _keywords(schema: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.session.recovery import Recoverable, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
@@ -38,6 +39,10 @@ class Decoder(Protocol):
     @property
     def vocabulary(self) -> Any:
         """Return the llama_vocab, for samplers that read the texts of tokens."""
+
+    @property
+    def token_trie(self) -> TokenTrie:
+        """Return the texts of all tokens, for grammars."""
 
     @property
     def tokens(self) -> list[int]:
@@ -224,7 +229,8 @@ class _Chooser:
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._data = np.empty(n_vocab, self._KIND)
         self._pointer = self._data.ctypes.data_as(llama_cpp.llama_token_data_p)
-        self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary)
+        trie = session.token_trie if sampling.grammar is not None else None
+        self._chain = SamplerChain(sampling, n_vocab, session.n_ctx, vocabulary, trie)
 
     def close(self) -> None:
         """Free the chain."""
@@ -236,15 +242,20 @@ class _Chooser:
             self._chain.remember(session.tokens[-self._chain.looks_back :])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
-        """Sample a token, and tell the chain; None where a grammar allows no token at all."""
+        """Sample a token, and tell the chain; None where a grammar allows no token at all.
+
+        Raises SettingsError where a grammar turns out to be too ambiguous.
+        """
         self._data["id"] = self._ids  # the array must be set anew, since samplers sort it
         self._data["logit"] = logits
         self._data["p"] = 0.0
         array = llama_cpp.llama_token_data_array(self._pointer, self._data.size, -1, False)
         llama_cpp.llama_sampler_apply(self._chain.handle, ctypes.byref(array))
+        self._chain.check()
         chosen = array.data[array.selected]
         if chosen.logit == -math.inf:
             return None
         token = int(chosen.id)
         llama_cpp.llama_sampler_accept(self._chain.handle, token)
+        self._chain.check()
         return token

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from entropykv._core import TokenTrie
 from entropykv.llamacpp.model import Model
 
 
@@ -22,6 +23,11 @@ class ModelText:
     def vocabulary(self) -> Any:
         """Return the llama_vocab, for samplers of llama.cpp."""
         return self._model.vocabulary
+
+    @property
+    def token_trie(self) -> TokenTrie:
+        """Return the texts of all tokens, for grammars."""
+        return self._model.token_trie
 
     def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
         """Return the tokens of a text; `add_bos` None: as the model wants.

@@ -10,7 +10,9 @@ from typing import Any
 
 import llama_cpp
 
+from entropykv._core import TokenTrie
 from entropykv.errors import SettingsError
+from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.settings.options import MOST_TOKENS, at_least, is_number
 
 SAMPLERS = (
@@ -122,9 +124,21 @@ class Sampling:
 class SamplerChain:
     """Hold a llama_sampler chain; close() frees it."""
 
-    def __init__(self, sampling: Sampling, n_vocab: int, n_ctx: int, vocabulary: Any) -> None:
-        """Make the samplers; raises SettingsError for a grammar that llama.cpp cannot read."""
+    def __init__(
+        self,
+        sampling: Sampling,
+        n_vocab: int,
+        n_ctx: int,
+        vocabulary: Any,
+        trie: TokenTrie | None = None,
+    ) -> None:
+        """Make the samplers; raises SettingsError for a grammar that cannot be used.
+
+        `trie` has the texts of tokens: a grammar needs them.
+        """
         self._sampling = sampling
+        self._trie = trie
+        self._grammar: GrammarSampler | None = None
         self._n_vocab, self._n_ctx, self._vocabulary = n_vocab, n_ctx, vocabulary
         self._seed = secrets.randbits(32) if sampling.seed is None else sampling.seed & 0xFFFFFFFF
         parameters = llama_cpp.llama_sampler_chain_default_params()
@@ -139,6 +153,11 @@ class SamplerChain:
     def close(self) -> None:
         """Free the samplers."""
         llama_cpp.llama_sampler_free(self.handle)
+
+    def check(self) -> None:
+        """Raise what went wrong within the latest apply or accept; see GrammarSampler.check."""
+        if self._grammar is not None:
+            self._grammar.check()
 
     @property
     def remembers(self) -> bool:
@@ -165,8 +184,9 @@ class SamplerChain:
         sampling = self._sampling
         if sampling.logit_bias:
             self._add(self._logit_bias())
-        if sampling.grammar is not None:
-            self._add(self._grammar(sampling.grammar))
+        if sampling.grammar is not None and self._trie is not None:
+            self._grammar = GrammarSampler(sampling.grammar, self._vocabulary, self._trie)
+            self._add(self._grammar.handle())
         greedy = sampling.temperature <= 0.0
         makers = self._makers()
         if sampling.mirostat and not greedy:
@@ -276,13 +296,3 @@ class SamplerChain:
         biases = [llama_cpp.llama_logit_bias(token, bias) for token, bias in pairs]
         array = (llama_cpp.llama_logit_bias * len(pairs))(*biases)
         return llama_cpp.llama_sampler_init_logit_bias(self._n_vocab, len(pairs), array)
-
-    def _grammar(self, grammar: str) -> Any:
-        sampler = llama_cpp.llama_sampler_init_grammar(
-            self._vocabulary, grammar.encode("utf-8"), b"root"
-        )
-        if not sampler:
-            raise SettingsError(
-                "llama.cpp cannot read the grammar; give GBNF text whose first rule is named root"
-            )
-        return sampler

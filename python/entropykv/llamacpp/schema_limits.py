@@ -1,0 +1,95 @@
+"""Refuse JSON schemas that would take long, or much memory, before anything is made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from entropykv.errors import SettingsError
+
+MOST_DEPTH = 100
+"""Objects and lists within each other, in the JSON text of a schema."""
+MOST_PARTS = 20_000
+"""Values in the JSON text of a schema: objects, lists, texts and numbers."""
+MOST_TEXT = 1 << 20
+"""Characters of all names and texts in a schema."""
+MOST_COUNT = 50_000
+"""What minItems, maxItems, minLength and maxLength may be."""
+MOST_PATTERN = 4_000
+"""Characters of a pattern."""
+MOST_PATTERN_COUNT = 2_000
+"""Repetitions such as {3} or {2,5} of a pattern, all together."""
+MOST_GRAMMAR = 4 << 20
+"""Characters of the grammar that a schema becomes."""
+MOST_VISITS = 50_000
+"""Schemas that are converted: those of a definition count once."""
+
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
+_QUANTIFIER = re.compile(r"\{(\d*),?(\d*)\}")
+_DIGITS = 9
+"""A number with more of them counts as a thousand million."""
+
+
+def check_schema(schema: Any) -> None:
+    """Raise SettingsError for a schema beyond the limits; it is read once, and not recursively."""
+    n_text = 0
+    for n_parts, (value, depth) in enumerate(_values(schema), start=1):
+        if depth > MOST_DEPTH:
+            raise SettingsError(
+                f"the schema has more than {MOST_DEPTH} objects and lists within each other; "
+                "name parts of it in $defs"
+            )
+        if n_parts > MOST_PARTS:
+            raise SettingsError(
+                f"the schema has more than {MOST_PARTS:,} values; leave some of its properties out"
+            )
+        n_text += len(value) if isinstance(value, str) else 0
+        if isinstance(value, dict):
+            n_text += sum(map(len, value))
+            _check_counts(value)
+        if n_text > MOST_TEXT:
+            raise SettingsError(
+                f"the schema has more than {MOST_TEXT:,} characters of text; leave some of it out"
+            )
+
+
+def _values(schema: Any) -> Iterator[tuple[Any, int]]:
+    """Yield every value of a JSON text, and how many objects and lists it is in."""
+    rest: list[tuple[Any, int]] = [(schema, 0)]
+    while rest:
+        value, depth = rest.pop()
+        yield value, depth
+        if isinstance(value, dict):
+            rest.extend((each, depth + 1) for each in value.values())
+        elif isinstance(value, list):
+            rest.extend((each, depth + 1) for each in value)
+
+
+def _check_counts(schema: dict[str, Any]) -> None:
+    for key in _COUNTS:
+        count = schema.get(key)
+        if isinstance(count, int | float) and count > MOST_COUNT:
+            raise SettingsError(
+                f"{key} is {_short(count)}, which is more than {MOST_COUNT:,}; give less, or "
+                "leave it out"
+            )
+    pattern = schema.get("pattern")
+    if not isinstance(pattern, str):
+        return
+    if len(pattern) > MOST_PATTERN:
+        raise SettingsError(f"a pattern has more than {MOST_PATTERN:,} characters; shorten it")
+    quantifiers = _QUANTIFIER.findall(pattern)
+    if sum(_number(each) for pair in quantifiers for each in pair) > MOST_PATTERN_COUNT:
+        raise SettingsError(
+            f"a pattern repeats more than {MOST_PATTERN_COUNT:,} times with its {{}}; repeat less, "
+            "or use + or *"
+        )
+
+
+def _number(digits: str) -> int:
+    return int(digits or 0) if len(digits) <= _DIGITS else 10**_DIGITS
+
+
+def _short(count: float) -> str:
+    return f"{count:,}" if abs(count) < 1e15 else "a number of more than 15 digits"
