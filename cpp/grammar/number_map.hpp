@@ -39,7 +39,8 @@ private:
 
     Slot& find(std::uint64_t key) {
         const std::size_t mask = slots_.size() - 1;
-        std::size_t at = static_cast<std::size_t>((key * 0x9E3779B97F4A7C15U) >> 20) & mask;
+        // The highest bits of the product depend on all of the key's.
+        auto at = static_cast<std::size_t>((key * 0x9E3779B97F4A7C15U) >> shift_);
         while (slots_[at].key != key && slots_[at].key != kFree) at = (at + 1) & mask;
         return slots_[at];
     }
@@ -47,11 +48,13 @@ private:
     void grow() {
         std::vector<Slot> old(slots_.empty() ? 64 : 2 * slots_.size());
         old.swap(slots_);
+        shift_ = old.empty() ? 58 : shift_ - 1;
         for (const Slot& slot : old)
             if (slot.key != kFree) find(slot.key) = slot;
     }
 
     std::vector<Slot> slots_;  // a power of two
+    int shift_ = 64;           // so that as many bits are left as number the slots
     std::size_t n_ = 0;
 };
 

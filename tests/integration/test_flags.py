@@ -11,6 +11,7 @@ from entropykv.cli import main
 from entropykv.cli.instead import INSTEAD
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import SAMPLERS, SamplerChain, Sampling
+from tests.support.grammars import bomb
 
 WORKING = [
     ["-ctk", "f16", "-ctv", "f16"],
@@ -62,6 +63,9 @@ REFUSED = [
     (["-fast"], "--help"),
     (["--thread", "2"], "--help"),
     (["--grammar", "no grammar"], "rule"),
+    (["--grammar", bomb(24)], "too ambiguous"),
+    (["-j", '{"type": "string", "minLength": 20000000}'], "minLength"),
+    (["-j", "[" * 100_000], "no JSON"),
     (["-j", "{"], "JSON schema"),
     (["-l", "seven"], "15043-1"),
     (["--samplers", "top_j"], "top_k"),

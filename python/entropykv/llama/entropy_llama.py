@@ -23,6 +23,7 @@ from entropykv.llama.arguments import (
     check_draft_model,
     split_arguments,
 )
+from entropykv.llama.chat_schemas import checked_schemas
 from entropykv.llama.completing import CompletingLlama
 from entropykv.llama.context import BorrowedModel, BudgetContext
 from entropykv.model.geometry import ModelGeometry, read_loadable
@@ -194,9 +195,12 @@ class EntropyLlama(CompletingLlama):
         super().close()
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
-        """Answer a chat as llama_cpp.Llama does; raises SettingsError for a handler of images."""
+        """Answer a chat as llama_cpp.Llama does.
+
+        Raises SettingsError for a handler of images, and for a JSON schema that is too much.
+        """
         check_chat_handler(self.chat_handler)
-        return super().create_chat_completion(*arguments, **options)
+        return super().create_chat_completion(**checked_schemas(self, *arguments, **options))
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: embeddings need no KV cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from entropykv.errors import SettingsError
@@ -24,6 +25,8 @@ MOST_GRAMMAR = 4 << 20
 """Characters of the grammar that a schema becomes."""
 MOST_VISITS = 50_000
 """Schemas that are converted: those of a definition count once."""
+MOST_WRITTEN = 50_000
+"""Parts of a schema, once its references and repetitions are written out."""
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
 _QUANTIFIER = re.compile(r"\{(\d*),?(\d*)\}")
@@ -52,6 +55,60 @@ def check_schema(schema: Any) -> None:
             raise SettingsError(
                 f"the schema has more than {MOST_TEXT:,} characters of text; leave some of it out"
             )
+
+
+def check_written_out(schema: Any) -> None:
+    """Raise SettingsError for a schema that is too much for llama-cpp-python's own converter.
+
+    It writes out what arrays must have, and looks at a definition again for every reference to it,
+    and at all properties for every property.
+    """
+    check_schema(schema)
+    work = 0
+    within: set[str] = set()
+    rest: list[Any] = [schema]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, _Left):
+            within.discard(value.ref)
+            continue
+        work += 1
+        if isinstance(value, list):
+            rest.extend(value)
+        elif isinstance(value, dict):
+            work += _written(value)
+            rest.extend(each for key, each in value.items() if key not in ("$defs", "definitions"))
+            ref = value.get("$ref")
+            if isinstance(ref, str) and ref not in within:
+                within.add(ref)
+                rest.extend((_Left(ref), _target(schema, ref)))
+        if work > MOST_WRITTEN:
+            raise SettingsError(
+                "the schema is too large once its references are written out; leave some of its "
+                "properties out, or refer to fewer definitions"
+            )
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Mark where a reference has been followed to its end."""
+
+    ref: str
+
+
+def _written(schema: dict[str, Any]) -> int:
+    counts = [schema.get(key) for key in _COUNTS]
+    properties = schema.get("properties")
+    n_properties = len(properties) if isinstance(properties, dict) else 0
+    return n_properties**2 // 10 + sum(int(each) for each in counts if isinstance(each, int))
+
+
+def _target(schema: Any, ref: str) -> Any:
+    """Return what a reference names; None where there is nothing."""
+    target = schema
+    for key in ref.split("/")[1:]:
+        target = target.get(key) if isinstance(target, dict) else None
+    return target
 
 
 def _values(schema: Any) -> Iterator[tuple[Any, int]]:

@@ -1,0 +1,101 @@
+"""What a grammar costs for every token: ours, and llama.cpp's own sampler of grammars.
+
+python benchmarks/grammars.py [-m model.gguf] [-n 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_grammar
+
+from entropykv.llamacpp.grammar_sampler import GrammarSampler
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.schema_converter import grammar_of_schema
+from entropykv.model import shipped
+
+KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+        "address": {"type": "object", "properties": {"street": {"type": "string"}}},
+    },
+    "required": ["name", "age"],
+}
+SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 1000}}}
+
+
+def rows(model: Model, grammar: str, both: str, n: int) -> Iterator[tuple[float, float]]:
+    """Yield seconds of each way for every token of a random text that both allow."""
+    ours = GrammarSampler(grammar, model.vocabulary, model.token_trie)
+    theirs = llama_cpp.llama_sampler_init_grammar(model.vocabulary, both.encode(), b"root")
+    samplers = (ours.handle(), theirs)
+    choose = random.Random(1)  # noqa: S311
+    for _ in range(n):
+        seconds, allowed = zip(*(step(each, model.n_vocab) for each in samplers), strict=True)
+        ours.check()
+        yield seconds
+        choices = sorted(t for t in allowed[0] & allowed[1] if not model.is_end(t))
+        if not choices:
+            break
+        token = choose.choice(choices)
+        for each in samplers:
+            llama_cpp.llama_sampler_accept(each, token)
+    for each in samplers:
+        llama_cpp.llama_sampler_free(each)
+
+
+def step(sampler: Any, n_vocab: int) -> tuple[float, set[int]]:
+    """Return how long it took to find the tokens that may follow, and which those are."""
+    data = np.zeros(n_vocab, KIND)
+    data["id"] = np.arange(n_vocab)
+    pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)
+    array = llama_cpp.llama_token_data_array(pointer, n_vocab, -1, False)
+    start = time.perf_counter()
+    llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
+    seconds = time.perf_counter() - start
+    return seconds, set(np.flatnonzero(data["logit"] == 0.0).tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-m", "--model", default=None, help="default: SmolLM2, where installed")
+    parser.add_argument("-n", type=int, default=60, help="tokens of each text (default: 60)")
+    options = parser.parse_args()
+    path = options.model or shipped.smollm2().path
+    grammars = {
+        "any JSON": (llama_grammar.JSON_GBNF,) * 2,
+        "C": (llama_grammar.C_GBNF,) * 2,
+        "a schema": (grammar_of_schema(SCHEMA), grammar_of_schema(SCHEMA)),
+        "maxLength 1000": (
+            grammar_of_schema(SHORT),
+            llama_grammar.json_schema_to_gbnf(json.dumps(SHORT)),
+        ),
+    }
+    with closing(Model(path, n_gpu_layers=0, verbose=False)) as model:
+        start = time.perf_counter()
+        tokens = model.token_trie.n_tokens
+        print(f"{tokens:,} tokens, read in {1e3 * (time.perf_counter() - start):.0f} ms, once")
+        print("| grammar | ms a token, ours | slowest | llama.cpp's | slowest |")
+        print("|---|---|---|---|---|")
+        for name, (own, stock) in grammars.items():
+            ours, theirs = zip(*rows(model, own, stock, options.n), strict=True)
+            cells = [1e3 * f(each) for each in (ours, theirs) for f in (statistics.median, max)]
+            print(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+
+
+if __name__ == "__main__":
+    main()
