@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,6 +173,23 @@ def test_an_answer_ends_where_a_grammar_allows_no_token(llama: ServedLlama) -> N
         answer = llama("a", grammar=grammar, temperature=temperature)
         assert answer["choices"][0]["text"] == "on"
         assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_model_is_freed_with_its_last_grammar() -> None:
+    """Without the collector of cycles, which may come late: it holds the weights."""
+    gc.collect()
+    gc.disable()
+    made = ServedLlama(MODEL, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
+    made("a", max_tokens=1, grammar=grammar_of(SLOW))
+    matcher = weakref.ref(made._sampler._grammar)
+    made("a", max_tokens=1, grammar=grammar_of('root ::= "on"'))
+    assert matcher() is None
+    made.close()
+    gc.enable()
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_chat_refuses_schemas_that_are_too_much() -> None:

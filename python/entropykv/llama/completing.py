@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,9 +75,21 @@ class CompletingLlama(ReadingLlama):
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
         """Return what leaves only tokens that a grammar allows; raises SettingsError."""
-        session, text, root = self._session, grammar._grammar, grammar._root
-        texts, poll = session.token_trie, self._while_sampling
-        return GrammarSampler(text, session.vocabulary, texts, root=root, poll=poll)
+        session = self._session
+        itself = weakref.ref(self)  # the sampler is a part of it
+
+        def poll() -> None:
+            llama = itself()
+            if llama is not None:
+                llama._while_sampling()
+
+        return GrammarSampler(
+            grammar._grammar,
+            session.vocabulary,
+            session.token_trie,
+            root=grammar._root,
+            poll=poll,
+        )
 
     def _while_sampling(self) -> None:
         """Do what must be done every few milliseconds while a grammar is searched: nothing."""

@@ -74,6 +74,10 @@ class SamplerOfSequence:
         """Free the chain."""
         self._chain.close()  # type: ignore[no-untyped-call]
 
+    def __del__(self) -> None:
+        """Free the chain before the grammar in it, which nobody else holds."""
+        self.close()
+
 
 def _insert(chain: Any, index: int, sampler: Any) -> None:
     """Put a sampler into a chain, before the one with an index."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llama_cpp
@@ -18,7 +19,7 @@ from entropykv.errors import SettingsError
 
 
 class GrammarSampler:
-    """Be a llama_sampler, for a chain that comes after it to be freed with it.
+    """Be a llama_sampler; the chain that it is added to must be freed before this.
 
     What goes wrong within a call of llama.cpp is kept for check(), which must be called after
     every llama_sampler_apply() and llama_sampler_accept().
@@ -41,23 +42,22 @@ class GrammarSampler:
         comes out of check(). Raises SettingsError for what is no grammar, or one too ambiguous or
         too large.
         """
-        self._vocabulary = vocabulary
-        self._error: BaseException | None = None
         try:
-            self._matcher = GrammarMatcher(
+            matcher = GrammarMatcher(
                 grammar.encode("utf-8"),
                 root,
                 trie,
                 limits or GrammarLimits(),
-                self._token_of,
+                partial(_token_of, vocabulary),
                 poll or _go_on,
             )
         except ValueError as error:
             raise _refused(error) from None
+        self._calls = _Calls(matcher)
         self._interface = llama_cpp.llama_sampler_i(
             name=llama_cpp.llama_sampler_i_name(lambda _: b"entropykv-grammar"),
-            apply=llama_cpp.llama_sampler_i_apply(self._apply),
-            accept=llama_cpp.llama_sampler_i_accept(self._accept),
+            apply=llama_cpp.llama_sampler_i_apply(self._calls.apply),
+            accept=llama_cpp.llama_sampler_i_accept(self._calls.accept),
         )
 
     def handle(self) -> Any:
@@ -66,36 +66,43 @@ class GrammarSampler:
 
     def check(self) -> None:
         """Raise what went wrong in the latest call: SettingsError, or what `poll` raised."""
-        error, self._error = self._error, None
+        error, self._calls.error = self._calls.error, None
         if isinstance(error, ValueError):
             raise _refused(error) from None
         if error is not None:
             raise error
 
-    def _apply(self, _: Any, candidates: Any) -> None:
+
+class _Calls:
+    """Take llama.cpp's calls; it knows nothing of the sampler, so that both are freed at once."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+        self.error: BaseException | None = None
+
+    def apply(self, _: Any, candidates: Any) -> None:
         array = candidates.contents
         address = ctypes.cast(array.data, ctypes.c_void_p).value
         try:
             self._matcher.apply(address or 0, array.size)
-        except BaseException as error:
-            self._error = error
+        except BaseException as error:  # it must not pass through llama.cpp
+            self.error = error
 
-    def _accept(self, _: Any, token: int) -> None:
-        if self._error is not None:
+    def accept(self, _: Any, token: int) -> None:
+        if self.error is not None:
             return
         try:
             self._matcher.accept(token)
         except BaseException as error:
-            self._error = error
+            self.error = error
 
-    def _token_of(self, text: str) -> int | None:
-        """Return the token that a text such as <think> is; None if it is not exactly one."""
-        data = text.encode("utf-8")
-        tokens = (llama_cpp.llama_token * 2)()
-        count = llama_cpp.llama_tokenize(
-            self._vocabulary, data, len(data), tokens, len(tokens), False, True
-        )
-        return int(tokens[0]) if count == 1 else None
+
+def _token_of(vocabulary: Any, text: str) -> int | None:
+    """Return the token that a text such as <think> is; None if it is not exactly one."""
+    data = text.encode("utf-8")
+    tokens = (llama_cpp.llama_token * 2)()
+    count = llama_cpp.llama_tokenize(vocabulary, data, len(data), tokens, len(tokens), False, True)
+    return int(tokens[0]) if count == 1 else None
 
 
 def _go_on() -> None:
