@@ -41,6 +41,7 @@ void register_grammar(py::module_& m) {
     py::class_<GrammarLimits>(m, "GrammarLimits")
         .def(py::init<>())
         .def_readwrite("most_symbols", &GrammarLimits::most_symbols)
+        .def_readwrite("most_repeats", &GrammarLimits::most_repeats)
         .def_readwrite("most_stacks", &GrammarLimits::most_stacks)
         .def_readwrite("most_work", &GrammarLimits::most_work)
         .def_readwrite("most_kept", &GrammarLimits::most_kept);
@@ -50,7 +51,7 @@ void register_grammar(py::module_& m) {
                          py::function poll) {
                  const std::function<void()> poll_with_gil = with_gil(std::move(poll));
                  const auto grammar = std::make_shared<const GrammarRules>(
-                     parse_grammar(text, root, limits.most_symbols, find_token));
+                     parse_grammar(text, root, limits, find_token));
                  const py::gil_scoped_release release;
                  return std::make_unique<GrammarMatcher>(grammar, trie, limits, poll_with_gil);
              }),

@@ -9,7 +9,8 @@
 namespace entropykv {
 
 struct GrammarLimits {
-    std::size_t most_symbols = 250000;   // once repetitions are written out
+    std::size_t most_symbols = 250000;   // of all rules
+    std::size_t most_repeats = 1000000;  // what a number in {m,n} may be
     std::size_t most_stacks = 32768;     // ways in which a text may be meant, at one time
     std::uint64_t most_work = 20000000;  // steps for one token: about a second
     std::size_t most_kept = 1000000;     // stacks, states and transitions that are remembered

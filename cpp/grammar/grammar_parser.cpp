@@ -1,20 +1,18 @@
 #include "grammar/grammar_parser.hpp"
 
-#include <algorithm>
-#include <stdexcept>
-#include <unordered_map>
 #include <utility>
 
 #include "grammar/grammar_text.hpp"
+#include "grammar/grammar_writer.hpp"
 
 namespace entropykv {
 
 namespace {
 
 constexpr std::uint32_t kLastCodePoint = 0x10FFFF;
-constexpr std::uint64_t kNoEnd = UINT64_MAX;
+constexpr std::uint64_t kNoEnd = GrammarWriter::kNoEnd;
 
-using Sequence = std::vector<Symbol>;
+using Sequence = GrammarWriter::Sequence;
 
 // A rule, or a group in one, whose end was not read yet.
 struct Open {
@@ -26,20 +24,13 @@ struct Open {
 
 class Parser {
 public:
-    Parser(std::string_view text, std::size_t most_symbols, const FindToken& find_token)
-        : text_(text), most_symbols_(most_symbols), find_token_(find_token) {}
+    Parser(std::string_view text, const GrammarLimits& limits, const FindToken& find_token)
+        : text_(text), find_token_(find_token), writer_(limits) {}
 
     GrammarRules parse(const std::string& root) {
         text_.skip_space(true);
         while (!text_.at_end()) parse_rule();
-        const auto found = numbers_.find(root);
-        if (found == numbers_.end()) throw std::invalid_argument("it has no rule named " + root);
-        for (std::size_t rule = 0; rule < grammar_.rules.size(); rule++)
-            if (grammar_.rules[rule].count == 0)
-                throw std::invalid_argument("the rule " + grammar_.name_of(rule) +
-                                            " is named, but not there");
-        grammar_.root = found->second;
-        return std::move(grammar_);
+        return writer_.finish(root);
     }
 
 private:
@@ -49,7 +40,7 @@ private:
         text_.skip_space(false);
         if (!text_.take("::=")) text_.fail("::= is expected after the name of a rule");
         text_.skip_space(true);
-        open_.push_back(opened(number_of(name)));
+        open_.push_back(opened(writer_.rule_of(name)));
         while (parse_part()) {
         }
         if (open_.size() > 1) text_.fail("a group is not closed");
@@ -68,16 +59,17 @@ private:
             parse_set();
         } else if (c == '.') {
             text_.advance();
-            add_set(CharacterSet({}, true));
+            begin_item();
+            add(writer_.set_of({}, true));
         } else if (c == '<' || c == '!') {
             parse_token();
         } else if (is_name(c)) {
             begin_item();
-            add({SymbolKind::rule, number_of(text_.take_name())});
+            add({SymbolKind::rule, writer_.rule_of(text_.take_name())});
         } else if (c == '(') {
             text_.advance();
             text_.skip_space(true);
-            open_.push_back(opened(new_rule()));
+            open_.push_back(opened(writer_.part_of(open_.back().rule)));
             return true;
         } else if (c == ')' && open_.size() > 1) {
             text_.advance();
@@ -104,7 +96,7 @@ private:
         begin_item();
         while (!text_.take("\"")) {
             const std::uint32_t c = text_.take_character();
-            add({SymbolKind::characters, set_of({{c, c}}, false)});
+            add(set_of({{c, c}}, false));
         }
     }
 
@@ -119,12 +111,12 @@ private:
                 text_.advance();
                 last = text_.take_character();
             }
-            count(1);
+            writer_.count(1);
             ranges.push_back({first, last});
         }
         if (ranges.empty() && !inverted) text_.fail("[] has no characters");
         begin_item();
-        add({SymbolKind::characters, set_of(std::move(ranges), inverted)});
+        add(set_of(std::move(ranges), inverted));
     }
 
     void parse_token() {
@@ -171,21 +163,8 @@ private:
         Sequence item(open.sequence.begin() + static_cast<std::ptrdiff_t>(open.item),
                       open.sequence.end());
         open.sequence.resize(open.item);
-        const Symbol part =
-            item.size() == 1 ? item[0] : Symbol{SymbolKind::rule, write_rule({std::move(item)})};
-        count(least);
-        open.sequence.insert(open.sequence.end(), static_cast<std::size_t>(least), part);
-        if (most == kNoEnd) {
-            const std::uint32_t again = new_rule();
-            write(again, {Sequence{part, {SymbolKind::rule, again}}, Sequence{}});
-            open.sequence.push_back({SymbolKind::rule, again});
-        } else if (most > least) {
-            count(4 * std::min<std::uint64_t>(most - least, most_symbols_));  // before any is made
-            std::uint32_t fewer = write_rule({Sequence{part}, Sequence{}});
-            for (std::uint64_t i = least + 1; i < most; i++)
-                fewer = write_rule({Sequence{part, {SymbolKind::rule, fewer}}, Sequence{}});
-            open.sequence.push_back({SymbolKind::rule, fewer});
-        }
+        const Sequence parts = writer_.repeated(open.rule, std::move(item), least, most);
+        open.sequence.insert(open.sequence.end(), parts.begin(), parts.end());
     }
 
     // --- what is being written -------------------------------------------------------------------
@@ -199,13 +178,14 @@ private:
     void begin_item() { open_.back().item = open_.back().sequence.size(); }
 
     void add(Symbol symbol) {
-        count(1);
+        writer_.count(1);
         open_.back().sequence.push_back(symbol);
     }
 
-    void add_set(CharacterSet set) {
-        begin_item();
-        add({SymbolKind::characters, number_of(std::move(set))});
+    Symbol set_of(std::vector<CharacterRange> ranges, bool inverted) {
+        for (const CharacterRange& range : ranges)
+            if (range.last > kLastCodePoint) text_.fail("there are no characters above U+10FFFF");
+        return writer_.set_of(std::move(ranges), inverted);
     }
 
     void end_alternative() {
@@ -217,82 +197,21 @@ private:
 
     void close() {
         end_alternative();
-        const Open open = std::move(open_.back());
+        writer_.write(open_.back().rule, open_.back().alternatives);
         open_.pop_back();
-        write(open.rule, open.alternatives);
-    }
-
-    std::uint32_t write_rule(const std::vector<Sequence>& alternatives) {
-        const std::uint32_t rule = new_rule();
-        write(rule, alternatives);
-        return rule;
-    }
-
-    void write(std::uint32_t rule, const std::vector<Sequence>& alternatives) {
-        grammar_.rules[rule].first = static_cast<std::uint32_t>(grammar_.alternatives.size());
-        grammar_.rules[rule].count = static_cast<std::uint32_t>(alternatives.size());
-        count(alternatives.size());
-        for (const Sequence& each : alternatives) {
-            grammar_.alternatives.push_back(static_cast<std::uint32_t>(grammar_.symbols.size()));
-            grammar_.symbols.insert(grammar_.symbols.end(), each.begin(), each.end());
-            grammar_.symbols.push_back({});
-        }
-    }
-
-    // Adds a rule; without a name it is a part of the one that is read.
-    std::uint32_t new_rule(const std::string& name = {}) {
-        const auto rule = static_cast<std::uint32_t>(grammar_.rules.size());
-        grammar_.names.push_back(name);
-        grammar_.rules.emplace_back();
-        grammar_.rules.back().part_of = name.empty() ? open_.front().rule : rule;
-        return rule;
-    }
-
-    std::uint32_t number_of(const std::string& name) {
-        const auto found = numbers_.find(name);
-        if (found != numbers_.end()) return found->second;
-        count(1);
-        return numbers_.emplace(name, new_rule(name)).first->second;
-    }
-
-    std::uint32_t number_of(CharacterSet set) {
-        grammar_.sets.push_back(std::move(set));
-        return static_cast<std::uint32_t>(grammar_.sets.size() - 1);
-    }
-
-    // The set of one character is there once.
-    std::uint32_t set_of(std::vector<CharacterRange> ranges, bool inverted) {
-        for (const CharacterRange& range : ranges)
-            if (range.last > kLastCodePoint) text_.fail("there are no characters above U+10FFFF");
-        const bool single = !inverted && ranges.size() == 1 && ranges[0].first == ranges[0].last;
-        if (!single) return number_of(CharacterSet(std::move(ranges), inverted));
-        const auto [found, added] = singles_.emplace(ranges[0].first, 0);
-        if (added) found->second = number_of(CharacterSet(std::move(ranges), false));
-        return found->second;
-    }
-
-    void count(std::uint64_t n_symbols) {
-        n_symbols_ += n_symbols;
-        if (n_symbols_ > most_symbols_)
-            text_.fail("it is too large: more than " + std::to_string(most_symbols_) +
-                       " symbols once its repetitions are written out; repeat less");
     }
 
     GrammarText text_;
-    std::uint64_t most_symbols_;
     const FindToken& find_token_;
-    GrammarRules grammar_;
+    GrammarWriter writer_;
     std::vector<Open> open_;
-    std::unordered_map<std::string, std::uint32_t> numbers_;
-    std::unordered_map<std::uint32_t, std::uint32_t> singles_;
-    std::uint64_t n_symbols_ = 0;
 };
 
 }  // namespace
 
-GrammarRules parse_grammar(std::string_view text, const std::string& root, std::size_t most_symbols,
-                           const FindToken& find_token) {
-    GrammarRules grammar = Parser(text, most_symbols, find_token).parse(root);
+GrammarRules parse_grammar(std::string_view text, const std::string& root,
+                           const GrammarLimits& limits, const FindToken& find_token) {
+    GrammarRules grammar = Parser(text, limits, find_token).parse(root);
     check_left_recursion(grammar);
     return grammar;
 }

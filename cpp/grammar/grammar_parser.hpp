@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "grammar/grammar_effort.hpp"
 #include "grammar/grammar_rules.hpp"
 
 namespace entropykv {
@@ -13,10 +14,9 @@ namespace entropykv {
 // The token that a text such as <think> is; none if it is not exactly one.
 using FindToken = std::function<std::optional<std::uint32_t>(const std::string& text)>;
 
-// Returns the rules of a text. Repetitions are written out, so that `most_symbols` bounds what a
-// grammar takes, however short its text is. Throws std::invalid_argument, with the number of the
-// line, for what is no grammar or too large.
-GrammarRules parse_grammar(std::string_view text, const std::string& root, std::size_t most_symbols,
-                           const FindToken& find_token);
+// Returns the rules of a text. Throws std::invalid_argument, with the number of the line, for what
+// is no grammar or too large.
+GrammarRules parse_grammar(std::string_view text, const std::string& root,
+                           const GrammarLimits& limits, const FindToken& find_token);
 
 }  // namespace entropykv

@@ -47,14 +47,24 @@ struct GrammarRules {
     struct Rule {
         std::uint32_t first = 0;  // of its alternatives
         std::uint32_t count = 0;
-        std::uint32_t part_of = 0;  // the rule with a name that it was made for, or is
+        std::uint32_t part_of = 0;            // the rule with a name that it was made for, or is
+        std::uint32_t counted = kNotCounted;  // its repetition, which stands for its alternatives
     };
+    // A symbol `least` to `most` times; alternatives would need a rule for every number of them.
+    struct Repetition {
+        std::uint32_t part = 0;  // the symbol, with an end behind it, as an index of `symbols`
+        std::uint32_t least = 0;
+        std::uint32_t most = 0;
+        bool endless = false;  // any number of times, then
+    };
+    static constexpr std::uint32_t kNotCounted = UINT32_MAX;
 
     std::vector<Symbol> symbols;              // of all alternatives, each with its end
     std::vector<std::uint32_t> alternatives;  // where each begins in `symbols`
     std::vector<Rule> rules;
     std::vector<std::string> names;  // of the rules; empty where the parser made one
     std::vector<CharacterSet> sets;
+    std::vector<Repetition> repetitions;
     std::uint32_t root = 0;
 
     // The name for a message, which a name of any length must fit in.

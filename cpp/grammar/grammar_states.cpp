@@ -14,6 +14,11 @@ std::uint64_t pair_key(std::uint64_t a, std::uint64_t b) { return a << 32 | b; }
 GrammarStates::GrammarStates(const GrammarRules& grammar, const GrammarLimits& limits,
                              GrammarEffort& effort)
     : grammar_(grammar), limits_(limits), effort_(effort) {
+    auto next = static_cast<std::uint32_t>(grammar.symbols.size());
+    for (const GrammarRules::Repetition& repetition : grammar.repetitions) {
+        counts_.push_back(next);
+        next += repetition.most + 1;
+    }
     find_classes();
     clear();
 }
@@ -103,6 +108,28 @@ Symbol GrammarStates::top(std::uint32_t stack) const {
     return stack == kEmpty ? Symbol{} : grammar_.symbols[stacks_[stack].symbol];
 }
 
+bool GrammarStates::is_count(std::uint32_t stack) const {
+    return stacks_[stack].symbol >= grammar_.symbols.size();
+}
+
+std::uint32_t GrammarStates::push_count(std::uint32_t repetition, std::uint32_t n_times,
+                                        std::uint32_t below) {
+    const bool over = n_times == 0 && !grammar_.repetitions[repetition].endless;
+    return over ? below : push(counts_[repetition] + n_times, below);
+}
+
+// Goes on with what is counted once more or, if it came often enough, with what is behind it.
+void GrammarStates::search_count(std::uint32_t stack) {
+    const auto [symbol, below] = stacks_[stack];
+    const auto after = std::upper_bound(counts_.begin(), counts_.end(), symbol);
+    const auto number = static_cast<std::uint32_t>(after - counts_.begin() - 1);
+    const GrammarRules::Repetition& repetition = grammar_.repetitions[number];
+    const std::uint32_t n_times = symbol - counts_[number];
+    if (n_times <= repetition.most - repetition.least) todo_.push_back(below);
+    const std::uint32_t rest = push_count(number, n_times > 0 ? n_times - 1 : 0, below);
+    todo_.push_back(push(repetition.part, rest));
+}
+
 std::uint32_t GrammarStates::push(std::uint32_t symbol, std::uint32_t below) {
     std::uint32_t& number = stack_numbers_.at(pair_key(symbol, below));
     if (number == NumberMap::kNone) {
@@ -136,6 +163,10 @@ void GrammarStates::search(std::uint32_t stack) {
         effort_.spend(1);
         if (seen_[each] == search_) continue;
         seen_[each] = search_;
+        if (is_count(each)) {
+            search_count(each);
+            continue;
+        }
         const Symbol next = top(each);
         if (next.kind != SymbolKind::rule) {
             found_.push_back(each);
@@ -148,6 +179,11 @@ void GrammarStates::search(std::uint32_t stack) {
         }
         const std::uint32_t rest = past(each);
         const GrammarRules::Rule& rule = grammar_.rules[next.value];
+        if (rule.counted != GrammarRules::kNotCounted) {
+            const std::uint32_t most = grammar_.repetitions[rule.counted].most;
+            todo_.push_back(push_count(rule.counted, most, rest));
+            continue;
+        }
         for (std::uint32_t i = rule.first; i < rule.first + rule.count; i++) {
             const std::uint32_t begin = grammar_.alternatives[i];
             const bool empty = grammar_.symbols[begin].kind == SymbolKind::end;

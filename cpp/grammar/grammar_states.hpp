@@ -48,14 +48,19 @@ public:
 
 private:
     struct Stack {
-        std::uint32_t symbol;  // the top: an index of the grammar's symbols
-        std::uint32_t below;   // the stack below it
+        // The top: an index of the grammar's symbols or, behind those, how often something must or
+        // may still come: an index of `counts_`.
+        std::uint32_t symbol;
+        std::uint32_t below;  // the stack below it
     };
     static constexpr std::uint32_t kEmpty = 0;  // the stack with nothing on it
 
     Symbol top(std::uint32_t stack) const;
     std::uint32_t push(std::uint32_t symbol, std::uint32_t below);
     std::uint32_t past(std::uint32_t stack);
+    bool is_count(std::uint32_t stack) const;
+    std::uint32_t push_count(std::uint32_t repetition, std::uint32_t n_times, std::uint32_t below);
+    void search_count(std::uint32_t stack);
     void begin_search();
     void search(std::uint32_t stack);
     State number_of_found();
@@ -65,6 +70,7 @@ private:
     void clear();
 
     const GrammarRules& grammar_;
+    std::vector<std::uint32_t> counts_;  // of every repetition, the symbol that is none of it
     GrammarLimits limits_;
     GrammarEffort& effort_;
     std::vector<std::uint32_t> classes_;  // first code points of those that sets do not tell apart

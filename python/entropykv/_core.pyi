@@ -759,7 +759,9 @@ class GrammarLimits:
     """What a grammar may cost: cpp/grammar/grammar_effort.hpp."""
 
     most_symbols: int
-    """Of its rules, once repetitions are written out."""
+    """Of all its rules."""
+    most_repeats: int
+    """What a number in {m,n} may be."""
     most_stacks: int
     """Ways in which a text may be meant, at one time."""
     most_work: int

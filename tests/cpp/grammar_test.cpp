@@ -50,7 +50,7 @@ const std::shared_ptr<const TokenTrie> kTrie = bytes_and_words();
 GrammarMatcher matcher_of(const std::string& text, const GrammarLimits& limits = {},
                           std::function<void()> poll = {}) {
     auto rules = std::make_shared<const GrammarRules>(
-        parse_grammar(text, "root", limits.most_symbols, [](const std::string& name) {
+        parse_grammar(text, "root", limits, [](const std::string& name) {
             return name == "<word>" ? std::optional<std::uint32_t>(258) : std::nullopt;
         }));
     return {rules, kTrie, limits, std::move(poll)};
@@ -116,8 +116,8 @@ void check_limits() {
         bomb += rule + " ::= " + next + " \"a\" | " + next + " \"b\"\n";
     }
     CHECK(throws<std::length_error>([&] { matcher_of(bomb + "x24 ::= \"z\""); }));
-    for (const char* large : {"root ::= \"a\"{99999999999999999999}", "root ::= \"a\"{0,200000}",
-                              "root ::= ((\"a\"{1000} \"b\"){1000} \"c\"){300000}"})
+    for (const char* large : {"root ::= \"a\"{99999999999999999999}", "root ::= \"a\"{0,2000000}",
+                              "root ::= ((\"a\"{1000} \"b\"){1000} \"c\"){3000000}"})
         CHECK(throws<std::invalid_argument>([&] { matcher_of(large); }));
     for (const char* endless : {"root ::= root \"a\" | \"b\"", "root ::= x\nx ::= y \"a\"\ny ::= x",
                                 "root ::= \"a\"? root \"b\" | \"c\"", "root ::= x\nx ::= x"})
@@ -151,6 +151,12 @@ void check_long_text() {
     }
     take(nested, "x" + std::string(400, ')'));
     CHECK(nested.may_end());
+    GrammarMatcher counted = matcher_of("root ::= (\"a\"{5,1000000} \"b\"){6,}", small);
+    for (int round = 0; round < 60; round++) {
+        CHECK(counted.may_end() == (round >= 6));
+        take(counted, std::string(100, 'a') + "b");
+        CHECK((allowed(counted).count('a') == 1));
+    }
     GrammarMatcher flat = matcher_of("root ::= ([a-f] [0-9]{1,3})+", small);
     for (int round = 0; round < 5000; round++) take(flat, "a1b22c333");
     CHECK(flat.may_end());

@@ -125,7 +125,7 @@ BAD: dict[str, tuple[int, str, dict[str, Any]]] = {
             "messages": MESSAGES,
             "response_format": {
                 "type": "json_object",
-                "schema": {"type": "string", "maxLength": 1_000_000},
+                "schema": {"type": "string", "maxLength": 2_000_000},
             },
         },
     ),

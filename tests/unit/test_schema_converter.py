@@ -14,6 +14,7 @@ from entropykv.errors import SettingsError
 from entropykv.llamacpp.schema_converter import grammar_of_schema
 from entropykv.server.errors import RequestError
 from entropykv.server.schema_grammar import grammar_of
+from entropykv.server.tool_calls import Tool, ToolUse
 from tests.support.grammars import takes
 
 HUGE = 20_000_000
@@ -65,7 +66,7 @@ TEXTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         [[True] * n for n in (2999, 3000, 3001, 3002)],
     ),
     "text": ({"type": "string", "minLength": 2, "maxLength": 3}, ["a" * n for n in range(5)]),
-    "long text": ({"type": "string", "maxLength": 5000}, ["é" * 5000, "é" * 5001]),
+    "long text": ({"type": "string", "maxLength": 65_535}, ["é" * 65_535, "é" * 65_536]),
     "object": (
         {
             "type": "object",
@@ -234,4 +235,7 @@ def test_the_server_refuses_it_by_the_field() -> None:
     assert caught.value.status_code == 400
     assert caught.value.body["error"]["param"] == "response_format"
     with pytest.raises(RequestError):
-        grammar_of(nested(2000), "tools", strict=True)
+        grammar_of(nested(2000), "response_format", strict=True)
+    deep = Tool.model_validate({"function": {"name": "a", "parameters": nested(900)}})
+    with pytest.raises(RequestError, match="tools: the schema has more than 100 objects"):
+        ToolUse([deep], required=True).grammar()

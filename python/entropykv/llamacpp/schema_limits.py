@@ -15,7 +15,7 @@ MOST_PARTS = 20_000
 """Values in the JSON text of a schema: objects, lists, texts and numbers."""
 MOST_TEXT = 1 << 20
 """Characters of all names and texts in a schema."""
-MOST_COUNT = 50_000
+MOST_COUNT = 1_000_000
 """What minItems, maxItems, minLength and maxLength may be."""
 MOST_PATTERN = 4_000
 """Characters of a pattern."""
@@ -25,7 +25,7 @@ MOST_GRAMMAR = 4 << 20
 """Characters of the grammar that a schema becomes."""
 MOST_VISITS = 50_000
 """Schemas that are converted: those of a definition count once."""
-MOST_WRITTEN = 50_000
+MOST_WRITTEN = 200_000
 """Parts of a schema, once its references and repetitions are written out."""
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")

@@ -27,8 +27,8 @@ def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar
     With `strict`, refuse what the grammar would not enforce. Raises RequestError, with `param` as
     its field, for that and for a schema that no grammar can be made of.
     """
+    check(schema, param)
     try:
-        check_schema(schema)
         kept = with_ranges(schema) if strict else schema
         ignored = sorted(set(_keywords(kept)) & _NOT_ENFORCED)
         if ignored and strict:
@@ -39,6 +39,14 @@ def grammar_of(schema: Any, param: str, *, strict: bool = False) -> LlamaGrammar
                 param=param,
             )
         return LlamaGrammar.from_string(grammar_of_schema(schema), verbose=False)
+    except SettingsError as error:
+        raise RequestError(400, f"{param}: {error}", param=param) from error
+
+
+def check(schema: Any, param: str) -> None:
+    """Raise RequestError, with `param` as its field, for a schema beyond the limits."""
+    try:
+        check_schema(schema)
     except SettingsError as error:
         raise RequestError(400, f"{param}: {error}", param=param) from error
 

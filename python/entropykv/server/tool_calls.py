@@ -12,7 +12,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from pydantic import BaseModel
 
 from entropykv.server.errors import RequestError
-from entropykv.server.schema_grammar import definition_names, grammar_of
+from entropykv.server.schema_grammar import check, definition_names, grammar_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -115,6 +115,7 @@ class ToolUse:
         calls = []
         for index, tool in enumerate(self.callable_tools):
             parameters = tool.function.parameters or _NO_PARAMETERS
+            check(parameters, "tools")
             properties = {
                 "name": {"const": tool.name},
                 "arguments": definition_names(parameters, f"tool{index}", definitions),
