@@ -221,9 +221,10 @@ def ask(server: Server, seconds: float = 60, **options: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=seconds)
 
 
-def test_requests_end_while_a_grammar_is_searched() -> None:
+@pytest.mark.parametrize("options", [(), ("--parallel", 2)], ids=["alone", "parallel"])
+def test_requests_end_while_a_grammar_is_searched(options: tuple[object, ...]) -> None:
     """By --request-seconds, by a client that leaves, and by SIGTERM."""
-    server = Server("--request-seconds", 1)
+    server = Server("--request-seconds", 1, *options)
     start = time.monotonic()
     assert ask(server).status_code == 504
     assert time.monotonic() - start < 3
@@ -250,6 +251,12 @@ def test_an_ambiguous_grammar_is_refused_and_nobody_waits(parallel: int) -> None
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "grammar"
     assert "ambiguous" in answer.json()["error"]["message"]
+    grows = 'root ::= "a" root root "b" | "a" root "b" | "a" root root "c" | "a"'
+    answer = ask(server, grammar=grows, prompt="aaaa")
+    assert answer.status_code == 400
+    assert "ambiguous" in answer.json()["error"]["message"]
+    streamed = ask(server, grammar=grows, prompt="aaaa", stream=True)
+    assert "ambiguous" in streamed.text
     assert ask(server, grammar='root ::= "on"').status_code == 200
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     assert server.end()[0] == 0

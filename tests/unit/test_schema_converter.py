@@ -66,6 +66,11 @@ TEXTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         [[True] * n for n in (2999, 3000, 3001, 3002)],
     ),
     "text": ({"type": "string", "minLength": 2, "maxLength": 3}, ["a" * n for n in range(5)]),
+    "text of a form that no grammar knows": (
+        {"type": "string", "format": "email", "maxLength": 65_535},
+        ["a@b", "a" * 65_536],
+    ),
+    "date": ({"type": "string", "format": "date"}, ["2026-11-24"]),
     "long text": ({"type": "string", "maxLength": 65_535}, ["é" * 65_535, "é" * 65_536]),
     "object": (
         {

@@ -231,9 +231,10 @@ def _is_array(schema: dict[str, Any]) -> bool:
 
 
 def _is_text_of_length(schema: dict[str, Any]) -> bool:
-    """Tell whether all that a schema says of a text is how long it is."""
-    keys = schema.keys()
-    plain = keys.isdisjoint(_OTHERWISE | {"pattern", "format"})
+    """Tell whether all that a grammar can say of a text is how long it is."""
+    keys, form = schema.keys(), str(schema.get("format"))
+    formed = form.startswith("uuid") or f"{form}-string" in llama_grammar.STRING_FORMAT_RULES
+    plain = keys.isdisjoint(_OTHERWISE | {"pattern"}) and not formed
     return schema.get("type") == "string" and plain and not keys.isdisjoint(_LENGTHS)
 
 
