@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 #include "llama/product_hook.hpp"
 #include "llama/scale_hook.hpp"
@@ -81,7 +82,7 @@ const char* obstacle(const ggml_tensor* node) {
         if (tensor->buffer != nullptr && !ggml_backend_buffer_is_host(tensor->buffer))
             return "a gate is computed on a device";
     }
-    return nullptr;
+    return node->buffer == nullptr || is_of_cpu(node) ? nullptr : "a gate is computed on a device";
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "llama/cache_tensors.hpp"
+#include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 
 namespace entropykv {
@@ -134,7 +135,7 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
         return refuse("its queries are not f32");
     if (k->ne[0] > kMaxHeadDim || v->ne[0] > kMaxHeadDim)
         return refuse("its heads are larger than " + std::to_string(kMaxHeadDim) + " values");
-    if (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer))
+    if (!is_of_cpu(node) || (k->buffer != nullptr && !ggml_backend_buffer_is_host(k->buffer)))
         return refuse("its attention is offloaded to a device");
     AttentionNode seen{};
     seen.cache_layer = cache_layer;
@@ -199,6 +200,10 @@ GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
 }
 
 void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook& layer) {
+    if (!is_of_cpu(node)) {
+        fault_ = "a graph has attention that another device than the CPU computes";
+        return;
+    }
     make_custom(node, function, const_cast<LayerHook*>(&layer));
     ++served_;
 }

@@ -7,6 +7,7 @@
 #include <limits>
 #include <new>
 
+#include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 
 namespace entropykv {
@@ -49,7 +50,7 @@ bool is_served(const ggml_tensor* node) {
     const ggml_tensor* weights = node->src[0];
     const ggml_tensor* tokens = node->src[1];
     constexpr std::int64_t most = std::numeric_limits<int>::max();
-    return in_plain_memory(weights) && in_plain_memory(tokens) && in_plain_memory(node) &&
+    return in_plain_memory(weights) && in_plain_memory(tokens) && is_of_cpu(node) &&
            weights->ne[2] == 1 && weights->ne[3] == 1 &&
            weights->nb[0] == ggml_type_size(weights->type) && is_matrix(tokens) &&
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 
 namespace entropykv {
@@ -30,7 +31,9 @@ void scale_op(ggml_tensor* node, int thread, int n_threads, void*) {
 
 void change_scaling(ggml_tensor* node) {
     if (node->op != GGML_OP_MUL || ggml_nelements(node->src[1]) != 1) return;
-    if (!is_plain_f32(node) || !is_plain_f32(node->src[0]) || !is_plain_f32(node->src[1])) return;
+    if (!is_of_cpu(node) || !is_plain_f32(node) || !is_plain_f32(node->src[0]) ||
+        !is_plain_f32(node->src[1]))
+        return;
     make_custom(node, scale_op, nullptr);
 }
 

@@ -1,0 +1,31 @@
+#include "llama/cpu_nodes.hpp"
+
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <cstddef>
+
+namespace entropykv {
+namespace {
+
+// The scheduler gives a node to a device only where the device computes it. The node is in the
+// device's own memory then, unless it shows a tensor that was there before the graph, such as one
+// of the cache: that is in memory which the device can work in.
+bool may_be_of(ggml_backend_dev_t device, const ggml_tensor* node) {
+    if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) return false;
+    if (!ggml_backend_dev_supports_op(device, node)) return false;
+    ggml_backend_buffer_type_t memory = ggml_backend_buffer_get_type(node->buffer);
+    return memory == ggml_backend_dev_buffer_type(device) ||
+           (node->view_src != nullptr && ggml_backend_dev_supports_buft(device, memory));
+}
+
+}  // namespace
+
+bool is_of_cpu(const ggml_tensor* node) {
+    if (node->buffer == nullptr || !ggml_backend_buffer_is_host(node->buffer)) return false;
+    for (std::size_t i = 0; i < ggml_backend_dev_count(); ++i)
+        if (may_be_of(ggml_backend_dev_get(i), node)) return false;
+    return true;
+}
+
+}  // namespace entropykv

@@ -1,0 +1,201 @@
+"""A device of ggml that works in plain memory, as BLAS does: registered in a process of its own.
+
+It takes products of 32 tokens and more, and has llama.cpp's CPU backend compute them. Whatever
+else is in its hands it refuses, as ggml-blas does, which ends the process there. The structures are
+those of ggml's header ggml-backend-impl.h, which releases of llama.cpp may change: GGML_VERSION
+says of which one they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+GGML_VERSION = "0.25.3"
+LEAST_TOKENS = 32
+LEAST_VALUES = 32  # of a row
+
+_ACCELERATOR = 3  # of ggml_backend_dev_type: 0 CPU, 1 GPU, 2 a GPU in the CPU
+_CPU = 0
+_FAILED = -1
+_VIEWS = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
+_OF_NAME = CFUNCTYPE(c_char_p, c_void_p)
+_OF_TYPE = CFUNCTYPE(c_int, c_void_p)
+_OF_PROPERTIES = CFUNCTYPE(None, c_void_p, c_void_p)
+_OF_BACKEND = CFUNCTYPE(c_void_p, c_void_p, c_char_p)
+_OF_BUFFER_TYPE = CFUNCTYPE(c_void_p, c_void_p)
+_OF_SUPPORT = CFUNCTYPE(c_bool, c_void_p, c_void_p)
+_OF_COMPUTING = CFUNCTYPE(c_int, c_void_p, c_void_p)
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (
+        ("get_name", _OF_NAME),
+        ("get_description", _OF_NAME),
+        ("get_memory", CFUNCTYPE(None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
+        ("get_type", _OF_TYPE),
+        ("get_props", _OF_PROPERTIES),
+        ("init_backend", _OF_BACKEND),
+        ("get_buffer_type", _OF_BUFFER_TYPE),
+        ("get_host_buffer_type", c_void_p),
+        ("buffer_from_host_ptr", c_void_p),
+        ("supports_op", _OF_SUPPORT),
+        ("supports_buft", _OF_SUPPORT),
+        ("offload_op", c_void_p),
+        ("events", c_void_p * 3),
+        ("reg", c_void_p),
+        ("context", c_void_p),
+    )
+
+
+class _Backend(ctypes.Structure):
+    _fields_ = (
+        ("guid", c_void_p),
+        ("get_name", _OF_NAME),
+        ("free", CFUNCTYPE(None, c_void_p)),
+        ("tensors_and_plans", c_void_p * 10),
+        ("graph_compute", _OF_COMPUTING),
+        ("events_and_optimizing", c_void_p * 3),
+        ("device", c_void_p),
+        ("context", c_void_p),
+    )
+
+
+class _Registry(ctypes.Structure):
+    _fields_ = (
+        ("api_version", c_int),
+        ("get_name", _OF_NAME),
+        ("get_device_count", CFUNCTYPE(c_size_t, c_void_p)),
+        ("get_device", CFUNCTYPE(c_void_p, c_void_p, c_size_t)),
+        ("get_proc_address", c_void_p),
+        ("context", c_void_p),
+    )
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("name", c_char_p),
+        ("description", c_char_p),
+        ("memory_free", c_size_t),
+        ("memory_total", c_size_t),
+        ("type", c_int),
+    )
+
+
+class _Tensor(ctypes.Structure):
+    """The first fields of a ggml_tensor."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("buffer", c_void_p),
+        ("ne", c_int64 * 4),
+        ("nb", c_size_t * 4),
+        ("op", c_int),
+    )
+
+
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """ggml's functions of backends, and those of graphs."""
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    registry = ctypes.CDLL(str(folder / "libggml.so.0"))
+    base = ctypes.CDLL(str(folder / "libggml-base.so.0"))
+    registry.ggml_backend_init_by_type.restype = c_void_p
+    registry.ggml_backend_init_by_type.argtypes = [c_int, c_char_p]
+    registry.ggml_backend_device_register.argtypes = [c_void_p]
+    base.ggml_version.restype = c_char_p
+    base.ggml_op_name.restype = c_char_p
+    base.ggml_backend_cpu_buffer_type.restype = c_void_p
+    base.ggml_backend_buft_is_host.restype = c_bool
+    base.ggml_backend_buft_is_host.argtypes = [c_void_p]
+    base.ggml_graph_n_nodes.argtypes = [c_void_p]
+    base.ggml_graph_node.restype = c_void_p
+    base.ggml_graph_node.argtypes = [c_void_p, c_int]
+    base.ggml_backend_graph_compute.argtypes = [c_void_p, c_void_p]
+    return registry, base
+
+
+def is_known() -> bool:
+    """Whether the structures are those of the llama.cpp that is installed."""
+    _, base = _libraries()
+    return bool(base.ggml_version() == GGML_VERSION.encode())
+
+
+class PlainMemoryDevice:
+    """The device; it must live as long as the process."""
+
+    def __init__(self) -> None:
+        """Register it: contexts that are made from now on give it products."""
+        self.products = 0
+        """How many products it has computed."""
+        self.refused: list[str] = []
+        """The operations in its hands that it does not know."""
+        self._registry, self._base = _libraries()
+        self._cpu = self._registry.ggml_backend_init_by_type(_CPU, None)
+        self._device, self._backend, self._entry = _Device(), _Backend(), _Registry()
+        self._guid = ctypes.create_string_buffer(b"plain memory....", 16)
+        self._fill_entry()
+        self._fill_backend()
+        self._fill_device()
+        self._registry.ggml_backend_device_register(ctypes.addressof(self._device))
+
+    def _fill_entry(self) -> None:
+        entry = self._entry
+        entry.api_version = 2
+        entry.get_name = _OF_NAME(lambda _: b"PLAIN")
+        entry.get_device_count = type(entry.get_device_count)(lambda _: 1)
+        entry.get_device = type(entry.get_device)(lambda *_: ctypes.addressof(self._device))
+
+    def _fill_backend(self) -> None:
+        backend = self._backend
+        backend.guid = ctypes.addressof(self._guid)
+        backend.get_name = _OF_NAME(lambda _: b"PLAIN")
+        backend.free = type(backend.free)(lambda _: None)
+        backend.graph_compute = _OF_COMPUTING(self._compute)
+        backend.device = ctypes.addressof(self._device)
+
+    def _fill_device(self) -> None:
+        device = self._device
+        cpu_memory = self._base.ggml_backend_cpu_buffer_type()
+        device.get_name = _OF_NAME(lambda _: b"PLAIN")
+        device.get_description = _OF_NAME(lambda _: b"products in plain memory")
+        device.get_memory = type(device.get_memory)(self._tell_memory)
+        device.get_type = _OF_TYPE(lambda _: _ACCELERATOR)
+        device.get_props = _OF_PROPERTIES(self._tell_properties)
+        device.init_backend = _OF_BACKEND(lambda *_: ctypes.addressof(self._backend))
+        device.get_buffer_type = _OF_BUFFER_TYPE(lambda _: cpu_memory)
+        device.supports_op = _OF_SUPPORT(lambda _, node: self._computes(_Tensor.from_address(node)))
+        device.supports_buft = _OF_SUPPORT(
+            lambda _, memory: bool(self._base.ggml_backend_buft_is_host(memory))
+        )
+        device.reg = ctypes.addressof(self._entry)
+
+    @staticmethod
+    def _tell_memory(_: int, free: Any, total: Any) -> None:
+        free[0] = total[0] = 0
+
+    @staticmethod
+    def _tell_properties(_: int, address: int) -> None:
+        properties = _Properties.from_address(address)
+        properties.name, properties.description = b"PLAIN", b"products in plain memory"
+        properties.type = _ACCELERATOR
+
+    def _operation(self, node: _Tensor) -> bytes:
+        return bytes(self._base.ggml_op_name(node.op))
+
+    def _computes(self, node: _Tensor) -> bool:
+        if self._operation(node) != b"MUL_MAT":
+            return self._operation(node) in _VIEWS
+        return node.ne[0] >= LEAST_VALUES and node.ne[1] >= LEAST_TOKENS
+
+    def _compute(self, _: int, graph: int) -> int:
+        for i in range(self._base.ggml_graph_n_nodes(graph)):
+            node = _Tensor.from_address(self._base.ggml_graph_node(graph, i))
+            if not self._computes(node):
+                self.refused.append(self._operation(node).decode())
+                return _FAILED
+            self.products += self._operation(node) == b"MUL_MAT"
+        return int(self._base.ggml_backend_graph_compute(self._cpu, graph))
