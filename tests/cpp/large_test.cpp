@@ -66,9 +66,11 @@ struct Model {
             AttentionParams params;
             params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
             params.slopes = biased ? slopes.data() : nullptr;
+            params.softcap = softcap;
             Rows output(index(n * shape.n_head * shape.v_dim), NAN);
             run_node(n_threads, [&](int t) { attention.stage_k(l, k, t, n_threads); });
-            run_node(n_threads, [&](int t) { attention.stage_v(l, v, t, n_threads); });
+            if (!shape.latent)
+                run_node(n_threads, [&](int t) { attention.stage_v(l, v, t, n_threads); });
             run_node(n_threads, [&](int t) {
                 attention.attend(l, 0, params, q, output.data(), t);
                 attention.finish(t);
@@ -90,6 +92,7 @@ struct Model {
     HeadStore store;
     Attention attention;
     std::int32_t end = 0;
+    float softcap = 0.0f;
 };
 
 StoreSettings plain_settings(int max_entries) {
@@ -298,6 +301,8 @@ struct Far {
     ScoreKind score;
     bool biased;
     bool freezes;
+    KvType type = KvType::f16;
+    float softcap = 0.0f;
 };
 
 // The same text from position `begin` on: outputs, and what is kept, relative to it.
@@ -306,11 +311,13 @@ std::vector<double> read_from(std::int32_t begin, const Far& test) {
     settings.importance.kind = test.score;
     settings.protection = {0, 20};
     if (test.freezes) settings.freezing = FreezeSettings{};
+    settings.type = test.type;
     Model model({test.shape}, settings, 150, 2);
     model.end = begin;
+    model.softcap = test.softcap;
     std::mt19937 random(11);
     std::vector<double> numbers;
-    for (const int n : {100, 1, 1, 90, 3, 1, 1, 1, 1, 64, 1, 1, 20})
+    for (const int n : {100, 1, 1, 90, 3, 1, 1, 1, 1, 64, 1, 1, 20, 300, 1})
         for (const float value : model.read(n, random, test.biased))
             numbers.push_back(static_cast<double>(value));
     for (const std::int32_t position : positions_of(model.store.head(0, 0)))
@@ -323,17 +330,24 @@ std::vector<double> read_from(std::int32_t begin, const Far& test) {
 void test_far_positions() {
     const LayerShape plain{6, 2, 16, 16}, wide{64, 1, 16, 16};
     const LayerShape sliding{6, 2, 16, 16, 50}, chunked{6, 2, 16, 16, 64, true};
+    LayerShape latent{12, 1, 96, 64};
+    latent.latent = true;
+    const LayerShape odd{6, 6, 17, 33}, single{3, 1, 1, 1};
     const Far tests[]{{"mass", plain, ScoreKind::mass, false, false},
                       {"wide", wide, ScoreKind::mass, false, false},
                       {"window", sliding, ScoreKind::mass, false, false},
                       {"chunks", chunked, ScoreKind::mass, false, false},
                       {"ALiBi", plain, ScoreKind::mass, true, false},
                       {"streaming", plain, ScoreKind::streaming, false, false},
-                      {"recall", plain, ScoreKind::mass, true, true}};
+                      {"recall", plain, ScoreKind::mass, true, true},
+                      {"latent", latent, ScoreKind::mass, false, false, KvType::q8_0},
+                      {"odd", odd, ScoreKind::attention, false, false, KvType::q8_0},
+                      {"one value", single, ScoreKind::products, true, false},
+                      {"softcap", wide, ScoreKind::products, false, true, KvType::q8_0, 5.0f}};
     for (const Far& test : tests) {
         // Chunks, and tokens that are scored, begin at the same places.
         const std::vector<double> near = read_from(1 << 12, test);
-        for (const std::int32_t begin : {1 << 24, 1 << 26, kMostPositions - (1 << 12)})
+        for (const std::int32_t begin : {1 << 24, 1 << 26, 1 << 29, kMostPositions - (1 << 12)})
             check(read_from(begin, test) == near, test.name, __FILE__, __LINE__);
     }
     Model model({plain}, plain_settings(4096), 100, 1);
