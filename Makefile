@@ -62,6 +62,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 	build/cpp/state_test
 	build/cpp/cold_test
 	build/cpp/large_test
+	build/cpp/memory_test
 	build/cpp/product_test
 
 # The kernels on CPUs with and without dot products. The tests that wait for threads would take an

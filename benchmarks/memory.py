@@ -53,7 +53,8 @@ def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) ->
     print(
         f"{n_ctx:>9,} | {freeze:>4} | {threads:>7} | {before:8.1f} | {early:8.1f} | {late:8.1f} | "
         f"{stats.kv_bytes_budget / MIB:6.1f} | {stats.kv_bytes_scratch / MIB:7.1f} | "
-        f"{stats.frozen_bytes / MIB:6.1f} | {stats.frozen_sketch_bytes / MIB:8.1f}"
+        f"{stats.frozen_bytes / MIB:6.1f} | {stats.frozen_sketch_bytes / MIB:8.1f} | "
+        f"{stats.frozen_overhead_bytes / MIB:7.1f}"
     )
 
 
@@ -119,7 +120,7 @@ def main() -> None:
 
     print(
         "    n_ctx | cold | threads |   opened | 600 read |  all read "
-        "| budget | scratch | frozen | sketches (MiB)"
+        "| budget | scratch | frozen | sketches | records (MiB)"
     )
     for threads in options.threads:
         for freeze in ("no", "ram"):

@@ -46,6 +46,8 @@ void register_headwise_freezing(py::class_<Headwise>& store) {
                                [](const Headwise& s) { return s.store.frozen().bytes(); })
         .def_property_readonly("sketch_bytes",
                                [](const Headwise& s) { return s.store.frozen().sketch_bytes(); })
+        .def_property_readonly("cold_overhead_bytes",
+                               [](const Headwise& s) { return s.store.frozen().overhead_bytes(); })
         .def_property_readonly("cold_file_bytes",
                                [](const Headwise& s) { return s.store.frozen().file_bytes(); })
         .def_property_readonly("cold_failure", [](const Headwise& s) -> std::optional<std::string> {

@@ -3,46 +3,50 @@
 #include <algorithm>
 
 #include "decide/importance.hpp"
+#include "platform/scratch.hpp"
 
 namespace entropykv {
 
-int ColdBook::count_due(std::int32_t now) const {
-    return static_cast<int>(std::count_if(records_.dues.begin(), records_.dues.end(),
-                                          [now](std::int32_t due) { return due <= now; }));
-}
-
 void ColdBook::freeze(int number, float importance, std::int32_t now, std::int32_t due,
                       Detections detections) noexcept {
-    records_.importance[index(number)] = importance;
-    records_.frozen_at[index(number)] = now;
-    records_.dues[index(number)] = due;
-    records_.detections[index(number)] = detections;
-    ++pages_[index(layout_->page_of(number))].n_frozen;
+    const int page = layout_->page_of(number);
+    const int slot = layout_->slot_of(number);
+    records_.importance(page)[slot] = importance;
+    records_.frozen_at(page)[slot] = now;
+    if (records_.timed()) {
+        records_.dues(page)[slot] = due;
+        records_.detections(page)[slot] = detections;
+    }
+    ++pages_[index(page)].n_frozen;
     ++n_frozen_;
 }
 
 void ColdBook::restore(int number) noexcept {
-    records_.frozen_at[index(number)] = kActive;
-    records_.dues[index(number)] = kNever;
-    --pages_[index(layout_->page_of(number))].n_frozen;
+    const int page = layout_->page_of(number);
+    const int slot = layout_->slot_of(number);
+    records_.frozen_at(page)[slot] = kActive;
+    if (records_.timed()) records_.dues(page)[slot] = kNever;
+    --pages_[index(page)].n_frozen;
     --n_frozen_;
 }
 
 void ColdBook::clear_detections() {
-    std::fill(records_.detections.begin(), records_.detections.end(), Detections{});
+    if (!records_.timed()) return;
+    for (int page = 0; page < n_pages(); ++page)
+        std::fill_n(records_.detections(page), per_page(), Detections{});
 }
 
 void ColdBook::reserve(std::size_t n_pages) {
     make_room(pages_, pages_.size() + n_pages);
-    records_.reserve(pages_.capacity() * index(per_page()));
     make_room(free_pages_, pages_.capacity());
+    records_.reserve(pages_.size() + n_pages);
 }
 
 void ColdBook::open_next() noexcept {
     if (free_pages_.empty()) {
         free_pages_.push_back(n_pages());
         pages_.emplace_back();
-        records_.resize(pages_.size() * index(per_page()));
+        records_.resize(n_pages());
     }
     // The lowest number, whichever became free first: a session that is loaded takes the same.
     const auto lowest = std::min_element(free_pages_.begin(), free_pages_.end());
@@ -54,7 +58,7 @@ void ColdBook::open_next() noexcept {
 
 int ColdBook::add_record(const ColdRecord& record) noexcept {
     const int number = open_ * per_page() + n_open_++;
-    records_.positions[index(number)] = record.position;
+    records_.positions(open_)[layout_->slot_of(number)] = record.position;
     ++pages_[index(open_)].n_records;
     freeze(number, record.importance, record.frozen_at, record.due, record.detections);
     return number;
@@ -81,7 +85,7 @@ int ColdBook::least_page(float decay, std::int32_t now) const noexcept {
 void ColdBook::forget_records(int page) noexcept {
     for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
         if (frozen(i)) restore(i);
-        records_.set(index(i), {});
+        records_.set(i, {});
     }
 }
 
@@ -91,12 +95,12 @@ void ColdBook::truncate_records(int page, std::int32_t from) {
         ColdRecord r = record(i);
         if (r.position >= from) {
             if (r.frozen()) restore(i);
-            records_.set(index(i), {});
+            records_.set(i, {});
             --pages_[index(page)].n_records;
         } else if (r.frozen() && r.frozen_at > now) {
             if (r.due != kNever) r.due = now + (r.due - r.frozen_at);
             r.frozen_at = now;
-            records_.set(index(i), r);
+            records_.set(i, r);
         }
     }
 }

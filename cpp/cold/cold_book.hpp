@@ -15,7 +15,8 @@ class ColdBook {
 public:
     static constexpr int kNone = -1;
 
-    explicit ColdBook(const PageLayout& layout) : layout_(&layout) {}
+    // timed: see ColdRecords.
+    ColdBook(const PageLayout& layout, bool timed) : layout_(&layout), records_(layout, timed) {}
 
     int per_page() const { return layout_->entries; }
     int n_pages() const { return static_cast<int>(pages_.size()); }
@@ -23,16 +24,17 @@ public:
     std::size_t stored_pages() const { return n_stored_; }
     int n_frozen() const { return n_frozen_; }
     int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
-    int n_records() const { return static_cast<int>(records_.size()); }
+    int n_records() const { return records_.size(); }
 
-    ColdRecord record(int i) const { return records_.get(index(i)); }
-    bool frozen(int i) const { return records_.frozen_at[index(i)] != kActive; }
-    std::int32_t position(int i) const { return records_.positions[index(i)]; }
-    // Whether it is frozen since before `now`, and its timer has ended.
-    bool due(int i, std::int32_t now) const {
-        return records_.dues[index(i)] <= now && records_.frozen_at[index(i)] < now;
+    ColdRecord record(int i) const { return records_.get(i); }
+    bool frozen(int i) const {
+        return records_.frozen_at(layout_->page_of(i))[layout_->slot_of(i)] != kActive;
     }
-    int count_due(std::int32_t now) const;  // of all that is frozen
+    std::int32_t position(int i) const {
+        return records_.positions(layout_->page_of(i))[layout_->slot_of(i)];
+    }
+    const ColdRecords& records() const { return records_; }
+    int count_due(std::int32_t now) const { return records_.count_due(now); }
 
     // An entry with a record is frozen again; or restored, which leaves the record.
     void freeze(int record, float importance, std::int32_t now, std::int32_t due,
@@ -67,7 +69,7 @@ protected:
     void free_page(int page);
 
     const PageLayout* layout_;
-    ColdRecords records_{};
+    ColdRecords records_;
     std::vector<Page> pages_{};
     std::vector<int> free_pages_{};  // page numbers to use again
     int open_ = kNone;

@@ -4,14 +4,16 @@
 
 #include "decide/importance.hpp"
 #include "platform/prefetch.hpp"
+#include "platform/scratch.hpp"
 
 namespace entropykv {
 
 ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
     : page(hot), sketch(hot), codec(type, hot) {}
 
-ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages)
-    : ColdBook(layout.page),
+ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages,
+                   bool timed)
+    : ColdBook(layout.page, timed),
       cold_(&layout),
       storage_(&storage),
       most_pages_(most_pages),
@@ -22,11 +24,25 @@ ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t m
 void ColdHead::prepare(int n_new) {
     const std::size_t n_pages = index(n_new / per_page() + 2);
     reserve(n_pages);
-    while (sketches_.size() * index(kSketchesOfSlab) < pages_.size() + n_pages)
+    const std::size_t n_slabs = (pages_.size() + n_pages - 1) / index(kSketchesOfSlab) + 1;
+    make_room(sketches_, n_slabs);
+    while (sketches_.size() < n_slabs)
         sketches_.emplace_back(index(kSketchesOfSlab) * cold_->sketch.page_bytes());
     make_room(spare_, pages_.capacity());
     const std::size_t room = is_limited() ? most_pages_ - n_stored_ : n_pages;
     while (spare_.size() < std::min(n_pages, room)) spare_.push_back(storage_->take());
+}
+
+std::size_t ColdHead::sketch_bytes() const {
+    std::size_t bytes = heap_bytes(sketches_);
+    for (const AlignedBytes& slab : sketches_) bytes += slab.heap_bytes();
+    return bytes;
+}
+
+std::size_t ColdHead::overhead_bytes() const {
+    const std::size_t open_entries = open_ == kNone ? 0 : cold_->page.bytes;
+    return records_.bytes() + heap_bytes(pages_) + heap_bytes(free_pages_) + heap_bytes(spare_) +
+           heap_bytes(keys_) + packed_.heap_bytes() + open_rows_.heap_bytes() - open_entries;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -84,16 +100,13 @@ void ColdHead::take(const std::byte* rows, int record, const KernelTable& kernel
 }
 
 void ColdHead::ask_for_due(std::int32_t now) const noexcept {
-    ask_for(reinterpret_cast<const std::byte*>(records_.importance.data()),
-            records_.size() * sizeof(float));
-    ask_for(reinterpret_cast<const std::byte*>(records_.detections.data()),
-            records_.size() * sizeof(Detections));
+    records_.ask_for_all();
     if (!storage_->in_place()) return;
     for (int page = 0; page < n_pages(); ++page) {
-        if (n_frozen(page) == 0 || page == open_) continue;
+        if (n_frozen(page) == 0 || page == open_ || records_.count_due(page, now) == 0) continue;
         const std::byte* packed = storage_->read(pages_[index(page)].place, nullptr);
         for (int slot = 0; slot < per_page(); ++slot)
-            if (due(page * per_page() + slot, now))
+            if (records_.due(page, slot, now))
                 ask_for(cold_->codec.rows(packed, slot), cold_->codec.entry_bytes());
     }
 }

@@ -51,8 +51,8 @@ struct QueryRows {
 
 class ColdHead : public ColdBook {
 public:
-    // most_pages: of storage; 0: no limit.
-    ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages);
+    // most_pages: of storage; 0: no limit. timed: see ColdRecords.
+    ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages, bool timed);
 
     // Before add() is called up to n_new times: nothing of it allocates. Throws what
     // ColdStorage::take() throws, and nothing has changed.
@@ -95,12 +95,15 @@ public:
     // Page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
     int n_dropped() const { return n_dropped_; }
-    std::size_t sketch_bytes() const { return n_stored_ * cold_->sketch.page_bytes(); }
+    // What sketches take of the heap, those that will be drawn next, too; and all that is neither
+    // sketches nor entries: records, lists, and what pages are packed with.
+    std::size_t sketch_bytes() const;
+    std::size_t overhead_bytes() const;
 
 private:
     friend class ColdLoader;
     friend class ColdSaver;
-    static constexpr int kSketchesOfSlab = 16;
+    static constexpr int kSketchesOfSlab = 4;
 
     void close_open(const KernelTable& kernels) noexcept;
     void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;

@@ -58,7 +58,7 @@ const char* record_problem(const ColdRecord& record, std::vector<bool>& seen) {
 }  // namespace
 
 std::size_t ColdSaver::bytes() const {
-    const std::size_t of_records = head_.records_.size() * sizeof(ColdRecord);
+    const std::size_t of_records = ColdBook::index(head_.n_records()) * sizeof(ColdRecord);
     return sizeof(Header) + of_records +
            (head_.open_ == ColdBook::kNone ? 0 : head_.cold_->page.bytes) +
            head_.n_stored_ * head_.cold_->codec.bytes();
@@ -75,8 +75,8 @@ bool ColdSaver::save(std::byte* state) const {
     const Header header{head_.n_pages(), head_.open_, head_.n_open_};
     std::memcpy(state, &header, sizeof header);
     state += sizeof header;
-    for (std::size_t i = 0; i < head_.records_.size(); ++i, state += sizeof(ColdRecord)) {
-        const ColdRecord record = head_.records_.get(i);
+    for (int i = 0; i < head_.n_records(); ++i, state += sizeof(ColdRecord)) {
+        const ColdRecord record = head_.record(i);
         std::memcpy(state, &record, sizeof record);
     }
     if (head_.open_ != ColdBook::kNone) {
@@ -140,16 +140,17 @@ int ColdLoader::load(const std::byte* state, const KernelTable& kernels, std::by
     const Header header = header_of(state);
     head_.truncate(0);
     head_.pages_.assign(ColdBook::index(header.n_pages), ColdBook::Page{});
-    head_.records_.resize(head_.pages_.size() * ColdBook::index(head_.per_page()));
+    head_.records_.resize(header.n_pages);
     head_.free_pages_.clear();
     head_.open_ = header.open;
     head_.n_open_ = header.n_open;
     for (int i = 0; i < head_.n_records(); ++i) {
         ColdRecord record = record_in(state, i);
         if (!record.frozen()) record.due = kNever;
-        head_.records_.set(ColdBook::index(i), record);
+        head_.records_.set(i, record);
     }
-    const std::byte* rows = state + sizeof header + head_.records_.size() * sizeof(ColdRecord);
+    const std::byte* rows =
+        state + sizeof header + ColdBook::index(head_.n_records()) * sizeof(ColdRecord);
     if (head_.open_ != ColdBook::kNone) {
         std::memcpy(head_.open_rows_.data(), rows, head_.cold_->page.bytes);
         rows += head_.cold_->page.bytes;

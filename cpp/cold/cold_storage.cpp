@@ -11,6 +11,7 @@ namespace entropykv {
 
 std::uint32_t ColdStorage::take() {
     if (free_.empty()) {
+        make_room(free_, n_pages_ + 1);  // to take all of them back
         grow(n_pages_ + 1);
         return static_cast<std::uint32_t>(n_pages_++);
     }
@@ -22,20 +23,19 @@ std::uint32_t ColdStorage::take() {
 // ------------------------------------------------------------------------------------------------
 // memory
 
+// Frozen entries become more: a slab at a time.
 void MemoryStorage::grow(std::size_t n_pages) {
-    while (slabs_.size() * per_slab() < n_pages) slabs_.emplace_back(per_slab() * page_bytes());
-}
-
-std::byte* MemoryStorage::at(std::uint32_t page) const {
-    return slabs_[page / per_slab()].data() + page % per_slab() * page_bytes();
+    pages_.grow(n_pages, n_pages + kSlabBytes / page_bytes());
 }
 
 bool MemoryStorage::write(std::uint32_t page, const std::byte* data) noexcept {
-    std::memcpy(at(page), data, page_bytes());
+    std::memcpy(pages_.at(page), data, page_bytes());
     return true;
 }
 
-const std::byte* MemoryStorage::read(std::uint32_t page, std::byte*) noexcept { return at(page); }
+const std::byte* MemoryStorage::read(std::uint32_t page, std::byte*) noexcept {
+    return pages_.at(page);
+}
 
 // ------------------------------------------------------------------------------------------------
 // a file

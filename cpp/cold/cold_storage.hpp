@@ -13,7 +13,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "platform/mapped_memory.hpp"
+#include "platform/mapped_pages.hpp"
+#include "platform/scratch.hpp"
 
 namespace entropykv {
 
@@ -31,6 +32,8 @@ public:
     // A page to write to later. Throws ColdStorageError or std::bad_alloc where there is no room.
     std::uint32_t take();
     void release(std::uint32_t page) { free_.push_back(page); }
+    // What it takes of memory, pages that are not in use included.
+    virtual std::size_t memory_bytes() const { return heap_bytes(free_); }
 
     // Different pages may be read and written at the same time. False, null: see failed().
     virtual bool write(std::uint32_t page, const std::byte* data) noexcept = 0;
@@ -60,18 +63,19 @@ private:
 
 class MemoryStorage final : public ColdStorage {
 public:
-    using ColdStorage::ColdStorage;
+    explicit MemoryStorage(std::size_t page_bytes) : ColdStorage(page_bytes), pages_(page_bytes) {}
     bool write(std::uint32_t page, const std::byte* data) noexcept override;
     const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept override;
     bool in_place() const override { return true; }
+    std::size_t memory_bytes() const override {
+        return ColdStorage::memory_bytes() + pages_.bytes();
+    }
 
 protected:
     void grow(std::size_t n_pages) override;
 
 private:
-    std::size_t per_slab() const { return pages_of_slab(page_bytes()); }
-    std::byte* at(std::uint32_t page) const;
-    std::vector<MappedMemory> slabs_;
+    MappedPages pages_;
 };
 
 class FileStorage final : public ColdStorage {

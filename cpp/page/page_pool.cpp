@@ -1,39 +1,30 @@
 #include "page/page_pool.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
+#include "platform/scratch.hpp"
+
 namespace entropykv {
-
-PagePool::PagePool(std::size_t page_bytes, std::size_t budget_pages)
-    : page_bytes_(page_bytes), budget_pages_(budget_pages) {}
-
-std::size_t PagePool::mapped_bytes() const {
-    std::size_t total = 0;
-    for (const Slab& slab : slabs_) total += slab.memory.size();
-    return total;
-}
-
-void PagePool::add_slab() {
-    const std::size_t pages = std::min(pages_of_slab(page_bytes_), budget_pages_ - mapped_pages_);
-    slabs_.push_back({MappedMemory(pages * page_bytes_), pages, {}});
-    Slab& slab = slabs_.back();
-    slab.owners.resize(pages);
-    mapped_pages_ += slab.pages;
-    sort_slabs();
-    // Handed out from the back: ascending addresses.
-    for (std::size_t i = slab.pages; i-- > 0;)
-        free_.push_back(slab.memory.data() + i * page_bytes_);
+// Room to hand out so many pages, and to take all of them back.
+void PagePool::make_lists(std::size_t pages) {
+    make_room(free_, pages);
+    make_room(owners_, pages);
 }
 
 void PagePool::map(std::size_t pages) {
-    while (mapped_pages_ < std::min(pages, budget_pages_)) add_slab();
+    pages = std::min(pages, budget_pages_);
+    make_lists(pages);
+    pages_.grow(pages, budget_pages_);
 }
 
 std::byte* PagePool::allocate() {
     if (used_pages_ == budget_pages_) return nullptr;
-    if (free_.empty()) add_slab();
+    if (free_.empty()) {
+        map(owners_.size() + 1);
+        free_.push_back(pages_.at(owners_.size()));
+        owners_.push_back(0);
+    }
     std::byte* page = free_.back();
     free_.pop_back();
     owners_of(page) = 1;
@@ -54,67 +45,32 @@ void PagePool::set_budget(std::size_t pages) {
     budget_pages_ = pages;
 }
 
-std::size_t PagePool::slab_of(const std::byte* page) const {
-    const auto after = std::upper_bound(
-        by_address_.begin(), by_address_.end(), page,
-        [&](const std::byte* at, std::uint32_t slab) { return at < slabs_[slab].memory.data(); });
-    if (after != by_address_.begin()) {
-        const Slab& slab = slabs_[*(after - 1)];
-        if (page < slab.memory.data() + slab.pages * page_bytes_) return *(after - 1);
-    }
-    throw std::logic_error("a page that is not of this pool");
+// Puts the free pages that will be in use first in the list; returns how many there are.
+std::size_t PagePool::gather_room() {
+    const auto end = std::partition(free_.begin(), free_.end(), [&](const std::byte* page) {
+        return pages_.number_of(page) < used_pages_;
+    });
+    return static_cast<std::size_t>(end - free_.begin());
 }
 
-const std::uint32_t& PagePool::owners_of(const std::byte* page) const {
-    const Slab& slab = slabs_[slab_of(page)];
-    return slab.owners[static_cast<std::size_t>(page - slab.memory.data()) / page_bytes_];
-}
-
-// How many of the first slabs hold as many pages as are in use.
-std::size_t PagePool::slabs_of_used_pages() const {
-    std::size_t n = 0;
-    for (std::size_t pages = 0; pages < used_pages_; ++n) pages += slabs_[n].pages;
-    return n;
-}
-
-std::vector<std::byte*> PagePool::free_pages_of(std::size_t n_slabs) const {
-    std::vector<std::byte*> pages;
-    for (std::byte* page : free_)
-        if (slab_of(page) < n_slabs) pages.push_back(page);
-    return pages;
-}
-
-std::byte* PagePool::relocate(std::byte* page, Moves& moves) {
-    if (slab_of(page) < moves.n_kept) return page;
-    const std::uint32_t owners = owners_of(page);
-    if (owners > 1)
-        if (const auto found = moves.shared.find(page); found != moves.shared.end())
-            return found->second;
-    if (moves.room.empty()) throw std::logic_error("more pages to relocate than are in use");
-    std::byte* moved = moves.room.back();
-    moves.room.pop_back();
+std::byte* PagePool::relocate(std::byte* page, std::size_t& n_taken, std::size_t n_room) {
+    const std::size_t from = pages_.number_of(page);
+    if (from < used_pages_) return page;
+    if ((owners_[from] & kMoved) != 0) return pages_.at(owners_[from] & ~kMoved);
+    if (n_taken == n_room) throw std::logic_error("more pages to relocate than are in use");
+    std::byte* moved = free_[n_taken++];
     std::copy(page, page + page_bytes_, moved);
-    owners_of(moved) = owners;
-    if (owners > 1) moves.shared.emplace(page, moved);
+    const std::size_t to = pages_.number_of(moved);
+    owners_[to] = owners_[from];
+    owners_[from] = kMoved | static_cast<std::uint32_t>(to);
     return moved;
 }
 
-// Gives the slabs behind the first n back to the system: no page of theirs is in use.
-void PagePool::keep_slabs(std::size_t n, std::vector<std::byte*> free) {
-    while (slabs_.size() > n) {
-        mapped_pages_ -= slabs_.back().pages;
-        slabs_.pop_back();
-    }
-    free_ = std::move(free);
-    sort_slabs();
-}
-
-void PagePool::sort_slabs() {
-    by_address_.resize(slabs_.size());
-    std::iota(by_address_.begin(), by_address_.end(), 0u);
-    std::sort(by_address_.begin(), by_address_.end(), [&](std::uint32_t a, std::uint32_t b) {
-        return slabs_[a].memory.data() < slabs_[b].memory.data();
-    });
+// All pages in use have the first numbers.
+void PagePool::keep_first() {
+    free_.clear();
+    owners_.resize(used_pages_);
+    pages_.shrink(used_pages_);
 }
 
 }  // namespace entropykv

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "platform/scratch.hpp"
+
 namespace entropykv {
 
 class AlignedBytes {
@@ -15,6 +17,7 @@ public:
     std::byte* data() { return bytes_.data() + skipped(); }
     const std::byte* data() const { return bytes_.data() + skipped(); }
     std::size_t size() const { return size_; }
+    std::size_t heap_bytes() const { return entropykv::heap_bytes(bytes_); }
 
 private:
     static constexpr std::size_t kAlignment = 64;

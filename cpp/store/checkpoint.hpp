@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "decide/dropped_scores.hpp"
@@ -38,8 +39,8 @@ public:
     std::unique_ptr<Checkpoint> copy() const;
     // Gives the pages back; nothing can go on from it any more.
     void drop();
-    // The same, where somebody else is their owner now.
-    void hand_over() { heads_.clear(); }
+    // The same, where somebody else is their owner from now on.
+    std::vector<CheckpointHead> hand_over() noexcept { return std::exchange(heads_, {}); }
     bool is_dropped() const { return heads_.empty(); }
 
     bool is_of(const StorePool& pool) const { return pool_.get() == &pool; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "store/head_store.hpp"
 
@@ -48,6 +49,8 @@ std::unique_ptr<Checkpoint> make_checkpoint(StoreParts& parts) {
     return made;
 }
 
+// What allocates comes before anything changes, and what changes the store allocates nothing: where
+// memory is short, it holds what it held, or, where room could not be made, nothing.
 bool go_on_from(HeadStore& store, Checkpoint& from, bool ends) {
     StoreParts& parts = store.parts();
     check(parts, from);
@@ -55,15 +58,21 @@ bool go_on_from(HeadStore& store, Checkpoint& from, bool ends) {
     for (const CheckpointHead& head : from.heads())
         parts.most_loaded = std::max(parts.most_loaded, head.count);
     parts.size_workspaces();
+    std::vector<CheckpointHead> taken;
+    if (!ends) taken = from.heads();
     store.truncate(0);
+    std::size_t number = 0;
+    parts.over_heads(
+        [&](Head& head) { head.pages.make_room_to_share(from.heads()[number++].pages.size()); });
     const auto needed = [&] { return copies_to_evict(parts, from, ends); };
     if (!parts.share.pool().make_room(needed)) return false;
-    std::size_t number = 0;
+    if (ends) taken = from.hand_over();
+    number = 0;
     parts.over_heads([&](Head& head) {
-        const CheckpointHead& other = from.heads()[number++];
-        head.pages.take_over(other.pages, other.importance);
+        CheckpointHead& other = taken[number++];
+        head.pages.take_over(std::move(other.pages), std::move(other.importance));
         head.begin_with(other.count);
-        head.queries = other.queries;
+        head.queries = std::move(other.queries);
         head.dropped = other.dropped;
         parts.share.add_used(head.pages.size());
         for (const std::byte* page : head.pages.all())
@@ -71,7 +80,6 @@ bool go_on_from(HeadStore& store, Checkpoint& from, bool ends) {
     });
     parts.common.evicted.store(from.evicted(), std::memory_order_relaxed);
     parts.common.whole_from.store(from.whole_from(), std::memory_order_relaxed);
-    if (ends) from.hand_over();
     parts.keep_budgets();
     return true;
 }

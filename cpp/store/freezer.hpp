@@ -24,8 +24,9 @@ public:
     // Entry i, whose K and V are there, is that of a record.
     void note_restored(Head& head, int i, const ColdRecord& record, int home,
                        std::int32_t now) const noexcept;
-    // Calls place() for every frozen record that `wants` names, until it returns kNone: where the
-    // entry goes. Returns how many were restored. buffer: a page of storage.
+    // Calls place() for every frozen record that `wants` names, of the pages that it names, until
+    // it returns kNone: where the entry goes. Returns how many were restored. buffer: a page of
+    // storage.
     template <typename Wants, typename Place>
     int restore(Head& head, std::int32_t now, std::byte* buffer, Wants wants,
                 Place place) const noexcept;
@@ -44,11 +45,11 @@ int Freezer::restore(Head& head, std::int32_t now, std::byte* buffer, Wants want
     const int per_page = head.layout().entries;
     int n = 0;
     for (int page = 0; page < cold.n_pages(); ++page) {
-        if (cold.n_frozen(page) == 0) continue;
+        if (cold.n_frozen(page) == 0 || !wants.of_page(cold, page)) continue;
         const std::byte* rows = nullptr;
         for (int slot = 0; slot < per_page; ++slot) {
+            if (!wants.of_record(cold, page, slot)) continue;
             const int i = page * per_page + slot;
-            if (!wants(cold, i)) continue;
             if (rows == nullptr) rows = cold.read(page, buffer);
             if (rows == nullptr) break;
             const int target = place();

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "platform/scratch.hpp"
+
 namespace entropykv {
 namespace {
 
@@ -25,6 +27,20 @@ std::size_t most_pages(std::size_t limit_bytes, std::size_t n_heads, std::size_t
                                     std::to_string(n_heads * least) + " bytes");
     return (of_head - open_bytes) / page_bytes;
 }
+
+// What somebody asks for; where there is a protection, only what it covers.
+struct IsAskedFor {
+    const Asked& asked;
+    const Protection* protection;
+    std::int32_t now;
+    bool of_page(const ColdHead&, int) const { return true; }
+    bool of_record(const ColdHead& cold, int page, int slot) const {
+        const ColdRecord record = cold.record(page * cold.per_page() + slot);
+        return record.frozen() && record.frozen_at > asked.frozen_after &&
+               record.due > asked.due_after &&
+               (protection == nullptr || protection->covers(record.position, now));
+    }
+};
 
 }  // namespace
 
@@ -55,7 +71,8 @@ void FrozenHeads::start() {
     for (StoreLayer& layer : parts_.layers) {
         for (Head& head : layer.heads) {
             if (!layer.cold) continue;
-            head.frozen.cold.emplace(*layer.cold, *parts_.storage, most);
+            head.frozen.cold.emplace(*layer.cold, *parts_.storage, most,
+                                     freezing.schedule.has_value());
             head.frozen.counts_detections = freezing.schedule.has_value();
         }
     }
@@ -78,7 +95,8 @@ int FrozenHeads::prepare(Head& head, int n_tokens) {
     cold.prepare(n_new);
     const std::size_t n_records =
         PageLayout::index(cold.n_pages()) * PageLayout::index(head.layout().entries);
-    for (Workspace& workspace : parts_.workspaces) workspace.recall.size_for_records(n_records);
+    if (parts_.common.settings.freezing->recall_interval > 0)
+        for (Workspace& workspace : parts_.workspaces) workspace.recall.size_for_records(n_records);
     return due;
 }
 
@@ -113,20 +131,12 @@ std::size_t FrozenHeads::restore(const Asked& asked, std::int32_t now, bool forg
 std::size_t FrozenHeads::restore(Head& head, const Asked& asked, std::int32_t now) {
     head.pages.grow(std::min(head.budget(), head.count() + head.frozen.n_now()));
     head.size_frozen();
-    const auto wants = [&](const ColdHead& cold, int i) {
-        const ColdRecord record = cold.record(i);
-        return record.frozen() && record.frozen_at > asked.frozen_after &&
-               record.due > asked.due_after;
-    };
-    // Sinks and the recent window first: no head may be without them.
-    const Protection protection = parts_.common.protection_of(head, now);
-    const auto wants_first = [&](const ColdHead& cold, int i) {
-        return wants(cold, i) && protection.covers(cold.position(i), now);
-    };
     const Freezer freezer(parts_.common);
     std::byte* buffer = parts_.workspaces.front().page_read.data();
-    int n = freezer.append(head, now, buffer, wants_first);
-    n += freezer.append(head, now, buffer, wants);
+    // Sinks and the recent window first: no head may be without them.
+    const Protection protection = parts_.common.protection_of(head, now);
+    int n = freezer.append(head, now, buffer, IsAskedFor{asked, &protection, now});
+    n += freezer.append(head, now, buffer, IsAskedFor{asked, nullptr, now});
     head.drop_empty_pages();
     return PageLayout::index(n);
 }
@@ -157,6 +167,21 @@ std::size_t FrozenFigures::bytes() const {
 std::size_t FrozenFigures::sketch_bytes() const {
     return parts_.total(
         [](const Head& head) { return head.frozen ? head.frozen.cold->sketch_bytes() : 0; });
+}
+
+std::size_t FrozenFigures::overhead_bytes() const {
+    if (!parts_.storage) return 0;
+    std::size_t stored = 0;
+    const std::size_t of_heads = parts_.total([&](const Head& head) {
+        const FrozenEntries& frozen = head.frozen;
+        if (!frozen) return std::size_t{0};
+        stored += frozen.cold->stored_pages() * parts_.storage->page_bytes();
+        return frozen.cold->overhead_bytes() + heap_bytes(frozen.homes) +
+               heap_bytes(frozen.detections);
+    });
+    // Of storage, what no entry is in: of a file, its pages are not in memory at all.
+    const std::size_t memory = parts_.storage->memory_bytes();
+    return of_heads + (parts_.storage->in_place() ? memory - std::min(memory, stored) : memory);
 }
 
 std::vector<std::int32_t> frozen_positions(const Head& head) {

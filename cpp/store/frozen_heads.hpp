@@ -63,6 +63,9 @@ public:
     }
     std::size_t bytes() const;         // of pages in storage and open ones
     std::size_t sketch_bytes() const;  // of the keys in storage, always in memory
+    // All else that cold storage takes of memory: records, lists, what pages are packed with, and
+    // pages of storage that nothing is in.
+    std::size_t overhead_bytes() const;
     std::size_t file_bytes() const { return parts_.storage ? parts_.storage->file_bytes() : 0; }
     // What could not be read or written first, or null.
     const char* failure() const { return parts_.storage ? parts_.storage->failed() : nullptr; }

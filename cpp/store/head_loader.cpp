@@ -85,15 +85,14 @@ void HeadLoader::load_frozen(const StoreLayer& layer, Head& head, const std::byt
                   parts_.workspaces.front().page_read.data());
     parts_.common.evicted.fetch_add(index(n_dropped), std::memory_order_relaxed);
     FrozenEntries& frozen = loaded.frozen;
-    frozen.cold = std::move(head.frozen.cold);
     frozen.counts_detections = head.frozen.counts_detections;
     frozen.homes.resize(n);
+    if (frozen.counts_detections) frozen.detections.resize(n);
+    frozen.cold = std::move(head.frozen.cold);
     if (n > 0) std::memcpy(frozen.homes.data(), homes, n * sizeof(int));
     for (int& home : frozen.homes)
         if (home != ColdHead::kNone && frozen.cold->position(home) == kDead) home = ColdHead::kNone;
-    if (!frozen.counts_detections) return;
-    frozen.detections.resize(n);
-    if (n > 0)
+    if (frozen.counts_detections && n > 0)
         std::memcpy(frozen.detections.data(), homes + n * sizeof(int), n * sizeof(Detections));
 }
 

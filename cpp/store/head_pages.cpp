@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "decide/budget.hpp"
+#include "platform/scratch.hpp"
 
 namespace entropykv {
 
@@ -12,6 +13,8 @@ std::size_t HeadPages::pages_of(int entries) const {
 
 void HeadPages::grow(int entries) {
     const std::size_t wanted = pages_of(entries);
+    make_room(pages_, wanted);
+    if (n_shared_ > 0) make_room_to_share(wanted);
     while (pages_.size() < wanted) {
         pages_.push_back(share_->take());
         if (n_shared_ == 0) continue;
@@ -32,8 +35,14 @@ void HeadPages::drop(int entries) {
     }
 }
 
+void HeadPages::make_room_to_share(std::size_t pages) {
+    make_room(shared_, pages);
+    make_room(importance_, pages * index(layout_->entries));
+}
+
 void HeadPages::share_all() {
     const std::size_t per_page = index(layout_->entries);
+    make_room_to_share(pages_.size());
     importance_.resize(pages_.size() * per_page);
     shared_.resize(pages_.size(), 0);
     for (std::size_t page = 0; page < pages_.size(); ++page) {
@@ -70,12 +79,11 @@ std::size_t HeadPages::foreign(std::size_t first, std::size_t last) const {
     return n;
 }
 
-void HeadPages::take_over(const std::vector<std::byte*>& pages,
-                          const std::vector<float>& importance) {
-    pages_ = pages;
-    shared_.assign(pages.size(), 1);
-    n_shared_ = static_cast<int>(pages.size());
-    importance_ = importance;
+void HeadPages::take_over(std::vector<std::byte*> pages, std::vector<float> importance) noexcept {
+    pages_ = std::move(pages);
+    shared_.assign(pages_.size(), 1);
+    n_shared_ = static_cast<int>(pages_.size());
+    importance_ = std::move(importance);
     forget_if_alone();
 }
 

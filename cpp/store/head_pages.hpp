@@ -49,8 +49,10 @@ public:
     // How many of the pages [first, last) would have to be copied.
     std::size_t foreign(std::size_t first, std::size_t last) const;
 
-    // Takes the pages of a checkpoint over, all of them shared; or pages that are no pool's.
-    void take_over(const std::vector<std::byte*>& pages, const std::vector<float>& importance);
+    // Takes the pages of a checkpoint over, all of them shared, for which there is room to share;
+    // or pages that are no pool's.
+    void make_room_to_share(std::size_t pages);
+    void take_over(std::vector<std::byte*> pages, std::vector<float> importance) noexcept;
     void look_at(std::vector<std::byte*> pages) { pages_ = std::move(pages); }
     // Has visit(page) return where the page is from now on, for every page.
     template <typename Visit>

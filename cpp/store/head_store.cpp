@@ -103,6 +103,7 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
         if (head.frozen && head.count() > budget) head.frozen.cold->prepare(head.count() - budget);
     });
     parts_.share.pool().make_room([&] { return copies_to_evict(parts_, budgets); });
+    parts_.size_workspaces(*std::max_element(budgets.begin(), budgets.end()));
     parts_.common.settings.protection = protection;
     std::size_t next = 0;
     parts_.over_heads([&](Head& head) { head.set_budget(budgets[next++]); });
@@ -156,9 +157,9 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
 void HeadStore::truncate(std::int32_t position) {
     if (position < 0) throw std::invalid_argument("positions begin at 0");
     std::uint8_t* mask = parts_.workspaces.front().ranking.mask();
+    parts_.share.pool().make_room([&] { return copies_to_truncate(parts_, position); });
     parts_.common.whole_from.store(std::min(windows_whole_from(), position),
                                    std::memory_order_relaxed);
-    parts_.share.pool().make_room([&] { return copies_to_truncate(parts_, position); });
     parts_.over_heads([&](Head& head) {
         head.mark_before(position, mask);
         head.keep(mask, {}, *parts_.common.kernels);

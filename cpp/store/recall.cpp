@@ -32,9 +32,8 @@ void Recall::size(std::size_t n, std::size_t page_entries, std::size_t page_byte
 }
 
 void Recall::size_for_records(std::size_t n) {
-    if (needs_.size() >= n) return;
-    needs_.resize(2 * n);
-    best_.resize(2 * n);
+    if (needs_.size() < n) needs_.resize(n + n / 4);
+    if (best_.size() < n) best_.resize(n + n / 4);
 }
 
 std::size_t Recall::bytes() const {
@@ -84,20 +83,20 @@ void Recall::weigh_frozen(const Head& head, const QueryRows& queries) noexcept {
     std::fill_n(needs_.begin(), cold.n_records(), 0.0f);
     for (int page = 0; page < cold.n_pages(); ++page) {
         if (cold.n_frozen(page) == 0) continue;
-        const int first_record = page * per_page;
-        float* needs = needs_.data() + first_record;
+        const std::int32_t* positions = cold.records().positions(page);
+        const std::int32_t* frozen_at = cold.records().frozen_at(page);
+        float* needs = needs_.data() + page * per_page;
         cold.products(*common_.kernels, page, queries, logits);
         for (int r = 0; r < queries.n; ++r) {
             if (!std::isfinite(masses_[index(r)])) continue;
             float* of_query = logits + r * per_page;
             for (int slot = 0; queries.adjusts() && slot < per_page; ++slot)
-                of_query[slot] =
-                    queries.adjusted(r, of_query[slot], cold.position(first_record + slot));
+                of_query[slot] = queries.adjusted(r, of_query[slot], positions[slot]);
             common_.kernels->logits_observe(of_query, per_page, kNeed, masses_[index(r)], 1.0f,
                                             needs);
         }
         for (int slot = 0; slot < per_page; ++slot)
-            needs[slot] = cold.frozen(first_record + slot) ? needs[slot] : 0.0f;
+            needs[slot] = frozen_at[slot] != kActive ? needs[slot] : 0.0f;
     }
 }
 

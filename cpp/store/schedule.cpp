@@ -5,9 +5,15 @@
 namespace entropykv {
 namespace {
 
-auto is_due(std::int32_t now) {
-    return [now](const ColdHead& cold, int i) { return cold.due(i, now); };
-}
+struct IsDue {
+    std::int32_t now;
+    bool of_page(const ColdHead& cold, int page) const {
+        return cold.records().count_due(page, now) > 0;
+    }
+    bool of_record(const ColdHead& cold, int page, int slot) const {
+        return cold.records().due(page, slot, now);
+    }
+};
 
 }  // namespace
 
@@ -58,7 +64,7 @@ void Schedule::follow(Head& head, int n_queries, const float* observed, std::uin
     if (n_frozen == 0) return;
     int room = std::min(n_frozen, head.budget() - n_queries - (head.count() - n_frozen));
     int hole = 0;
-    freezer_.restore(head, common_.newest, buffer, is_due(common_.newest), [&] {
+    freezer_.restore(head, common_.newest, buffer, IsDue{common_.newest}, [&] {
         if (room-- <= 0) return ColdHead::kNone;
         while (mask[hole] != 0) ++hole;
         mask[hole] = 1;
@@ -68,7 +74,7 @@ void Schedule::follow(Head& head, int n_queries, const float* observed, std::uin
 }
 
 void Schedule::restore_due(Head& head, std::byte* buffer) const noexcept {
-    freezer_.append(head, common_.newest, buffer, is_due(common_.newest));
+    freezer_.append(head, common_.newest, buffer, IsDue{common_.newest});
 }
 
 }  // namespace entropykv

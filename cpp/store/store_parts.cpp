@@ -27,8 +27,8 @@ StoreParts::StoreParts(const std::vector<LayerShape>& shapes, const StoreSetting
     }
 }
 
-void StoreParts::size_workspaces() {
-    int held = most_loaded;
+void StoreParts::size_workspaces(int upcoming) {
+    int held = std::max(most_loaded, upcoming);
     std::size_t page_entries = 0;
     std::size_t key_values = 0;
     for (const StoreLayer& layer : layers) {

@@ -61,9 +61,9 @@ struct StoreParts {
         return sum;
     }
 
-    // Workspaces for heads of as many entries as their budgets hold, or most_loaded, and those of a
-    // micro-batch.
-    void size_workspaces();
+    // Workspaces for heads of as many entries as their budgets hold, or an upcoming one, or
+    // most_loaded, and those of a micro-batch.
+    void size_workspaces(int upcoming = 0);
     // Of all of them, and of importance besides the pages; not of staging.
     std::size_t scratch_bytes() const;
     // Evicts from heads that hold more than their budgets.

@@ -35,11 +35,13 @@ public:
     // drop() makes a checkpoint give its pages back, and returns whether there was one: for stores
     // that need pages, between micro-batches.
     void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
-    // As many free pages as needed() says, which may fall as checkpoints go; whether there are.
+    // As many free pages as needed() says, which may fall as checkpoints go; whether there are. To
+    // take them allocates nothing then. Throws std::bad_alloc where the system has no memory.
     template <typename Needed>
     bool make_room(Needed needed) {
         while (pages_.budget_pages() - pages_.used_pages() < needed())
             if (!drop_checkpoint_ || !drop_checkpoint_()) return false;
+        pages_.map(pages_.used_pages() + needed());
         return true;
     }
 

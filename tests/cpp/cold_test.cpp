@@ -258,7 +258,7 @@ struct Frozen {
     explicit Frozen(std::size_t most_pages = 0, ColdType type = ColdType::as_stored)
         : layout(type, make_page_layout(KvType::f16, 24, 40, kPerPage)),
           storage(layout.codec.bytes()),
-          head(layout, storage, most_pages),
+          head(layout, storage, most_pages, true),
           source(random_page(layout.page, 3)),
           buffer(2 * layout.page.bytes) {}
 

@@ -157,4 +157,5 @@ def test_a_limit_drops_and_says_so(tiny_llama: Path) -> None:
         assert session.evicted > 0
         stats = session.stats()
         assert stats.frozen_bytes_peak <= least
-        assert 0 < stats.frozen_sketch_bytes < stats.frozen_bytes
+        assert 0 < stats.frozen_sketch_bytes < stats.frozen_bytes + least
+        assert stats.frozen_overhead_bytes > 0

@@ -188,13 +188,17 @@ def test_the_table_has_rows_of_frozen_entries_only_where_there_are_some() -> Non
         frozen_bytes=3 << 20,
         frozen_bytes_peak=5 << 20,
         frozen_sketch_bytes=1 << 19,
+        frozen_overhead_bytes=1 << 18,
         entries_frozen=40,
         entries_restored=28,
         entries_recalled=7,
         cold_seconds=0.25,
     )
     rows = dict(stats_rows(stats))
-    of_frozen = "12 entries, 3.0 MiB (5.0 MiB at most, disk:/x), sketches in memory 0.5 MiB"
+    of_frozen = (
+        "12 entries, 3.0 MiB (5.0 MiB at most, disk:/x), sketches in memory 0.5 MiB, "
+        "records 0.2 MiB"
+    )
     assert rows["frozen"] == of_frozen
     restored = "28 of 40 times that an entry was frozen, 7 of them by recall; 0.250 s"
     assert rows["restored"] == restored

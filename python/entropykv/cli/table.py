@@ -41,7 +41,8 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
             "frozen",
             f"{stats.frozen_entries} entries, {_mib(stats.frozen_bytes)} "
             f"({_mib(stats.frozen_bytes_peak)} at most, {stats.freeze}), "
-            f"sketches in memory {_mib(stats.frozen_sketch_bytes)}",
+            f"sketches in memory {_mib(stats.frozen_sketch_bytes)}, "
+            f"records {_mib(stats.frozen_overhead_bytes)}",
         ),
         (
             "restored",

@@ -18,6 +18,8 @@ _METRICS = (
     ("kv_entries", "gauge", "entries_kept", "Entries kept, of all KV heads."),
     ("frozen_entries", "gauge", "frozen_entries", "Entries in cold storage, of all KV heads."),
     ("frozen_bytes", "gauge", "frozen_bytes", "Bytes of entries in cold storage."),
+    ("frozen_sketch_bytes", "gauge", "frozen_sketch_bytes", "Bytes of sketches of these entries."),
+    ("frozen_overhead_bytes", "gauge", "frozen_overhead_bytes", "Bytes of their records."),
     ("resident_peak_bytes", "gauge", "peak_rss_bytes", "Largest resident set of the process."),
     ("evictions_total", "counter", "evictions", "Entries evicted, of all KV heads."),
     ("restored_total", "counter", "entries_restored", "Entries restored from cold storage."),

@@ -64,6 +64,9 @@ class SessionStats:
     """The most bytes that were in cold storage."""
     frozen_sketch_bytes: int = 0
     """Bytes of the sketches that queries are compared with, in memory, besides frozen_bytes."""
+    frozen_overhead_bytes: int = 0
+    """Bytes that cold storage takes of memory besides both: what is known of every entry (position,
+    score, timer), the lists that find it, and room that is taken before it is needed."""
     entries_frozen: int = 0
     """How often an entry of any KV head went into cold storage."""
     entries_restored: int = 0

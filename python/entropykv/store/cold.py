@@ -177,6 +177,7 @@ class ColdSide:
             "frozen_bytes": store.cold_bytes,
             "frozen_bytes_peak": self._peak,
             "frozen_sketch_bytes": store.sketch_bytes,
+            "frozen_overhead_bytes": store.cold_overhead_bytes,
             "entries_frozen": store.frozen_total,
             "entries_restored": store.restored_total,
             "entries_recalled": store.recalled_total,

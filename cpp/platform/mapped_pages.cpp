@@ -1,0 +1,110 @@
+#include "platform/mapped_pages.hpp"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+namespace entropykv {
+namespace {
+
+// A machine of any size gets by with few ranges of so many bytes; and no single request is for
+// more, which a system that counts on what is not used at all would refuse.
+constexpr std::size_t kRangeBytes = std::size_t{1} << 30;
+
+}  // namespace
+
+// As many addresses as are wanted, or twice what there is: so that many small steps make few
+// ranges.
+std::size_t MappedPages::next_range_bytes(std::size_t wanted, std::size_t reserved) {
+    return std::clamp(std::max(wanted, reserved), kSlabBytes, kRangeBytes);
+}
+
+void MappedPages::add_range(std::size_t wanted_pages) {
+    ranges_.reserve(ranges_.size() + 1);
+    by_address_.reserve(ranges_.size() + 1);
+    std::size_t reserved = 0;
+    for (const Range& range : ranges_) reserved += range.memory.reserved();
+    const std::size_t wanted = std::min(wanted_pages, kRangeBytes / page_bytes_ + 1) * page_bytes_;
+    const std::size_t first = ranges_.empty() ? 0 : ranges_.back().first + capacity(ranges_.back());
+    try {
+        ranges_.push_back(
+            {MappedMemory(std::max(next_range_bytes(wanted, reserved), page_bytes_)), first});
+    } catch (const std::bad_alloc&) {  // addresses are limited, too: as few as will do
+        ranges_.push_back({MappedMemory(page_bytes_), first});
+    }
+    const auto number = static_cast<std::uint32_t>(ranges_.size() - 1);
+    const std::byte* data = ranges_.back().memory.data();
+    const auto after = std::upper_bound(
+        by_address_.begin(), by_address_.end(), data,
+        [&](const std::byte* at, std::uint32_t i) { return at < ranges_[i].memory.data(); });
+    by_address_.insert(after, number);
+}
+
+void MappedPages::grow(std::size_t pages, std::size_t expected) {
+    if (pages > kMostPages) throw std::bad_alloc();
+    expected = std::max(pages, expected);
+    while (count_ < pages) {
+        if (ranges_.empty() || count_ == ranges_.back().first + capacity(ranges_.back()))
+            add_range(expected - count_);
+        grow_last(pages, expected);
+    }
+}
+
+// To the end of a slab, unless fewer pages are expected.
+void MappedPages::grow_last(std::size_t pages, std::size_t expected) {
+    Range& range = ranges_.back();
+    const std::size_t needed = std::min(pages - range.first, capacity(range)) * page_bytes_;
+    const std::size_t most = std::min(expected - range.first, capacity(range)) * page_bytes_;
+    const std::size_t slabs = (needed + kSlabBytes - 1) / kSlabBytes * kSlabBytes;
+    range.memory.grow(std::min(slabs, mapped_size(most)));
+    recount();
+}
+
+void MappedPages::shrink(std::size_t pages) noexcept {
+    while (!ranges_.empty() && ranges_.back().first >= pages) {
+        const auto number = static_cast<std::uint32_t>(ranges_.size() - 1);
+        by_address_.erase(std::find(by_address_.begin(), by_address_.end(), number));
+        ranges_.pop_back();
+    }
+    if (!ranges_.empty()) {
+        Range& range = ranges_.back();
+        const std::size_t held = std::min(pages - range.first, capacity(range)) * page_bytes_;
+        range.memory.shrink(mapped_size(held));
+    }
+    recount();
+}
+
+void MappedPages::recount() {
+    count_ = 0;
+    if (ranges_.empty()) return;
+    const Range& last = ranges_.back();
+    count_ = last.first + std::min(last.memory.size() / page_bytes_, capacity(last));
+}
+
+std::size_t MappedPages::bytes() const {
+    std::size_t total = 0;
+    for (const Range& range : ranges_) total += range.memory.size();
+    return total;
+}
+
+std::byte* MappedPages::at(std::size_t number) const {
+    const auto after =
+        std::upper_bound(ranges_.begin(), ranges_.end(), number,
+                         [](std::size_t at, const Range& range) { return at < range.first; });
+    const Range& range = *(after - 1);
+    return range.memory.data() + (number - range.first) * page_bytes_;
+}
+
+std::size_t MappedPages::number_of(const std::byte* page) const {
+    const auto after = std::upper_bound(
+        by_address_.begin(), by_address_.end(), page,
+        [&](const std::byte* at, std::uint32_t i) { return at < ranges_[i].memory.data(); });
+    if (after != by_address_.begin()) {
+        const Range& range = ranges_[*(after - 1)];
+        const auto offset = static_cast<std::size_t>(page - range.memory.data());
+        if (offset < range.memory.size()) return range.first + offset / page_bytes_;
+    }
+    throw std::logic_error("a page that is not of this pool");
+}
+
+}  // namespace entropykv
