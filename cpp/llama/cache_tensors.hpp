@@ -1,8 +1,11 @@
-// The tensors of llama.cpp's cache, by their names.
+// The tensors of llama.cpp's cache, by their names, and their memory.
 #pragma once
 
 #include <ggml.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 
@@ -22,6 +25,20 @@ inline int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
     const char* name = root_of(tensor)->name;
     const std::size_t length = std::strlen(prefix);
     return std::strncmp(name, prefix, length) == 0 ? std::atoi(name + length) : -1;
+}
+
+// llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
+// back to the system (it reads as zeros, should anything touch it).
+inline void release_cells(const ggml_tensor* cache) {
+#if defined(MADV_DONTNEED)
+    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const auto start = reinterpret_cast<std::size_t>(cache->data);
+    const std::size_t first = (start + system_page - 1) / system_page * system_page;
+    const std::size_t last = (start + ggml_nbytes(cache)) / system_page * system_page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#else
+    (void)cache;
+#endif
 }
 
 }  // namespace entropykv

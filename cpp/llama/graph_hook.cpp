@@ -2,11 +2,10 @@
 
 #include <ggml-backend.h>
 #include <ggml.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 
 #include "llama/cache_tensors.hpp"
@@ -18,20 +17,6 @@ namespace {
 
 // K write, V write unless V is a part of K, attention of every reader.
 int ops_of(const LayerShape& shape) { return (shape.latent ? 1 : 2) + shape.readers; }
-
-// llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
-// back to the system (it reads as zeros, should anything touch it).
-void release_cells(const ggml_tensor* cache) {
-#if defined(MADV_DONTNEED)
-    const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    const auto start = reinterpret_cast<std::size_t>(cache->data);
-    const std::size_t first = (start + system_page - 1) / system_page * system_page;
-    const std::size_t last = (start + ggml_nbytes(cache)) / system_page * system_page;
-    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
-#else
-    (void)cache;
-#endif
-}
 
 // Whether a tensor is an input of the graph, or only that in another type or shape.
 bool is_input(const ggml_tensor* tensor, const DeviceCopies& copies) {
@@ -59,15 +44,20 @@ bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
 GraphHook::GraphHook(int relu2_layers, int n_threads, bool in_company)
     : weights_(relu2_layers, n_threads, in_company) {}
 
+// No exception may pass through llama.cpp, which calls this.
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     auto* hook = static_cast<GraphHook*>(user_data);
-    if (!ask) return hook->times().end(node), true;
-    if (hook->attention_ == nullptr) {
-        hook->weights_.change_gate(node);
-        return hook->look(node);
+    try {
+        if (!ask) return hook->times().end(node), true;
+        if (hook->attention_ == nullptr) {
+            hook->weights_.change_gate(node);
+            return hook->look(node);
+        }
+        hook->weights_.change(node);
+        hook->change(node);
+    } catch (const std::bad_alloc&) {
+        hook->fault_ = "there is no memory to look at a graph";
     }
-    hook->weights_.change(node);
-    hook->change(node);
     return hook->times().begin();
 }
 

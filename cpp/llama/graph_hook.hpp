@@ -42,7 +42,10 @@ public:
     // own, with all that attend to them as its readers.
     const std::vector<AttentionNode>& nodes() const { return nodes_; }
     // Why this graph cannot be served; empty if it can. Final once one token was decoded.
-    const std::string& refusal() const { return refusal_; }
+    std::string refusal() const {
+        const char* fault = fault_.load();
+        return refusal_.empty() && fault != nullptr ? fault : refusal_;
+    }
     // Why stored keys cannot be moved to other positions; empty if they can.
     const std::string& rope_obstacle() const { return rope_obstacle_; }
     // Positions that the model's frequencies hold for; 0: as many as it was trained for.

@@ -97,7 +97,7 @@ bool ProductHook::take(ggml_tensor* node) noexcept {
     return true;
 }
 
-void ProductHook::change(ggml_tensor* node) {
+void ProductHook::change(ggml_tensor* node) noexcept {
     if (node->op != GGML_OP_MUL_MAT || !is_weight(node->src[0])) return;
     Seen& seen = seen_[node->src[0]->type];
     (take(node) ? seen.ours : seen.stock) = true;
@@ -105,8 +105,10 @@ void ProductHook::change(ggml_tensor* node) {
 
 std::map<std::string, std::string> ProductHook::computed_by() const {
     std::map<std::string, std::string> names;
-    for (const auto& [type, seen] : seen_) {
-        std::string& name = names[ggml_type_name(type)];
+    for (std::size_t type = 0; type < seen_.size(); ++type) {
+        const Seen& seen = seen_[type];
+        if (!seen.ours && !seen.stock) continue;
+        std::string& name = names[ggml_type_name(static_cast<ggml_type>(type))];
         if (seen.ours) name = products_->kernels_name();
         if (seen.stock) name += seen.ours ? ", llama.cpp" : "llama.cpp";
     }

@@ -4,6 +4,7 @@
 
 #include <ggml.h>
 
+#include <array>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -22,7 +23,7 @@ public:
     ProductHook& operator=(const ProductHook&) = delete;
 
     // Changes the node if it is a product that is served.
-    void change(ggml_tensor* node);
+    void change(ggml_tensor* node) noexcept;
 
     // Who computes products of the types of weights that were seen: the name of our kernels,
     // "llama.cpp", or both, such as "avx2, llama.cpp".
@@ -40,8 +41,8 @@ private:
 
     bool in_company_;
     bool serves_halves_ = false;
-    std::optional<Products> products_;  // none where the machine has no kernels
-    std::map<ggml_type, Seen> seen_;
+    std::optional<Products> products_;          // none where the machine has no kernels
+    std::array<Seen, GGML_TYPE_COUNT> seen_{};  // by the type of the weights
 };
 
 // Whether a node is the product of a matrix with its inputs, by whomever it is computed.
