@@ -86,12 +86,11 @@ int FrozenHeads::prepare(Head& head, int n_tokens) {
     const int recalled = Recall::most(head);
     const int due = scheduled ? cold.count_due(parts_.common.newest) : 0;
     // Without a schedule, what is evicted gets a record, and what is exchanged for recalled
-    // entries. Under one, everything may; and what came back twice, where a limit dropped its
-    // record.
+    // entries. Under one, everything may. An entry that came back has one; unless a limit dropped
+    // it, so that it may need one again.
     const int evicted = std::max(0, held - head.budget() + kDecodeRoom);
-    const int n_new = !scheduled          ? evicted + recalled
-                      : cold.is_limited() ? held + recalled + due
-                                          : held;
+    const int asked = scheduled ? held + recalled + due : evicted + recalled;
+    const int n_new = cold.is_limited() ? asked : std::min(asked, held);
     cold.prepare(n_new);
     const std::size_t n_records =
         PageLayout::index(cold.n_pages()) * PageLayout::index(head.layout().entries);
