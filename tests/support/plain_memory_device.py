@@ -106,6 +106,8 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     registry.ggml_backend_init_by_type.restype = c_void_p
     registry.ggml_backend_init_by_type.argtypes = [c_int, c_char_p]
     registry.ggml_backend_device_register.argtypes = [c_void_p]
+    registry.ggml_backend_dev_by_name.restype = c_void_p
+    registry.ggml_backend_dev_by_name.argtypes = [c_char_p]
     base.ggml_version.restype = c_char_p
     base.ggml_op_name.restype = c_char_p
     base.ggml_backend_cpu_buffer_type.restype = c_void_p
@@ -120,8 +122,19 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 def is_known() -> bool:
     """Whether the structures are those of the llama.cpp that is installed."""
-    _, base = _libraries()
+    try:
+        _, base = _libraries()
+    except OSError:  # libraries of other names
+        return False
     return bool(base.ggml_version() == GGML_VERSION.encode())
+
+
+def has_blas() -> bool:
+    """Whether the llama.cpp that is installed was built with BLAS."""
+    if not is_known():
+        return False
+    registry, _ = _libraries()
+    return registry.ggml_backend_dev_by_name(b"BLAS") is not None
 
 
 class PlainMemoryDevice:
