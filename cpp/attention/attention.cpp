@@ -61,7 +61,8 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
                       (n_tokens > 1 || recalls_now_ || base_position % interval == 0);
     store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo);
     recalls_now_ = false;
-    store_.parts().queries.prepare(rope_position, n_text);
+    store_.parts().turns.prepare(rope_position, n_text);
+    store_.parts().queries.prepare(rope_position);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.base_position = base_position;
@@ -162,17 +163,25 @@ void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) n
 void Attention::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {
     if (thread == 0) prepare(layer, std::min(n_threads, this->n_threads()));
     const PageLayout& layout = store_.layout(layer);
+    const LayerPredictor predictor = store_.parts().predictor(index(layer));
     over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
-        kernels_.store_k(layout, page, slot, k.row(token, head));
+        const float* key = k.row(token, head);
+        kernels_.store_k(layout, page, slot, key);
         layout.positions(page)[slot] = step_.base_position + token;
-        layout.importance(page)[slot] = 0.0f;
+        layout.importance(page)[slot] =
+            predictor && token < step_.n_text ? predictor.with_key(head, token, key) : 0.0f;
     });
 }
 
 void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept {
     const PageLayout& layout = store_.layout(layer);
+    const LayerPredictor predictor = store_.parts().predictor(index(layer));
     over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
-        kernels_.store_v(layout, page, slot, v.row(token, head));
+        const float* value = v.row(token, head);
+        kernels_.store_v(layout, page, slot, value);
+        if (!predictor || token >= step_.n_text) return;
+        float& score = layout.importance(page)[slot];
+        score = predictor.with_value(head, score, value);
     });
 }
 

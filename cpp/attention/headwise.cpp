@@ -29,7 +29,8 @@ Headwise::Headwise(const std::vector<LayerShape>& layers, const StoreSettings& s
                    const SequencePool* pool)
     : kernels(kernels_named(kernels_name)),
       store(layers, settings, pool != nullptr ? pool->store : nullptr),
-      attention(store, kernels, n_threads, pool != nullptr ? pool->workers : nullptr) {}
+      attention(store, kernels, n_threads, pool != nullptr ? pool->workers : nullptr),
+      in_pool_(pool != nullptr) {}
 
 const LayerShape& Headwise::shape_of(int layer) const {
     if (layer < 0 || layer >= store.n_layers())

@@ -19,8 +19,10 @@ struct SequencePool {
     SequencePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
                  int n_sequences);
 
-    // Of the threads that attend.
-    std::size_t scratch_bytes() const { return bytes_of_workers(*workers); }
+    // Of the threads that attend, and of what predicts scores.
+    std::size_t scratch_bytes() const {
+        return bytes_of_workers(*workers) + store->predictor().bytes();
+    }
 
     std::shared_ptr<StorePool> store;
     std::shared_ptr<Workers> workers = std::make_shared<Workers>();
@@ -72,7 +74,8 @@ public:
     std::vector<double> mean_entropies(int layer) const;
 
     std::size_t scratch_bytes() const {
-        return store.parts().scratch_bytes() + attention.scratch_bytes();
+        return store.parts().scratch_bytes() + attention.scratch_bytes() +
+               (in_pool_ ? 0 : store.share().pool().predictor().bytes());
     }
 
     const KernelTable& kernels;
@@ -82,6 +85,7 @@ public:
 private:
     void check_batch(int layer, int reader, const MicroBatch& batch) const;
 
+    bool in_pool_;         // of others, too
     int last_layer_ = -1;  // that attend() was called for
     int last_reader_ = -1;
 };

@@ -35,5 +35,6 @@ void register_headwise_observation(py::class_<Headwise>& store);
 void register_headwise_state(py::class_<Headwise>& store);
 void register_headwise_sharing(py::class_<Headwise>& store);
 void register_headwise_freezing(py::class_<Headwise>& store);
+void register_headwise_prediction(py::class_<Headwise>& store);
 
 }  // namespace entropykv::bind

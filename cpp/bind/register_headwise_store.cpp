@@ -149,6 +149,7 @@ void register_headwise_store(py::module_& m) {
     register_headwise_state(store);
     register_headwise_sharing(store);
     register_headwise_freezing(store);
+    register_headwise_prediction(store);
     register_figures(store);
     store
         .def(py::init(&make_store), py::arg("layers"), py::arg("kv_type"), py::arg("importance"),

@@ -21,6 +21,8 @@ void register_importance(py::module_& m) {
         .def_property_readonly(
             "turns_queries",
             [](const Measure& self) { return self.evidence == Evidence::expectation; })
+        .def_property_readonly(
+            "predicts", [](const Measure& self) { return self.evidence == Evidence::prediction; })
         .def_readonly("threshold", &Measure::threshold);
     for (const Measure& measure : kMeasures) kinds.value(measure.name, measure.kind);
     m.def("measures", [] { return std::vector<Measure>(kMeasures.begin(), kMeasures.end()); });

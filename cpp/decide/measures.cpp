@@ -51,6 +51,9 @@ constexpr std::array<Measure, kNumberOfMeasures> kMeasures{{
     {ScoreKind::expected, "expected",
      "attention probabilities that queries like those so far would give from the next positions on",
      Evidence::expectation, kNone, false, false, nullptr, nullptr, false, kEvenShare},
+    {ScoreKind::predicted, "predicted",
+     "the largest attention probability of a repetition, predicted from key and value",
+     Evidence::prediction, kNone, false, false, nullptr, nullptr, false, kEvenShare},
 }};
 
 constexpr bool all_have_a_row() {

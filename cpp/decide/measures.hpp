@@ -10,14 +10,24 @@
 
 namespace entropykv {
 
-enum class ScoreKind { streaming, recency, mass, attention, products, reconstruct, expected };
-constexpr std::size_t kNumberOfMeasures = static_cast<std::size_t>(ScoreKind::expected) + 1;
+enum class ScoreKind {
+    streaming,
+    recency,
+    mass,
+    attention,
+    products,
+    reconstruct,
+    expected,
+    predicted
+};
+constexpr std::size_t kNumberOfMeasures = static_cast<std::size_t>(ScoreKind::predicted) + 1;
 
 // What the score of an entry is made of.
 enum class Evidence {
     position,     // where it stands in the text
     queries,      // what the queries of the observation window gave to it: see Statistic
     expectation,  // what queries like those so far would give to it: see query_statistics.hpp
+    prediction,   // what a linear function of its key and value says when it is written
 };
 
 // What the schedule of freezing asks: whether a step found little in an entry.

@@ -20,10 +20,12 @@ public:
     const RopeParams& rope() const { return rope_; }
     const std::vector<double>& frequencies() const { return frequencies_; }
     void prepare(std::int32_t first_position, int n_tokens);
-    void turn_back(int token, float* row) const {
-        rotate(rope_, turns_.data() + static_cast<std::size_t>(token) * 2 * frequencies_.size(),
-               row);
+    // Of a token: [pair][cosine, sine].
+    const float* of(int token) const {
+        return turns_.data() + static_cast<std::size_t>(token) * 2 * frequencies_.size();
     }
+    void turn_back(int token, float* row) const { rotate(rope_, of(token), row); }
+    std::size_t bytes() const { return turns_.capacity() * sizeof(float); }
 
 private:
     RopeParams rope_;

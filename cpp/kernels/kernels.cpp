@@ -3,6 +3,7 @@
 #include "kernels/kernels.hpp"
 
 #include "kernels/kernel_decode_types.hpp"
+#include "kernels/kernel_features.hpp"
 #include "kernels/kernel_observe.hpp"
 #include "kernels/kernel_prompt.hpp"
 #include "kernels/kernel_scores.hpp"
@@ -12,30 +13,30 @@
 namespace entropykv {
 
 #if defined(__AVX512VNNI__)
-const KernelTable kKernelsAvx512Vnni{"avx512vnni", store_k,         store_v,        move_keys,
-                                     decode,       prompt,          prompt_observe, logits_observe,
-                                     value_norms,  expected_logits, products,       sketch_products,
-                                     log_sum,      newer_cosines};
+const KernelTable kKernelsAvx512Vnni{
+    "avx512vnni",   store_k,        store_v,     move_keys,       decode,        prompt,
+    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
+    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
 #elif defined(__AVX512F__)
-const KernelTable kKernelsAvx512{"avx512",    store_k,         store_v,        move_keys,
-                                 decode,      prompt,          prompt_observe, logits_observe,
-                                 value_norms, expected_logits, products,       sketch_products,
-                                 log_sum,     newer_cosines};
+const KernelTable kKernelsAvx512{
+    "avx512",       store_k,        store_v,     move_keys,       decode,        prompt,
+    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
+    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
 #elif defined(__AVX2__)
-const KernelTable kKernelsAvx2{"avx2",      store_k,         store_v,        move_keys,
-                               decode,      prompt,          prompt_observe, logits_observe,
-                               value_norms, expected_logits, products,       sketch_products,
-                               log_sum,     newer_cosines};
+const KernelTable kKernelsAvx2{
+    "avx2",         store_k,        store_v,     move_keys,       decode,        prompt,
+    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
+    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
 #elif defined(ENTROPYKV_NEON)
-const KernelTable kKernelsNeon{"neon",      store_k,         store_v,        move_keys,
-                               decode,      prompt,          prompt_observe, logits_observe,
-                               value_norms, expected_logits, products,       sketch_products,
-                               log_sum,     newer_cosines};
+const KernelTable kKernelsNeon{
+    "neon",         store_k,        store_v,     move_keys,       decode,        prompt,
+    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
+    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
 #else
-const KernelTable kKernelsPortable{"portable",  store_k,         store_v,        move_keys,
-                                   decode,      prompt,          prompt_observe, logits_observe,
-                                   value_norms, expected_logits, products,       sketch_products,
-                                   log_sum,     newer_cosines};
+const KernelTable kKernelsPortable{
+    "portable",     store_k,        store_v,     move_keys,       decode,        prompt,
+    prompt_observe, logits_observe, value_norms, expected_logits, products,      sketch_products,
+    log_sum,        newer_cosines,  features,    predict_key,     predict_value, add_products};
 #endif
 
 }  // namespace entropykv

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "decide/contest.hpp"
+#include "decide/feature_shape.hpp"
 #include "decide/statistic.hpp"
 #include "page/key_sketch.hpp"
 #include "page/page_layout.hpp"
@@ -16,6 +17,7 @@ namespace entropykv {
 constexpr int kRowTile = 64;    // query rows of one prompt tile
 constexpr int kEntryTile = 64;  // entries converted to f32 at a time
 constexpr float kMaskedLogit = -1e30f;
+constexpr int kMaxFeatures = 2 * kMaxHeadDim + kMaxHeadDim / 2 + 3;  // see feature_shape.hpp
 
 // Entries [first, last) of one KV head, in the order of its page table.
 struct EntryRange {
@@ -113,6 +115,17 @@ struct KernelTable {
     // Of n keys of length 1, [dim][kContest], zeros behind them: the largest product of each with a
     // later one, or with zeros.
     void (*newer_cosines)(const float* keys, int n, int dim, float* cosines);
+    // What an entry is told by: see FeatureShape. turns: [pair][cosine, sine], which turn the key
+    // back to position 0; value is not read where it is a part of the key.
+    void (*features)(const FeatureShape&, const float* key, const float* value, const float* turns,
+                     float* out);
+    // The product of weights [n] with all features but those of the value; and with those.
+    float (*predict_key)(const FeatureShape&, const float* weights, const float* key,
+                         const float* turns);
+    float (*predict_value)(const FeatureShape&, const float* weights, const float* value);
+    // sums += the sum over rows [n_rows][stride] of their outer products with themselves, of which
+    // the lower triangle is held, row by row; stride: n and zeros up to a multiple of 16.
+    void (*add_products)(const float* rows, int n_rows, int stride, int n, double* sums);
 };
 
 // All kernels that this machine runs, the slowest first.

@@ -118,6 +118,7 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
     parts_.common.newest = newest;
     parts_.common.single_query = n_tokens + n_echo == 1;
+    parts_.common.has_echo = n_echo > 0;
     parts_.most_loaded = 0;
     FrozenHeads frozen(parts_);
     parts_.over_heads([&](Head& head) {
@@ -146,6 +147,8 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
     Head& head = parts_.layers[index(layer)].heads[index(head_index)];
     Workspace& own = parts_.workspaces[index(workspace)];
     const StagedEntries staged{staging(layer, head_index), n_staged};
+    if (parts_.collects_lessons && parts_.common.has_echo && observed != nullptr)
+        parts_.teach(index(layer), index(head_index), staged, observed + head.count(), own);
     const bool scheduled = parts_.common.schedule && head.frozen && observed != nullptr;
     if (observed != nullptr) own.ranking.add_observed(head, staged, observed);
     if (scheduled)

@@ -2,15 +2,15 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 
+#include "store/rope_turns.hpp"
 #include "store/store_common.hpp"
 
 namespace entropykv {
 
 class QueryFollower {
 public:
-    explicit QueryFollower(const StoreCommon& common) : common_(common) {}
+    QueryFollower(const StoreCommon& common, RopeTurns& turns) : common_(common), turns_(turns) {}
 
     // Whether anybody needs them.
     bool follows() const { return common_.measure().evidence == Evidence::expectation; }
@@ -19,13 +19,13 @@ public:
     void follow(std::size_t layer, std::vector<Head>& heads);
     // Before a micro-batch that RoPE sees at `rope_position`; and before it is committed, with the
     // queries of a KV head: row(token, query head of the group).
-    void prepare(std::int32_t rope_position, int n_tokens);
+    void prepare(std::int32_t rope_position) { rope_position_ = rope_position; }
     template <typename Row>
     void add(Head& head, int n_tokens, float scale, Row row) const noexcept;
 
 private:
     const StoreCommon& common_;
-    std::deque<TurnsBack> turns_{};  // one for every kind of rope
+    RopeTurns& turns_;
     std::int32_t rope_position_ = 0;
 };
 

@@ -14,7 +14,10 @@
 namespace entropykv {
 
 struct StoreCommon {
-    explicit StoreCommon(const StoreSettings& asked) : settings(asked) {}
+    explicit StoreCommon(const StoreSettings& asked) : settings(asked) {
+        // What is predicted once holds for good, and that of frozen entries, too.
+        if (predicts()) settings.importance.decay = 1.0f;
+    }
 
     StoreSettings settings;
     const KernelTable* kernels = &kKernelsPortable;
@@ -22,6 +25,7 @@ struct StoreCommon {
     std::vector<int> knots{};                  // at which losses are measured
     std::int32_t newest = 0;                   // the position at the micro-batch's end
     bool single_query = false;                 // it has no more than one
+    bool has_echo = false;                     // its last tokens ask for the text again
     std::atomic<std::size_t> evicted{0};
     std::atomic<std::int32_t> whole_from{0};  // see HeadStore::windows_whole_from()
     std::atomic<std::int64_t> eviction_nanoseconds{0};
@@ -29,6 +33,7 @@ struct StoreCommon {
 
     const ImportanceSettings& importance() const { return settings.importance; }
     const Measure& measure() const { return settings.importance.measure(); }
+    bool predicts() const { return measure().evidence == Evidence::prediction; }
     bool measures_losses() const { return !knots.empty(); }
     // Under a schedule, every query counts.
     int scoring_interval() const { return schedule ? 1 : kScoringInterval; }

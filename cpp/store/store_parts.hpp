@@ -5,9 +5,12 @@
 #include <cstddef>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "store/keeper.hpp"
+#include "store/layer_predictor.hpp"
+#include "store/lesson_sums.hpp"
 #include "store/page_share.hpp"
 #include "store/query_follower.hpp"
 #include "store/recall.hpp"
@@ -20,6 +23,9 @@ struct StoreLayer {
     PageLayout layout;
     std::vector<Head> heads{};
     std::unique_ptr<ColdLayout> cold{};  // none where nothing of it is frozen
+    // What entries are told by, and what turns their keys back, where that is asked for.
+    std::optional<FeatureShape> features{};
+    const TurnsBack* turns = nullptr;
 };
 
 // What one thread works with while it commits, or recalls.
@@ -32,6 +38,7 @@ struct Workspace {
     Recall recall;
     Schedule schedule;
     AlignedBytes page_read{};  // of cold storage, and what it is unpacked to
+    std::vector<float> lesson_rows{};
 };
 
 struct StoreParts {
@@ -71,13 +78,35 @@ struct StoreParts {
     // Copies all pages that others own, too.
     void own_all();
 
+    // The features of a layer's entries. Throws std::invalid_argument where the RoPE of the
+    // settings does not fit its keys.
+    FeatureShape features_of(std::size_t layer) const;
+    // The linear functions of a layer, [KV head][feature], or none: of all stores of the pool.
+    // Throws std::invalid_argument for another number of them, or what is no number.
+    void set_predictor(std::size_t layer, std::vector<float> weights);
+    LayerPredictor predictor(std::size_t layer) const noexcept;
+    // Whether every layer has such functions.
+    bool has_predictor() const noexcept;
+    // From the next micro-batch on, or no more; what was collected stays until it is cleared.
+    void collect_lessons(bool on);
+    void clear_lessons();
+    // Adds the staged entries of a head that an echo has looked up.
+    void teach(std::size_t layer, std::size_t head, const StagedEntries& staged,
+               const float* observed, Workspace& workspace) noexcept;
+
     StoreCommon common;
     PageShare share;
     std::vector<StoreLayer> layers;
+    RopeTurns turns{};
     QueryFollower queries;
+    std::optional<LessonSums> lessons{};
+    bool collects_lessons = false;
     std::unique_ptr<ColdStorage> storage;
     std::deque<Workspace> workspaces{};
     int most_loaded = 0;  // entries of a head in the states that are being loaded
+
+private:
+    void look_at_features();
 };
 
 }  // namespace entropykv

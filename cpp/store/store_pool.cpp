@@ -31,6 +31,7 @@ StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max
     : pages_(pool_page_bytes(layers, type), 0),
       staging_(layers, page_layouts(layers, type), pages_.page_bytes(), checked(max_tokens),
                checked_sequences(n_sequences)),
+      predictor_(layers.size()),
       follows_share_(follows_share) {}
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "page/page_pool.hpp"
+#include "store/predictor_weights.hpp"
 #include "store/staging.hpp"
 
 namespace entropykv {
@@ -26,6 +27,9 @@ public:
     PagePool& pages() { return pages_; }
     const PagePool& pages() const { return pages_; }
     const Staging& staging() const { return staging_; }
+    // What predicts the scores of all of its sequences.
+    PredictorWeights& predictor() { return predictor_; }
+    const PredictorWeights& predictor() const { return predictor_; }
     std::size_t shared_pages() const { return shared_pages_; }
 
     // Gives the pool so many pages; what the system gets back of a smaller one is told by
@@ -59,6 +63,7 @@ private:
 
     PagePool pages_;
     Staging staging_;
+    PredictorWeights predictor_;
     bool follows_share_;
     std::size_t shared_pages_ = 0;
     std::vector<HeadStore*> stores_;

@@ -30,6 +30,10 @@ struct StoreSettings {
     int max_entries = 0;              // no KV head ever keeps more (the context)
     std::vector<RopeParams> ropes{};  // of the layers; none: keys and queries have no position
     std::optional<FreezeSettings> freezing{};  // none: what is not kept is dropped
+
+    RopeParams rope_of(std::size_t layer) const {
+        return ropes.empty() ? RopeParams{} : ropes.at(layer);
+    }
 };
 
 // Throw std::invalid_argument for what is impossible.

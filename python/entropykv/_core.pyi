@@ -33,6 +33,7 @@ class ScoreKind:
     products: ScoreKind
     reconstruct: ScoreKind
     expected: ScoreKind
+    predicted: ScoreKind
     def __init__(self, value: int) -> None: ...
     @property
     def name(self) -> str: ...
@@ -58,6 +59,9 @@ class Measure:
     @property
     def turns_queries(self) -> bool:
         """Whether it turns the queries so far to later positions."""
+    @property
+    def predicts(self) -> bool:
+        """Whether scores follow from keys and values alone: see HeadwiseStore.set_predictor()."""
     @property
     def threshold(self) -> float:
         """What the schedule of freezing calls little, unless somebody says otherwise."""
@@ -551,6 +555,44 @@ class HeadwiseStore:
 
         `of_held`: without what was dropped before.
         """
+
+    def predictor_features(self, layer: int) -> int:
+        """How many features an entry of a layer has, the constant 1 at their end included.
+
+        They are, in order: the key before RoPE (k_dim), the value (v_dim; none where it is a part
+        of the key), the norms of the key's rotation pairs, log(|key| + 1e-6), log(|value| + 1e-6)
+        (none where the value is a part of the key), 1. ValueError where the RoPE that the store was
+        given does not fit the keys.
+        """
+
+    def set_predictor(self, layer: int, weights: _Floats) -> None:
+        """Score entries of a layer by exp(weights . features) from now on, for measure predicted.
+
+        `weights`: (n_head_kv, predictor_features()), or empty: none; all stores of the pool have
+        them then. Scores lie from 1e-6 to 1, and stay what they were when an entry was read.
+        ValueError for another shape, and for weights that are no finite numbers.
+        """
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether every layer has weights; without, measure predicted scores all the same."""
+
+    def collect_lessons(self, on: bool) -> None:
+        """Add up, from the next micro-batch on, what echoes show of the entries of their text.
+
+        ValueError for measures other than reconstruct.
+        """
+
+    def lessons(self, layer: int) -> tuple[int, npt.NDArray[np.float64]]:
+        """How many entries were added up, and their sums, (n_head_kv, n + 1, n + 1).
+
+        The sums are of the outer products of (features, log(max(a, 1e-5))) with themselves, where a
+        is the largest share of attention that a query of the echo gave to the entry. Entries
+        before `n_sinks` are left out. ValueError where none were ever collected.
+        """
+
+    def clear_lessons(self) -> None:
+        """Begin them anew; where they are not collected any more, give their memory back."""
 
     def track_entropy(self, on: bool) -> None: ...
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:

@@ -53,6 +53,8 @@ class Pair:
             n_threads=1,
             ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
         )
+        if self.rules.score == "predicted":
+            self.set_predictor()
         self.heads = {
             (layer, head): ReferenceHead(
                 self.rules, *SHAPES[layer][2:], budget, *self.window(layer)
@@ -60,6 +62,15 @@ class Pair:
             for (layer, head), budget in zip(HEADS, self.budgets, strict=True)
         }
         self.set_budgets(self.budgets, 0)
+
+    def set_predictor(self) -> None:
+        """Weights that make scores of 1e-6 to 1, and some beyond; the same for heads of a layer."""
+        for layer, (_, n_head_kv, _, _) in enumerate(SHAPES):
+            n = self.store.predictor_features(layer)
+            weights = self.random.standard_normal(n, np.float32) * np.float32(0.4)
+            weights[-1] = -5.0
+            self.rules.weights[n] = weights.astype(np.float64)
+            self.store.set_predictor(layer, np.tile(weights, (n_head_kv, 1)))
 
     def window(self, layer: int) -> tuple[int, bool]:
         return WINDOWS[layer] if self.windowed else (0, False)
@@ -120,7 +131,7 @@ class Pair:
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
-            if self.rules.observes:
+            if self.rules.observes or self.rules.score == "predicted":
                 importance = self.store.importance(*key)
                 tolerance = self.rules.tolerance
                 np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)

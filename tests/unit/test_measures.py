@@ -39,7 +39,9 @@ def test_what_a_measure_means_is_not_guessed() -> None:
         "products": (True, False, False),
         "reconstruct": (False, True, False),
         "expected": (False, False, True),
+        "predicted": (False, False, False),
     }
+    assert [m.name for m in _core.measures() if m.predicts] == ["predicted"]
     assert Importance("products", ()).threshold == 0.5
     assert Importance("attention", ()).threshold == 1.0
 

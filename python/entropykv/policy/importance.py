@@ -93,6 +93,11 @@ class Importance:
         return self._row.turns_queries
 
     @property
+    def predicts(self) -> bool:
+        """Tell whether keys and values alone say what entries are worth: needs a predictor."""
+        return self._row.predicts
+
+    @property
     def threshold(self) -> float:
         """Return what the schedule of freezing calls little, unless somebody says otherwise."""
         return self._row.threshold

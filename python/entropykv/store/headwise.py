@@ -23,6 +23,7 @@ from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_recipe
 from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
+from entropykv.store.score_prediction import ScorePrediction
 from entropykv.store.way_back import WayBack
 
 
@@ -66,6 +67,7 @@ class HeadwiseStore(Store):
             self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
             plan = self.plan_of(recipe.options.budget if budget is None else budget)
             self._store = _core_of(recipe, self._host, self.cold, plan)
+            self.prediction = ScorePrediction(self._store, len(self.layers), policy)
             self.way_back = WayBack(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
             online = online_budgets(policy, self._store, self.layers, recipe.n_ctx, recipe.profile)
@@ -106,6 +108,7 @@ class HeadwiseStore(Store):
     def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
+        self.prediction.check()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
             ropes = [node.rope for node in self.hook.nodes]

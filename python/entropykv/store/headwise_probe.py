@@ -82,10 +82,16 @@ def check_recipe(
     if recipe.profile is not None:
         heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
         check_model(recipe.profile, model.geometry, heads)
-    if recipe.policy.importance.turns_queries and rope_obstacle:
+    importance = recipe.policy.importance
+    if importance.turns_queries and rope_obstacle:
         raise SettingsError(
             f"{model.name}: policy {recipe.policy.name} turns queries to later positions, which "
             f"this model does not allow: {rope_obstacle}; use measure mass"
+        )
+    if importance.predicts and rope_obstacle:
+        raise SettingsError(
+            f"{model.name}: policy {recipe.policy.name} predicts scores from keys as they were "
+            f"before RoPE, which this model does not allow: {rope_obstacle}; use measure mass"
         )
 
 

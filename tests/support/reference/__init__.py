@@ -21,6 +21,7 @@ from tests.support.reference.attending import (
 from tests.support.reference.dropped import DroppedScores
 from tests.support.reference.freezing import Detections, FreezingHead, FrozenEntry, Undecided
 from tests.support.reference.heads import ReferenceHead, Rules, Schedule, losses_at
+from tests.support.reference.predicting import features, lesson_sums, predicted
 from tests.support.reference.ranking import (
     CONTEST,
     DECODE_ROOM,
@@ -90,11 +91,14 @@ __all__ = [
     "entries_to_keep",
     "expected_attention",
     "exposure",
+    "features",
     "given",
     "layer_shares",
+    "lesson_sums",
     "losses_at",
     "oldest_seen",
     "pages_for",
+    "predicted",
     "protected",
     "recency_score",
     "rope_frequencies",

@@ -19,6 +19,7 @@ from tests.support.reference.attending import (
     oldest_seen,
 )
 from tests.support.reference.dropped import DroppedScores
+from tests.support.reference.predicting import features, predicted
 from tests.support.reference.ranking import (
     QueryStatistics,
     distinctness,
@@ -62,6 +63,8 @@ class Rules:
     rope: Rope = field(default_factory=lambda: Rope(0))
     own_windows: bool = False
     """Half of a KV head's own budget is for its sinks and recent window."""
+    weights: dict[int, Floats] = field(default_factory=dict)
+    """Of the linear functions of measure predicted, by the number of features."""
     schedule: Schedule | None = None
     """Of what freezes: every query counts then, for every entry."""
 
@@ -132,8 +135,12 @@ class ReferenceHead:
         self.positions = np.append(self.positions, first_position + np.arange(len(k)))
         self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
         self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
-        self.importance = np.append(self.importance, np.zeros(len(k)))
         rules = self.rules
+        scores = np.zeros(len(k))
+        if rules.score == "predicted":
+            told = features(k, v, first_position + np.arange(len(k)), rules.rope)
+            scores = predicted(told, rules.weights[told.shape[1]])
+        self.importance = np.append(self.importance, scores)
         if rules.score == "expected":
             self.queries.add(q, first_position, options.scale)
             self.newest_query = first_position + len(q) - 1

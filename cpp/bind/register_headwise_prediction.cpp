@@ -1,0 +1,53 @@
+// What predicts scores from keys and values, and the sums that such a function is fitted to.
+#include "bind/register.hpp"
+
+#include <pybind11/stl.h>
+
+#include "attention/headwise.hpp"
+#include "bind/arrays.hpp"
+
+namespace entropykv::bind {
+namespace {
+
+int n_features(const Headwise& self, int layer) {
+    self.shape_of(layer);
+    return self.store.parts().features_of(static_cast<std::size_t>(layer)).n;
+}
+
+void set_predictor(Headwise& self, int layer, const InputArray<float>& weights) {
+    const LayerShape& shape = self.shape_of(layer);
+    const bool fits = weights.ndim() == 2 && weights.shape(0) == shape.n_head_kv &&
+                      weights.shape(1) == n_features(self, layer);
+    if (!fits && weights.size() > 0)
+        throw std::invalid_argument("a predictor's weights must be [n_head_kv][n_features]");
+    self.store.parts().set_predictor(
+        static_cast<std::size_t>(layer),
+        std::vector<float>(weights.data(), weights.data() + weights.size()));
+}
+
+py::tuple lessons(const Headwise& self, int layer) {
+    const LayerShape& shape = self.shape_of(layer);
+    const auto& lessons = self.store.parts().lessons;
+    if (!lessons) throw std::invalid_argument("lessons were not collected");
+    const auto number = static_cast<std::size_t>(layer);
+    const py::ssize_t n = n_features(self, layer) + 1;
+    return py::make_tuple(lessons->count(number),
+                          py::array_t<double>(std::vector<py::ssize_t>{shape.n_head_kv, n, n},
+                                              lessons->sums(number).data()));
+}
+
+}  // namespace
+
+void register_headwise_prediction(py::class_<Headwise>& store) {
+    store.def("predictor_features", &n_features, py::arg("layer"))
+        .def("set_predictor", &set_predictor, py::arg("layer"), py::arg("weights"))
+        .def_property_readonly(
+            "is_predicted", [](const Headwise& self) { return self.store.parts().has_predictor(); })
+        .def(
+            "collect_lessons",
+            [](Headwise& self, bool on) { self.store.parts().collect_lessons(on); }, py::arg("on"))
+        .def("lessons", &lessons, py::arg("layer"))
+        .def("clear_lessons", [](Headwise& self) { self.store.parts().clear_lessons(); });
+}
+
+}  // namespace entropykv::bind

@@ -1,0 +1,63 @@
+"""Predict scores of a headwise store's entries, and collect what a predictor is fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv.errors import SettingsError
+from entropykv.policy.names import Policy
+
+
+class ScorePrediction:
+    """Hold the predictor of a store: of all stores that share its pool of pages, too."""
+
+    def __init__(self, store: _core.HeadwiseStore, n_layers: int, policy: Policy) -> None:
+        """Serve a store of `n_layers` attention layers."""
+        self._store = store
+        self._layers = range(n_layers)
+        self._policy = policy
+
+    def check(self) -> None:
+        """Raise SettingsError where the policy needs a predictor, and a layer has none."""
+        if self._policy.importance.predicts and not self._store.is_predicted:
+            raise SettingsError(
+                f"policy {self._policy.name} predicts scores from keys and values, and this model "
+                "has no predictor yet; calibrate it, or use measure mass"
+            )
+
+    @property
+    def n_features(self) -> list[int]:
+        """Return how many features an entry of each layer has: _core.pyi says which."""
+        return [self._store.predictor_features(layer) for layer in self._layers]
+
+    def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
+        """Score entries that are read from now on, for measure `predicted`.
+
+        `weights`: of every layer, (n_head_kv, n_features). Raises ValueError for another shape, and
+        for what is no finite number.
+        """
+        for layer, of_layer in zip(self._layers, weights, strict=True):
+            self._store.set_predictor(layer, of_layer)
+
+    def collect_lessons(self, on: bool) -> None:
+        """Add up what echoes show of the entries of their text, from the next micro-batch on.
+
+        Raises ValueError for measures other than `reconstruct`.
+        """
+        self._store.collect_lessons(on)
+
+    def lessons(self) -> list[tuple[int, npt.NDArray[np.float64]]]:
+        """Return of every layer how many entries were added up, and their sums of products.
+
+        Sums are (n_head_kv, n_features + 1, n_features + 1): _core.pyi says what of. Raises
+        ValueError where none were collected.
+        """
+        return [self._store.lessons(layer) for layer in self._layers]
+
+    def clear_lessons(self) -> None:
+        """Begin lessons anew; give their memory back where they are not collected any more."""
+        self._store.clear_lessons()

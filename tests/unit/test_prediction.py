@@ -1,0 +1,208 @@
+"""Scores that are predicted from keys and values, and the sums that a predictor is fitted to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import _core
+from entropykv.errors import SettingsError
+from entropykv.policy.importance import Importance
+from tests.support.predicted_layers import LAYERS, N_SINKS, ROPES, PredictedLayer
+from tests.support.reference import Rope
+
+KERNELS = _core.available_kernels()
+each_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+
+
+@each_kernel
+@each_type
+@each_rope
+def test_a_score_is_what_the_linear_function_says(kernel: str, kv_type: str, rope: Rope) -> None:
+    store = PredictedLayer(kernel, kv_type, rope)
+    weights = store.weights()
+    store.core.set_predictor(0, weights)
+    for n_text, n_echo in [(37, 0), (1, 0), (60, 40), (1, 0), (90, 0)]:
+        store.read(n_text, n_echo)
+    for head in range(2):
+        scores = store.core.importance(0, head)
+        expected = store.expected(head, weights)
+        assert expected.max() > 100 * expected.min()
+        np.testing.assert_allclose(scores, expected, rtol=2e-4)
+
+
+@each_kernel
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+def test_layers_of_other_shapes_are_predicted_by_what_they_have(
+    kernel: str, layer: dict[str, Any]
+) -> None:
+    store = PredictedLayer(kernel, rope=Rope(24, offset=40, freq_base=500.0), **layer)
+    k_dim, v_dim = layer.get("dims", (64, 64))
+    latent = layer.get("latent", False)
+    n = k_dim + 12 + 1 + 1 if latent else k_dim + v_dim + 12 + 2 + 1
+    assert store.core.predictor_features(0) == n
+    weights = store.weights()
+    store.core.set_predictor(0, weights)
+    for n_tokens in (50, 1, 30):
+        store.read(n_tokens)
+    for head in range(2):
+        kept = store.core.positions(0, head)
+        expected = store.expected(head, weights)[kept]
+        np.testing.assert_allclose(store.core.importance(0, head), expected, rtol=4e-4)
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_the_largest_predictions_are_kept_and_do_not_fade(by_values: bool) -> None:
+    store = PredictedLayer(budget=N_SINKS + 4 + 33, by_values=by_values)
+    weights = store.weights()
+    store.core.set_predictor(0, weights)
+    for n_tokens in (100, 1, 60, 80):
+        store.read(n_tokens)
+    for head in range(2):
+        positions = store.core.positions(0, head)
+        scores = store.expected(head, weights)
+        np.testing.assert_allclose(store.core.importance(0, head), scores[positions], rtol=2e-4)
+        if by_values:
+            scores = scores * np.linalg.norm(store.v[:, head], axis=1)
+        best = np.argsort(scores[N_SINKS:-4])[::-1][:33] + N_SINKS
+        # The last eviction made room for no more than its own micro-batch.
+        assert set(best) <= set(positions.tolist())
+
+
+def test_scores_are_shares_whatever_is_predicted() -> None:
+    store = PredictedLayer()
+    weights = np.zeros((2, store.core.predictor_features(0)), np.float32)
+    weights[0, -1], weights[1, -1] = 50.0, -50.0
+    store.core.set_predictor(0, weights)
+    store.read(20)
+    assert set(store.core.importance(0, 0)) == {1.0}
+    np.testing.assert_allclose(store.core.importance(0, 1), 1e-6)
+
+
+def test_what_is_no_number_gets_the_least_score() -> None:
+    store = PredictedLayer()
+    store.core.set_predictor(0, store.weights())
+    rows = np.ones((4, 2, 64), np.float32)
+    rows[1, 0, 5], rows[2, 0, 7] = np.nan, np.inf
+    store.core.attend(0, np.ones((4, 4, 64), np.float32), rows, np.ones_like(rows), 1.0)
+    scores = store.core.importance(0, 0)
+    assert np.isfinite(scores).all()
+    assert scores[1] == np.float32(1e-6)
+    assert (scores >= np.float32(1e-6)).all()
+    assert (scores <= 1.0).all()
+
+
+def test_without_weights_all_entries_are_worth_the_same() -> None:
+    store = PredictedLayer()
+    assert not store.core.is_predicted
+    store.read(30)
+    assert set(store.core.importance(0, 0)) == {np.float32(1e-6)}
+    store.core.set_predictor(0, store.weights())
+    assert store.core.is_predicted
+    store.core.set_predictor(0, np.zeros((0, 0), np.float32))
+    assert not store.core.is_predicted
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: weights[:1],
+        lambda weights: weights[:, 1:],
+        lambda weights: weights.reshape(-1),
+        lambda weights: weights * np.float32(np.nan),
+        lambda weights: weights * np.float32(np.inf),
+    ],
+)
+def test_impossible_weights_are_refused_and_change_nothing(change: Any) -> None:
+    store, other = PredictedLayer(), PredictedLayer()
+    weights = store.weights()
+    store.core.set_predictor(0, weights)
+    other.core.set_predictor(0, weights)
+    with pytest.raises(ValueError, match="a predictor's weights must be"):
+        store.core.set_predictor(0, change(weights))
+    store.random, other.random = np.random.default_rng(1), np.random.default_rng(1)
+    store.read(30)
+    other.read(30)
+    np.testing.assert_array_equal(store.core.importance(0, 0), other.core.importance(0, 0))
+
+
+@pytest.mark.parametrize("rope", [Rope(66), Rope(3)])
+def test_rope_that_does_not_fit_is_refused(rope: Rope) -> None:
+    with pytest.raises(ValueError, match="do not fit the keys"):
+        PredictedLayer(rope=rope)
+
+
+def test_stores_of_a_pool_share_one_predictor() -> None:
+    shape = _core.LayerShape(4, 2, 64, 64)
+    pool = _core.SequencePool([shape], "f16", 256, 2)
+    pool.set_pages(400)
+    before = pool.scratch_bytes
+    first, second = (PredictedLayer(rope=ROPES["none"], pool=pool) for _ in range(2))
+    weights = first.weights()
+    first.core.set_predictor(0, weights)
+    assert pool.scratch_bytes - before >= weights.nbytes
+    assert second.core.is_predicted
+    second.read(40)
+    scores = second.expected(0, weights)
+    np.testing.assert_allclose(second.core.importance(0, 0), scores, rtol=2e-4)
+    first.core.go_on_from(second.core.checkpoint(), ends=False)
+    np.testing.assert_array_equal(first.core.importance(0, 0), second.core.importance(0, 0))
+
+
+def test_scores_survive_saving_and_turning_on_of_keys() -> None:
+    store = PredictedLayer()
+    store.core.set_predictor(0, store.weights())
+    store.read(80)
+    scores = store.core.importance(0, 1)
+    ropes = [_core.RopeParams(**store.rope._asdict())]
+    store.core.rebase(ropes, N_SINKS, 0, 20)
+    np.testing.assert_array_equal(store.core.importance(0, 1), scores)
+    states = [bytearray(store.core.save_head(0, head)) for head in range(2)]
+    loaded = PredictedLayer()
+    loaded.core.begin_load([80, 80], states, [600, 600])
+    for head, state in enumerate(states):
+        assert loaded.core.state_problem(0, 80, state, 80) == ""
+        loaded.core.load_head(0, head, 80, state)
+    np.testing.assert_array_equal(loaded.core.importance(0, 1), scores)
+
+
+def test_frozen_entries_come_back_with_their_scores() -> None:
+    store = PredictedLayer(freezing=_core.FreezeSettings("q8_0", 0, 0))
+    weights = store.weights()
+    store.core.set_predictor(0, weights)
+    store.read(80)
+    store.core.freeze_all(79)
+    assert store.core.count(0, 0) == 0
+    store.read(1)
+    store.core.restore(300)
+    scores = store.expected(0, weights)[store.core.positions(0, 0)]
+    assert len(scores) == 81
+    np.testing.assert_allclose(store.core.importance(0, 0), scores, rtol=2e-4)
+
+
+def test_losses_are_sums_of_what_is_not_kept() -> None:
+    store = PredictedLayer(budget=60, counts_dropped=True)
+    weights = store.weights()
+    store.core.set_predictor(0, weights)
+    knots = [0, 10, 40, 100]
+    store.core.measure_losses(knots)
+    for n_tokens in (80, 80, 1, 60):
+        store.read(n_tokens)
+    losses = store.core.losses().reshape(2, -1)
+    for head in range(2):
+        scores = np.sort(store.expected(head, weights)[N_SINKS:-4])[::-1]
+        expected = [scores[knot:].sum() for knot in knots]
+        # What was dropped is known by octaves.
+        np.testing.assert_allclose(losses[head], expected, rtol=0.1)
+
+
+@pytest.mark.parametrize("modifier", ["window", "exposure", "echo"])
+def test_what_no_query_changes_takes_no_modifier_of_queries(modifier: str) -> None:
+    assert str(Importance.parse("predicted+values")) == "predicted+values"
+    assert Importance.parse("predicted").predicts
+    with pytest.raises(SettingsError, match=f"predicted .*takes no modifier {modifier}"):
+        Importance.parse(f"predicted+{modifier}")
