@@ -114,11 +114,12 @@ void StoreParts::collect_lessons(bool on) {
         throw std::invalid_argument("lessons are of echoes: use the measure reconstruct");
     if (on && !lessons) {
         look_at_features();
-        lessons.emplace();
+        LessonSums sums;
         for (const StoreLayer& layer : layers)
-            lessons->add_layer(*layer.features, layer.shape.n_head_kv);
-        size_workspaces();
+            sums.add_layer(*layer.features, layer.shape.n_head_kv);
+        lessons = std::move(sums);
     }
+    if (on) size_workspaces();
     collects_lessons = on;
 }
 
