@@ -4,6 +4,8 @@
 #include <cmath>
 #include <utility>
 
+#include "decide/features.hpp"
+#include "decide/query_statistics.hpp"
 #include "kernel_rows.hpp"
 #include "platform/half.hpp"
 
@@ -288,6 +290,87 @@ void test_cosines(const KernelTable& kernels, std::mt19937& random) {
     }
 }
 
+// In f64: a key turned back pair by pair, and what a linear function of all features says.
+void test_features(const KernelTable& kernels, const RopeParams& rope, int k_dim, int v_dim,
+                   bool latent, std::mt19937& random) {
+    const FeatureShape shape = feature_shape(k_dim, v_dim, latent, rope);
+    TurnsBack turns(rope);
+    turns.prepare(1000, 3);
+    const std::vector<float> key = random_rows(random, k_dim), value = random_rows(random, v_dim);
+    std::vector<float> weights = random_rows(random, shape.n), found(index(shape.n), NAN);
+    kernels.features(shape, key.data(), latent ? nullptr : value.data(), turns.of(2), found.data());
+    std::vector<double> exact(key.begin(), key.end());
+    std::vector<double> norms;
+    const auto log_norm = [](const std::vector<float>& row) {
+        double sum = 0.0;
+        for (const float x : row) sum += double{x} * x;
+        return std::log(std::sqrt(sum) + 1e-6);
+    };
+    const int pairs = rope.n_dims / 2;
+    for (int i = 0; i < pairs; ++i) {
+        const std::size_t first = index(rope.offset + (rope.neox ? i : 2 * i));
+        const std::size_t second = first + index(rope.neox ? pairs : 1);
+        const double angle = -1002.0 * rope_frequencies(rope)[index(i)];
+        const double x = key[first], y = key[second];
+        exact[first] = x * std::cos(angle) - y * std::sin(angle);
+        exact[second] = x * std::sin(angle) + y * std::cos(angle);
+        norms.push_back(std::hypot(x, y));
+    }
+    if (!latent) exact.insert(exact.end(), value.begin(), value.end());
+    exact.insert(exact.end(), norms.begin(), norms.end());
+    exact.push_back(log_norm(key));
+    if (!latent) exact.push_back(log_norm(value));
+    exact.push_back(1.0);
+    CHECK(exact.size() == found.size());
+    double sum = 0.0;
+    bool close = true;
+    for (std::size_t i = 0; i < exact.size(); ++i) {
+        close = close && near(found[i], exact[i], 4.0);
+        sum += exact[i] * weights[i];
+    }
+    CHECK(close);
+    float said = kernels.predict_key(shape, weights.data(), key.data(), turns.of(2));
+    if (!latent) said += kernels.predict_value(shape, weights.data(), value.data());
+    CHECK(near(said, sum, 100.0));
+}
+
+void test_sums_of_products(const KernelTable& kernels, int n, std::mt19937& random) {
+    constexpr int kRows = 21;
+    const int stride = (n + 15) / 16 * 16;
+    std::vector<float> rows = random_rows(random, kRows * stride);
+    std::vector<double> sums(index(n * (n + 1) / 2), 1.0);
+    for (int row = 0; row < kRows; ++row)
+        std::fill(rows.begin() + row * stride + n, rows.begin() + (row + 1) * stride, 0.0f);
+    kernels.add_products(rows.data(), kRows, stride, n, sums.data());
+    bool close = true;
+    std::size_t at = 0;
+    for (int i = 0; i < n; ++i)
+        for (int j = 0; j <= i; ++j, ++at) {
+            double exact = 1.0;
+            for (int row = 0; row < kRows; ++row)
+                exact += double{rows[index(row * stride + i)]} * rows[index(row * stride + j)];
+            close = close && near(static_cast<float>(sums[at]), exact, 20.0);
+        }
+    CHECK(close);
+}
+
+void test_prediction(const KernelTable& kernels, std::mt19937& random) {
+    RopeParams none, neighbours, halves;
+    neighbours.n_dims = halves.n_dims = 24;
+    neighbours.offset = halves.offset = 6;
+    halves.neox = true;
+    for (const RopeParams& rope : {none, neighbours, halves})
+        for (const auto& [k_dim, v_dim] : {std::pair{64, 64}, std::pair{33, 70}, std::pair{80, 16}})
+            for (const bool latent : {false, true})
+                test_features(kernels, rope, k_dim, v_dim, latent, random);
+    for (const int n : {1, 3, 4, 15, 16, 17, 31, 64, 163})
+        test_sums_of_products(kernels, n, random);
+    for (const float no_share : {-1000.0f, NAN, -INFINITY})
+        CHECK(predicted_share(no_share) == kLeastPrediction);
+    CHECK(predicted_share(2.0f) == 1.0f && predicted_share(INFINITY) == 1.0f);
+    CHECK(near(predicted_share(-3.0f), std::exp(-3.0), 1.0));
+}
+
 void test_table(const KernelTable& kernels) {
     std::mt19937 random(11);
     for (const Shape& shape :
@@ -307,6 +390,7 @@ void test_table(const KernelTable& kernels) {
         test_moves(kernels, entries);
     }
     test_cosines(kernels, random);
+    test_prediction(kernels, random);
 }
 
 }  // namespace

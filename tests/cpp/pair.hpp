@@ -12,7 +12,10 @@ struct Pair {
         : shared(layers, settings, pool),
           attention(shared, *available_kernels().back(), n_threads, workers),
           alone(layers, settings),
-          attention_alone(alone, *available_kernels().back(), 1) {}
+          attention_alone(alone, *available_kernels().back(), 1) {
+        set_predictor(shared);
+        set_predictor(alone);
+    }
 
     HeadStore shared;
     Attention attention;

@@ -137,6 +137,7 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
     StoreSettings settings = settings_of(test.type, test.score);
     settings.freezing = test.freezing;
     HeadStore store({test.shape}, settings);
+    set_predictor(store);
     Attention attention(store, kernels, n_threads);
     attention.entropies().track(true);
     const std::vector<int> budgets(index(test.shape.n_head_kv), test.budget);
@@ -208,6 +209,9 @@ void test_threads() {
                 {"mixed by attention", gqa, type, ScoreKind::attention, 100, mixed, true},
                 {"mixed by products", gqa, type, ScoreKind::products, 100, mixed, true},
                 {"mixed, expected", gqa, type, ScoreKind::expected, 100, mixed},
+                {"mixed, predicted", gqa, type, ScoreKind::predicted, 100, mixed},
+                {"mixed, V in K, predicted", latent, type, ScoreKind::predicted, 100, mixed},
+                {"decode, predicted", mqa, type, ScoreKind::predicted, 40, decode},
                 {"large, nothing evicted", mqa, type, mass, kMaxEntries, large},
                 {"mixed, recall", gqa, type, mass, 60, mixed, false, freezings()[1]},
                 {"biased, recall", gqa, type, mass, 60, mixed, false, freezings()[1], true},
@@ -216,6 +220,46 @@ void test_threads() {
             for (const Case& test : cases) test_threads_agree(test, *kernels);
         }
     }
+}
+
+// A prediction is of a key as it is at position 0: from where RoPE has seen it, wherever its text
+// is.
+void test_prediction_follows_the_positions_of_rope() {
+    constexpr int kTokens = 40;
+    const LayerShape shape{2, 1, 32, 32};
+    const StoreSettings settings = settings_of(KvType::f16, ScoreKind::predicted);
+    std::mt19937 random(5);
+    const std::vector<float> plain = random_rows(random, kTokens * shape.k_dim);
+    const std::vector<float> v = random_rows(random, kTokens * shape.v_dim);
+    std::vector<std::vector<float>> scores;
+    for (const auto& [position, rope_position] :
+         {std::pair{0, 0}, std::pair{0, 7}, std::pair{900, 7}, std::pair{900, 900}}) {
+        HeadStore store({shape}, settings);
+        set_predictor(store);
+        Attention attention(store, *available_kernels().back(), 1);
+        store.set_budgets({kMaxTokens}, index(pages_for(kMaxTokens, store.layout(0).entries)),
+                          kProtection);
+        TurnsBack turns(settings.ropes.front());  // with the opposite sign: turns on
+        std::vector<float> k = plain;
+        turns.prepare(-rope_position - kTokens + 1, kTokens);
+        for (int token = 0; token < kTokens; ++token)
+            turns.turn_back(kTokens - 1 - token, k.data() + token * shape.k_dim);
+        attention.begin(kTokens, position, rope_position);
+        attention.stage_k(0, view(k, 1, shape.k_dim), 0, 1);
+        attention.stage_v(0, view(v, 1, shape.v_dim), 0, 1);
+        std::vector<float> output(index(kTokens * 2 * shape.v_dim));
+        const std::vector<float> q(index(kTokens * 2 * shape.k_dim));
+        attention.attend(0, 0, {}, view(q, 2, shape.k_dim), output.data(), 0);
+        attention.finish(0);
+        scores.push_back(importance_of(store.head(0, 0)));
+    }
+    bool close = true;
+    for (const std::vector<float>& others : scores)
+        for (std::size_t i = 0; i < index(kTokens); ++i)
+            close = close && std::fabs(others[i] / scores[0][i] - 1.0f) < 1e-3f;
+    CHECK(close);
+    const auto [least, most] = std::minmax_element(scores[0].begin(), scores[0].end());
+    CHECK(*most > 10.0f * *least);
 }
 
 void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::size_t most_bytes) {
@@ -244,6 +288,7 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     StoreSettings settings = settings_of(type, score);
     settings.freezing = freezings()[seed % 3];
     HeadStore store({shape}, settings);
+    set_predictor(store);
     const int n_threads = 3;
     Attention attention(store, *available_kernels().back(), n_threads);
     std::mt19937 random(seed);
@@ -304,6 +349,7 @@ int main() {
                 test_layout_round_trip(type, *kernels, dim, dim - 7, true);
             }
     test_threads();
+    test_prediction_follows_the_positions_of_rope();
     for (const ScoreKind score : kScores)
         for (const KvType type : {KvType::f16, KvType::q8_0})
             for (unsigned seed = 0; seed < 8; ++seed) test_random_operations(type, score, seed);

@@ -51,7 +51,20 @@ constexpr Protection kProtection{4, 8};
 constexpr int kMaxTokens = 300, kMaxEntries = 2000;
 
 constexpr ScoreKind kScores[] = {ScoreKind::streaming, ScoreKind::recency,  ScoreKind::mass,
-                                 ScoreKind::attention, ScoreKind::products, ScoreKind::expected};
+                                 ScoreKind::attention, ScoreKind::products, ScoreKind::expected,
+                                 ScoreKind::predicted};
+
+// Linear functions for a store that predicts scores: the same for all stores of equal layers.
+inline void set_predictor(HeadStore& store) {
+    std::mt19937 random(97);
+    for (std::size_t layer = 0; layer < store.parts().layers.size(); ++layer) {
+        const int n =
+            store.shape(static_cast<int>(layer)).n_head_kv * store.parts().features_of(layer).n;
+        std::vector<float> weights = random_rows(random, n);
+        for (float& weight : weights) weight *= 0.3f;
+        store.parts().set_predictor(layer, weights);
+    }
+}
 
 // With every modifier that goes with all of them.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {

@@ -17,7 +17,11 @@ each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 
 @each_kernel
 @each_type
-@pytest.mark.parametrize("layer", [{}, LAYERS["latent"], LAYERS["odd"]], ids=["", "latent", "odd"])
+@pytest.mark.parametrize(
+    "layer",
+    [{}, LAYERS["latent"], LAYERS["odd"], LAYERS["window"]],  # what left a window got nothing
+    ids=["", "latent", "odd", "window"],
+)
 def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
     kernel: str, kv_type: str, layer: dict[str, Any]
 ) -> None:

@@ -1,0 +1,84 @@
+"""Sessions that rank entries by what is predicted of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import Session
+from entropykv.errors import SettingsError
+from entropykv.store.headwise import HeadwiseStore
+from tests.support.logits import tokens_for
+
+TOKENS = tokens_for(700)
+INSIDE: dict[str, Any] = {"n_ctx": 1024, "kv_budget": 0.2, "n_threads": 1}
+
+
+def store_of(session: Session) -> HeadwiseStore:
+    store = session._store
+    assert isinstance(store, HeadwiseStore)
+    return store
+
+
+def predict(session: Session, seed: int = 0) -> None:
+    """Give the session's model linear functions of any kind."""
+    prediction = store_of(session).prediction
+    random = np.random.default_rng(seed)
+    prediction.set_predictor(
+        [
+            random.standard_normal((shape.n_head_kv, n), np.float32) * np.float32(0.1)
+            for shape, n in zip(store_of(session).layers, prediction.n_features, strict=True)
+        ]
+    )
+
+
+def test_a_model_without_a_predictor_is_refused(tiny_llama: Path) -> None:
+    with (
+        Session(tiny_llama, policy="uniform:predicted", **INSIDE) as session,
+        pytest.raises(SettingsError, match="this model has no predictor yet; calibrate it"),
+    ):
+        session.decode(TOKENS)
+
+
+@pytest.mark.parametrize("policy", ["uniform:predicted", "adaptive:predicted+values"])
+def test_a_saved_session_goes_on_as_the_one_that_was_saved(
+    tiny_llama: Path, tmp_path: Path, policy: str
+) -> None:
+    with Session(tiny_llama, policy=policy, **INSIDE) as session:
+        predict(session)
+        session.decode(TOKENS)
+        assert session.stats().evictions > 0
+        session.save(tmp_path / "saved")
+        expected = session.decode(TOKENS[:40])
+    with Session(tiny_llama, policy=policy, **INSIDE) as session:
+        predict(session)
+        session.load(tmp_path / "saved")
+        np.testing.assert_array_equal(session.decode(TOKENS[:40]), expected)
+
+
+def test_other_functions_keep_other_entries(tiny_llama: Path) -> None:
+    kept = []
+    for seed in (1, 1, 2):
+        with Session(tiny_llama, policy="uniform:predicted", **INSIDE) as session:
+            predict(session, seed)
+            session.decode(TOKENS)
+            kept.append(store_of(session).entries(0, 0).tolist())
+    assert kept[0] == kept[1] != kept[2]
+
+
+def test_a_text_that_is_read_twice_teaches(tiny_llama: Path) -> None:
+    with Session(tiny_llama, policy="uniform:reconstruct", **INSIDE) as session:
+        prediction = store_of(session).prediction
+        prediction.collect_lessons(on=True)
+        session.decode(TOKENS)
+        lessons = prediction.lessons()
+    for shape, (count, sums), n in zip(
+        store_of(session).layers, lessons, prediction.n_features, strict=True
+    ):
+        assert 500 < count <= len(TOKENS)
+        assert sums.shape == (shape.n_head_kv, n + 1, n + 1)
+        np.testing.assert_array_equal(sums[:, n - 1, n - 1], count)
+        assert (np.linalg.eigvalsh(sums) > -1e-3 * count).all()
