@@ -1,4 +1,4 @@
-"""The house in C++: folders include those below them; no file, function or class is too long."""
+"""The house in C++: folders include those below them, and a name of a class stands for one class."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CPP = ROOT / "cpp"
 PACKAGE = ROOT / "python" / "entropykv"
 PICTURE = ROOT / "docs" / "structure.md"
-
-MOST_LINES_OF_A_FILE = 300
-MOST_LINES_OF_A_FUNCTION = 60
-MOST_METHODS_OF_A_CLASS = 25
 
 BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
 """Folders whose files are compiled for several instruction sets, one of several classes of a name
@@ -57,16 +53,13 @@ def kind_of(statement: str) -> str:
 
 
 class Definition:
-    """A function or a class of a file, with how many lines and methods it has."""
+    """A function or a class of a file, and the one it stands in."""
 
-    def __init__(self, kind: str, statement: str, line: int, container: Definition | None) -> None:
+    def __init__(self, kind: str, statement: str, container: Definition | None) -> None:
         """Begin at an opening brace."""
         self.kind = kind
         self.statement = " ".join(statement.split())
-        self.line = line
-        self.last_line = line
         self.container = container
-        self.methods = 0
 
     @property
     def name(self) -> str | None:
@@ -91,13 +84,11 @@ class Reader:
         self.done: list[Definition] = []
         self._open: list[Definition] = []
         self._statement = ""
-        self._line = self._first_line = 1
         self._depth = 0
         """How many braces are open within a function."""
 
     def take(self, character: str) -> None:
         """Take the next character."""
-        self._line += character == "\n"
         if self._open and self._open[-1].kind != "container":
             self._take_inside(character)
         elif character == "{":
@@ -107,12 +98,8 @@ class Reader:
         elif character == ":" and self._statement in {"public", "private", "protected"}:
             self._statement = ""
         elif character == ";":
-            if self._open and is_declared_method(self._statement):
-                self._open[-1].methods += 1
             self._statement = ""
         elif self._statement or not character.isspace():
-            if not self._statement:
-                self._first_line = self._line
             self._statement += character
 
     def _take_inside(self, character: str) -> None:
@@ -123,28 +110,12 @@ class Reader:
 
     def _begin(self) -> None:
         container = self._open[-1] if self._open else None
-        made = Definition(kind_of(self._statement), self._statement, self._first_line, container)
-        if made.kind == "function" and container:
-            container.methods += 1
-        self._open.append(made)
+        self._open.append(Definition(kind_of(self._statement), self._statement, container))
         self._statement = ""
 
     def _end(self) -> None:
-        ended = self._open.pop()
-        ended.last_line = self._line
-        self.done.append(ended)
+        self.done.append(self._open.pop())
         self._statement = ""
-
-
-def is_declared_method(statement: str) -> bool:
-    """Tell whether a statement of a class declares a method, without its body."""
-    statement = statement.strip()
-    if re.match(r"(using|friend|static_assert|typedef)\b", statement):
-        return False
-    if re.search(r"=\s*(delete|default)$", statement) or "(" not in statement:
-        return False
-    before = statement.split("(")[0]
-    return ("=" not in before or "operator" in before) and "std::function<" not in before
 
 
 def folders() -> list[str]:
@@ -167,35 +138,12 @@ def test_a_folder_includes_those_below_it(file: Path) -> None:
     assert not above, f"{file.name} includes {above}, which docs/structure.md has above it"
 
 
-@each_file
-def test_no_file_is_too_long(file: Path) -> None:
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_A_FILE
-
-
-@each_file
-def test_no_function_is_too_long(file: Path) -> None:
-    if file.parent.name in BY_INSTRUCTION_SET:
-        return
-    lengths = {
-        found.statement: found.last_line - found.line + 1
-        for found in definitions(code_of(file))
-        if found.kind == "function"
-    }
-    assert not {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION}
-
-
 def classes() -> Iterator[tuple[Path, Definition]]:
     """Yield the classes of all files."""
     for file in FILES:
         for found in definitions(code_of(file)):
             if found.name:
                 yield file, found
-
-
-def test_no_class_has_too_many_methods() -> None:
-    methods = {(file.name, found.name): found.methods for file, found in classes()}
-    assert methods["head_store.hpp", "HeadStore"] > 10, "methods are not counted"
-    assert not {name: n for name, n in methods.items() if n > MOST_METHODS_OF_A_CLASS}
 
 
 def test_a_class_name_is_there_once() -> None:
@@ -224,18 +172,3 @@ def is_of_a_namespace(found: Definition) -> bool:
             return False
         container = container.container
     return True
-
-
-SAMPLES = [
-    ("class A {\npublic:\n  A(int x) : x_(x) {}\n  int f() const;\n  int x_ = g();\n};", 2, 1),
-    ("struct B {\n  B(const B&) = delete;\n  void h() {\n    if (x) {\n    }\n  }\n};", 1, 4),
-    ("template <typename T>\nclass C {\n  bool operator==(const C&) const;\n  int y{};\n};", 1, 0),
-]
-
-
-@pytest.mark.parametrize(("code", "methods", "longest"), SAMPLES)
-def test_methods_and_lines_are_counted(code: str, methods: int, longest: int) -> None:
-    found = definitions(code)
-    assert [each.methods for each in found if each.name] == [methods]
-    lengths = [each.last_line - each.line + 1 for each in found if each.kind == "function"]
-    assert max(lengths, default=0) == longest
