@@ -69,6 +69,7 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     step_.observing =
         step_.importance.measure().observes() &&
         (n_tokens > 1 || base_position % store_.parts().common.scoring_interval() == 0);
+    step_.looking_up = n_echo > 0 && step_.importance.predicts();
     commits_.begin(n_text);
     entropies_.begin(step_);
     queries_.begin(n_tokens);
@@ -100,14 +101,15 @@ void Attention::reserve() {
             kept = std::max(kept, step_.most_kept_floats(split, most));
         }
         grow(partials_, slots * index(split.tile_rows) * index(store_.layout(l).v_stride + 3));
-        if (!step_.observing) continue;
-        room.rows = std::max(room.rows, index(n_heads * step_.observed_bands(split)));
+        if (!step_.observing && !step_.looking_up) continue;
+        const int rows = n_heads * step_.observed_bands(split) * (step_.looking_up ? 2 : 1);
+        room.rows = std::max(room.rows, index(rows));
         if (!split.by_rows) room.logits = std::max(room.logits, index(n_heads * split.group));
     }
     observations_.begin(room);
     for (int l = 0; l < store_.n_layers(); ++l)
         if (store_.shape(l).readers > 1)
-            observations_.begin_carrying(l, index(store_.shape(l).n_head_kv));
+            observations_.begin_carrying(l, index(store_.shape(l).n_head_kv), step_.looking_up);
     for (Worker& worker : workers_) worker.keep(kept);
 }
 

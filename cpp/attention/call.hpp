@@ -45,11 +45,22 @@ struct Call {
     float* observed(int head, int band) const {
         return observations.row(layer, head * step.observed_bands(split) + band);
     }
+    // What the rows of an echo in such a band gave at most.
+    float* looked_up(int head, int band) const {
+        const int bands = step.observed_bands(split);
+        return observations.row(layer, (shape().n_head_kv + head) * bands + band);
+    }
     // What the observation window gave to every entry of a head, or null.
     float* sum_observed(int head) const {
         if (!step.observing) return nullptr;
         const int bands = step.observed_bands(split);
         return observations.sum(layer, head * bands, bands, total(head));
+    }
+    // The largest share that a query of the echo gave to every entry of a head, or null.
+    float* most_looked_up(int head) const {
+        if (!step.looking_up) return nullptr;
+        const int bands = step.observed_bands(split);
+        return observations.largest(layer, (shape().n_head_kv + head) * bands, bands, total(head));
     }
 };
 

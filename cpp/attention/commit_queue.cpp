@@ -42,7 +42,8 @@ void CommitQueue::run(int limit, int thread) noexcept {
     for (int& next = next_[index(thread)]; next < limit; next += n_working_) {
         const Commit& commit = commits_[index(next)];
         wait_for(commit.ready);
-        store_.commit(commit.layer, commit.head, n_text_, commit.observed, commit.squares, thread);
+        store_.commit(commit.layer, commit.head, n_text_, commit.observed, nullptr, commit.squares,
+                      thread);
     }
 }
 

@@ -21,10 +21,11 @@ void HeadEnd::run(int head) noexcept {
             [&](int token, int query) { return call_.query.row(token, head * group + query); });
     if (call_.reader + 1 < call_.shape().readers) {
         carry(head);
+        carry_looked_up(head);
     } else if (queues(call_.step, call_.shape(), shared_choice_)) {
         commits_.add(call_.layer, head, call_.sum_observed(head), output_squares(head));
     } else if (!shared_choice_) {
-        commit(head, carry(head));
+        commit(head, carry(head), carry_looked_up(head));
     } else if (call_.units.ends_layer()) {
         commit_layer();
     }
@@ -104,11 +105,21 @@ float* HeadEnd::carry(int head) noexcept {
                                     output_squares(head), call_.total(head));
 }
 
-void HeadEnd::commit(int head, const float* observed) noexcept {
+// The same of what an echo looked up.
+float* HeadEnd::carry_looked_up(int head) noexcept {
+    float* looked_up = call_.most_looked_up(head);
+    const LayerShape& shape = call_.shape();
+    if (shape.readers == 1 || looked_up == nullptr) return looked_up;
+    return call_.observations.carry_largest(call_.layer, shape.n_head_kv + head, call_.reader == 0,
+                                            looked_up, call_.total(head));
+}
+
+void HeadEnd::commit(int head, const float* observed, const float* looked_up) noexcept {
     const float squares = call_.shape().readers > 1
                               ? call_.observations.carried_squares(call_.layer, head)
                               : output_squares(head);
-    call_.store.commit(call_.layer, head, call_.step.n_text, observed, squares, call_.thread);
+    call_.store.commit(call_.layer, head, call_.step.n_text, observed, looked_up, squares,
+                       call_.thread);
 }
 
 // All heads by the sum of what they observed. Their entries are in the same places as long as they
@@ -119,7 +130,8 @@ void HeadEnd::commit_layer() noexcept {
     float* shared = carry(0);
     for (int head = 1; shared != nullptr && head < n_heads; ++head)
         call_.observations.add_up(shared, carry(head), n);
-    for (int head = 0; head < n_heads; ++head) commit(head, shared);
+    // No measure that is predicted has such a choice.
+    for (int head = 0; head < n_heads; ++head) commit(head, shared, nullptr);
 }
 
 }  // namespace entropykv

@@ -30,7 +30,8 @@ private:
     void merge_row(TileWork& work, const RowTile& tile, int chunks, int row) noexcept;
     float output_squares(int head) const noexcept;
     float* carry(int head) noexcept;
-    void commit(int head, const float* observed) noexcept;
+    float* carry_looked_up(int head) noexcept;
+    void commit(int head, const float* observed, const float* looked_up) noexcept;
     void commit_layer() noexcept;
 
     const Call& call_;

@@ -5,6 +5,13 @@
 #include "platform/scratch.hpp"
 
 namespace entropykv {
+namespace {
+
+void take_larger(float* total, const float* more, int n) {
+    for (int j = 0; j < n; ++j) total[j] = std::max(total[j], more[j]);
+}
+
+}  // namespace
 
 void Observations::begin(const Room& room) {
     longest_ = room.longest;
@@ -13,8 +20,8 @@ void Observations::begin(const Room& room) {
     grow(logits_, room.logits * longest_);
 }
 
-void Observations::begin_carrying(int layer, std::size_t n_heads) {
-    grow(carried_[index(layer)].observed, n_heads * longest_);
+void Observations::begin_carrying(int layer, std::size_t n_heads, bool looking_up) {
+    grow(carried_[index(layer)].observed, n_heads * longest_ * (looking_up ? 2 : 1));
     grow(carried_[index(layer)].squares, n_heads);
 }
 
@@ -29,9 +36,16 @@ float* Observations::sum(int layer, int first, int n_rows, int n) noexcept {
     return total;
 }
 
+float* Observations::largest(int layer, int first, int n_rows, int n) noexcept {
+    float* total = row(layer, first);
+    for (int number = 1; number < n_rows; ++number)
+        take_larger(total, row(layer, first + number), n);
+    return total;
+}
+
 void Observations::add_up(float* total, const float* more, int n) const noexcept {
     if (measure_.by_largest()) {
-        for (int j = 0; j < n; ++j) total[j] = std::max(total[j], more[j]);
+        take_larger(total, more, n);
     } else {
         for (int j = 0; j < n; ++j) total[j] += more[j];
     }
@@ -48,6 +62,17 @@ float* Observations::carry(int layer, int head, bool is_first, const float* obse
         std::copy(observed, observed + n, total);
     } else {
         add_up(total, observed, n);
+    }
+    return total;
+}
+
+float* Observations::carry_largest(int layer, int number, bool is_first, const float* looked_up,
+                                   int n) noexcept {
+    float* total = carried_[index(layer)].observed.data() + index(number) * longest_;
+    if (is_first) {
+        std::copy(looked_up, looked_up + n, total);
+    } else {
+        take_larger(total, looked_up, n);
     }
     return total;
 }

@@ -20,7 +20,8 @@ public:
         bool single;          // one token, whose commits may wait for the next layer
     };
     void begin(const Room& room);
-    void begin_carrying(int layer, std::size_t n_heads);
+    // looking_up: carry_largest() will be called, too.
+    void begin_carrying(int layer, std::size_t n_heads, bool looking_up);
     void release();
 
     // The logits of a row of the decode kernel, and the room that one takes.
@@ -32,8 +33,10 @@ public:
         const std::size_t turn = layer % 2 == 0 ? 0 : second_turn_;
         return observed_.data() + turn + index(number) * longest_;
     }
-    // Adds up so many rows from one on, of n entries, in the first of them.
+    // Adds up so many rows from one on, of n entries, in the first of them, as the measure does.
     float* sum(int layer, int first, int n_rows, int n) noexcept;
+    // The largest of so many rows, in the first of them.
+    float* largest(int layer, int first, int n_rows, int n) noexcept;
     // Adds up what two sets of queries gave to each of n entries, or takes the larger one.
     void add_up(float* total, const float* more, int n) const noexcept;
 
@@ -41,6 +44,10 @@ public:
     // what they saw up to this one. observed: null where they saw nothing.
     float* carry(int layer, int head, bool is_first, const float* observed, float squares,
                  int n) noexcept;
+    // The largest that the readers of a layer up to this one looked up; number: of the heads,
+    // behind those whose sums are carried.
+    float* carry_largest(int layer, int number, bool is_first, const float* looked_up,
+                         int n) noexcept;
     float carried_squares(int layer, int head) const noexcept {
         return carried_[index(layer)].squares[index(head)];
     }
@@ -49,7 +56,7 @@ public:
 
 private:
     struct Carried {                  // what a layer's readers saw, but for the last one
-        std::vector<float> observed;  // [head][longest]
+        std::vector<float> observed;  // [head][longest], then [head][longest] of what was looked up
         std::vector<float> squares;   // [head]
     };
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }

@@ -13,7 +13,8 @@ constexpr int kMostKept = 8192;  // of more entries, weights are computed again 
 
 int Step::first_observed_row(const Split& split) const {
     // All queries of an echo count; to reconstruct, no others do where there are some.
-    const bool echo_alone = importance.measure().of_echoes && n_text < n_tokens;
+    const bool echo_alone =
+        n_text < n_tokens && (importance.measure().of_echoes || (looking_up && !observing));
     const int first = echo_alone ? n_text : n_text - importance.observation_window;
     return std::max(0, first) * split.group;
 }
@@ -23,7 +24,7 @@ int Step::observed_bands(const Split& split) const {
 }
 
 bool Step::keeps_weights(const Split& split, int total) const noexcept {
-    return observing && split.by_rows && !split.by_entries && total <= kMostKept &&
+    return (observing || looking_up) && split.by_rows && !split.by_entries && total <= kMostKept &&
            importance.measure().statistic != Statistic::product;
 }
 

@@ -15,18 +15,24 @@ struct Step {
     int n_tokens = 0;  // those of an echo too
     int n_text = 0;    // before the echo
     std::int32_t base_position = 0;
-    bool observing = false;  // its queries count towards importance
-    bool recalling = false;  // frozen entries are looked for
+    bool observing = false;   // its queries count towards importance
+    bool looking_up = false;  // those of its echo tell what predictions should have said
+    bool recalling = false;   // frozen entries are looked for
 
     // The first query row that is observed, its tile, and bands with rows of the observation
-    // window.
+    // window, and of an echo.
     int first_observed_row(const Split& split) const;
     int first_observed_tile(const Split& split) const {
         return first_observed_row(split) / split.tile_rows;
     }
     int observed_bands(const Split& split) const;
     bool observes(const Split& split, const RowTile& tile) const {
-        return observing && first_observed_row(split) < tile.first + tile.count;
+        return (observing || looking_up) && first_observed_row(split) < tile.first + tile.count;
+    }
+    // The first row of the echo, and where the rows end that count towards importance.
+    int first_echo_row(const Split& split) const { return n_text * split.group; }
+    int end_of_counted_rows(const Split& split) const {
+        return (looking_up ? n_text : n_tokens) * split.group;
     }
     // The band of a tile, counted from the first observed one.
     int band_of(const Split& split, int tile) const {

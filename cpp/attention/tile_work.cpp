@@ -185,31 +185,58 @@ void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noex
     }
 }
 
-// How much each row of a tile counts: nothing before the observation window. What is divided by an
-// exposure decays within the micro-batch too, as the exposure does.
+// How much each row of a tile counts: nothing before the observation window, and nothing of an echo
+// that is looked up with. What is divided by an exposure decays within the micro-batch too, as the
+// exposure does.
 const float* TileWork::row_weights(const RowTile& tile) noexcept {
     float* weights = worker_.weights();
     const int first_row = step_.first_observed_row(split_) - tile.first;
+    const int end_row = std::min(tile.count, step_.end_of_counted_rows(split_) - tile.first);
     const ImportanceSettings& importance = step_.importance;
     const bool decays = importance.by_exposure && importance.decay > 0.0f;
     for (int r = 0; r < kRowTile; ++r) {
-        const bool counts = r >= first_row && r < tile.count;
+        const bool counts = r >= first_row && r < end_row;
         const int later = step_.n_tokens - 1 - (tile.first + r) / split_.group;
         weights[r] = !counts ? 0.0f : decays ? decay_factor(importance.decay, later) : 1.0f;
     }
     return weights;
 }
 
+const float* TileWork::echo_weights(const RowTile& tile) noexcept {
+    float* weights = worker_.weights();
+    const int first_row = step_.first_echo_row(split_) - tile.first;
+    for (int r = 0; r < kRowTile; ++r) weights[r] = r >= first_row && r < tile.count ? 1.0f : 0.0f;
+    return weights;
+}
+
 void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept {
     if (!step_.observes(split_, tile)) return;
     const int total = call_.total(tile.head);
-    const Statistic what = step_.importance.measure().statistic;
-    const float* weights = row_weights(tile);
-    const auto neighbourhood = static_cast<float>(call_.store.parts().common.neighbourhood());
-    float* observed = call_.observed(tile.head, step_.band_of(split_, tile.number));
+    const int band = step_.band_of(split_, tile.number);
     const bool begins =
         tile.number == step_.first_observed_tile(split_) || tile.number % split_.band_tiles == 0;
-    if (begins) std::fill(observed, observed + total, 0.0f);
+    const auto begin = [&](float* sums) {
+        if (begins) std::fill(sums, sums + total, 0.0f);
+        return sums;
+    };
+    if (step_.observing) {
+        float* observed = begin(call_.observed(tile.head, band));
+        if (tile.first < step_.end_of_counted_rows(split_))
+            add_observed(tile, state, step_.importance.measure().statistic, row_weights(tile),
+                         observed);
+    }
+    if (step_.looking_up) {
+        float* looked_up = begin(call_.looked_up(tile.head, band));
+        if (tile.first + tile.count > step_.first_echo_row(split_))
+            add_observed(tile, state, Statistic::largest_probability, echo_weights(tile),
+                         looked_up);
+    }
+}
+
+void TileWork::add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
+                            const float* weights, float* observed) noexcept {
+    const int total = call_.total(tile.head);
+    const auto neighbourhood = static_cast<float>(call_.store.parts().common.neighbourhood());
     PromptTask task = prompt_task(tile, state);
     if (step_.keeps_weights(split_, total)) task.kept = worker_.kept();
     over_ranges(tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {

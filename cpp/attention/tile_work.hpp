@@ -35,6 +35,12 @@ private:
     void over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept;
     void start_softmax(const RowTile& tile, int chunk, const SoftmaxState& state) const noexcept;
     const float* row_weights(const RowTile& tile) noexcept;
+    // Those of the rows of an echo alone.
+    const float* echo_weights(const RowTile& tile) noexcept;
+    // Adds what weighted rows gave to every entry; scores are computed again unless weights are
+    // kept.
+    void add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
+                      const float* weights, float* observed) noexcept;
 
     const Call& call_;
     const Split& split_;

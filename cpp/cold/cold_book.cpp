@@ -64,7 +64,7 @@ int ColdBook::add_record(const ColdRecord& record) noexcept {
     return number;
 }
 
-int ColdBook::least_page(float decay, std::int32_t now) const noexcept {
+int ColdBook::least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept {
     int least = kNone;
     float least_worth = 0.0f;
     for (int page = 0; page < n_pages(); ++page) {
@@ -72,7 +72,9 @@ int ColdBook::least_page(float decay, std::int32_t now) const noexcept {
         float worth = 0.0f;
         for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
             const ColdRecord r = record(i);
-            if (r.frozen()) worth += r.importance * decay_factor(decay, now - r.frozen_at);
+            if (!r.frozen()) continue;
+            const float factor = decay_factor(settings.decay, now - r.frozen_at);
+            worth += settings.score_of(settings.decayed(r.importance, factor));
         }
         if (least == kNone || worth < least_worth) {
             least = page;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cold/cold_records.hpp"
+#include "decide/importance.hpp"
 #include "page/page_layout.hpp"
 
 namespace entropykv {
@@ -60,7 +61,7 @@ protected:
     // A record of an entry in the open page; returns its number.
     int add_record(const ColdRecord& record) noexcept;
     // The stored page whose frozen entries are worth least.
-    int least_page(float decay, std::int32_t now) const noexcept;
+    int least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept;
     // Forgets the records of a page, or those at positions >= from; timers end as if time had gone
     // back to it.
     void forget_records(int page) noexcept;

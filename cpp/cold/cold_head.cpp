@@ -48,14 +48,14 @@ std::size_t ColdHead::overhead_bytes() const {
 // ------------------------------------------------------------------------------------------------
 // entries
 
-int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record, float decay,
-                  const KernelTable& kernels) noexcept {
+int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record,
+                  const ImportanceSettings& settings, const KernelTable& kernels) noexcept {
     dropped_page_ = kNone;
     n_dropped_ = 0;
     if (is_open_full()) {
         if (open_ != kNone) {
             if (is_limited() && n_stored_ >= most_pages_)
-                drop_page(least_page(decay, record.frozen_at));
+                drop_page(least_page(settings, record.frozen_at));
             close_open(kernels);
         }
         open_next();

@@ -60,8 +60,8 @@ public:
 
     // Takes in an entry that has no record, frozen; returns the record. Where the limit is reached,
     // the page that is worth least is dropped first: see dropped_page().
-    int add(const std::byte* page, int slot, const ColdRecord& record, float decay,
-            const KernelTable& kernels) noexcept;
+    int add(const std::byte* page, int slot, const ColdRecord& record,
+            const ImportanceSettings& settings, const KernelTable& kernels) noexcept;
 
     // K and V of a page of records as take() takes them, in place or in `buffer` (a page of
     // storage); null where storage failed.

@@ -169,8 +169,10 @@ int ColdLoader::load(const std::byte* state, const KernelTable& kernels, std::by
         head_.store(number, head_.packed_.data());
     }
     const int n_frozen = head_.n_frozen_;
+    ImportanceSettings as_saved;
+    as_saved.decay = 1.0f;
     while (head_.is_limited() && head_.n_stored_ > head_.most_pages_)
-        head_.drop_page(head_.least_page(1.0f, 0));
+        head_.drop_page(head_.least_page(as_saved, 0));
     return n_frozen - head_.n_frozen_;
 }
 

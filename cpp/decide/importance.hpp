@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "decide/measures.hpp"
+#include "decide/packed_importance.hpp"
 
 namespace entropykv {
 
@@ -17,8 +18,29 @@ struct ImportanceSettings {
     bool by_values = false;        // times the norm of its V, squared where the measure is
     bool distinct = false;         // less, where a newer entry's key is similar
     int future_positions = 512;    // for ScoreKind::expected
+    // How many later queries are expected to give an entry as much as its key and value predict; it
+    // is added to what queries gave. 0: nothing is predicted.
+    float expected_lookups = 0.0f;
 
     const Measure& measure() const { return measure_of(kind); }
+    // Whether a linear function of key and value says what an entry begins with.
+    bool predicts() const {
+        return measure().evidence == Evidence::prediction || expected_lookups > 0.0f;
+    }
+    // The score of an entry by its importance: where a part of that is predicted, both parts.
+    float score_of(float importance) const {
+        if (!predicts()) return importance;
+        const PackedImportance parts(importance);
+        const float share = parts.share();
+        if (measure().evidence == Evidence::prediction) return share;
+        return parts.given() + expected_lookups * (measure().squared ? share * share : share);
+    }
+    // What is left of an importance when what queries gave is multiplied by a factor.
+    float decayed(float importance, float factor) const {
+        if (!predicts()) return importance * factor;
+        const PackedImportance parts(importance);
+        return parts.with_given(parts.given() * factor).packed();
+    }
 };
 
 // The BitNet document's score: e^(-alpha * distance) + 0.5 for the newest tenth, with

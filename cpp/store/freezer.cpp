@@ -16,7 +16,7 @@ int Freezer::freeze(Head& head, int i, const Slot& slot, std::int32_t now, std::
     }
     const std::int32_t position = layout.positions(slot.page)[slot.index];
     frozen.cold->add(slot.page, slot.index, {position, importance, now, due, detections},
-                     common_.importance().decay, *common_.kernels);
+                     common_.importance(), *common_.kernels);
     const int dropped = frozen.cold->dropped_page();
     if (dropped == ColdHead::kNone) return dropped;
     common_.evicted.fetch_add(static_cast<std::size_t>(frozen.cold->n_dropped()),
@@ -39,8 +39,8 @@ void Freezer::note_restored(Head& head, int i, const ColdRecord& record, int hom
     const PageLayout& layout = head.layout();
     const Slot target = head.place(i);
     layout.positions(target.page)[target.index] = record.position;
-    layout.importance(target.page)[target.index] =
-        record.importance * decay_factor(common_.importance().decay, now - record.frozen_at);
+    layout.importance(target.page)[target.index] = common_.importance().decayed(
+        record.importance, decay_factor(common_.importance().decay, now - record.frozen_at));
     FrozenEntries& frozen = head.frozen;
     frozen.homes[static_cast<std::size_t>(i)] = home;
     if (frozen.counts_detections)

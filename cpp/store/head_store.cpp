@@ -143,12 +143,15 @@ void HeadStore::recall(int layer, int head, int n_staged, const QueryRows& queri
 }
 
 void HeadStore::commit(int layer, int head_index, int n_staged, const float* observed,
-                       float output_squares, int workspace) noexcept {
+                       const float* looked_up, float output_squares, int workspace) noexcept {
     Head& head = parts_.layers[index(layer)].heads[index(head_index)];
     Workspace& own = parts_.workspaces[index(workspace)];
     const StagedEntries staged{staging(layer, head_index), n_staged};
-    if (parts_.collects_lessons && parts_.common.has_echo && observed != nullptr)
-        parts_.teach(index(layer), index(head_index), staged, observed + head.count(), own);
+    if (looked_up != nullptr) {
+        if (parts_.collects_lessons)
+            parts_.teach(index(layer), index(head_index), staged, looked_up + head.count(), own);
+        own.ranking.note_looked_up(head, staged, looked_up);
+    }
     const bool scheduled = parts_.common.schedule && head.frozen && observed != nullptr;
     if (observed != nullptr) own.ranking.add_observed(head, staged, observed);
     if (scheduled)

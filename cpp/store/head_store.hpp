@@ -72,9 +72,10 @@ public:
     // After the attention of the last reader: adds `observed` (count + n_staged values, stored
     // entries first; null where nothing was) to the importance, and keeps what the budget holds of
     // stored and staged entries. As recall(). output_squares: the sum of the squared norms of the
-    // head's outputs, where it measures.
-    void commit(int layer, int head, int n_staged, const float* observed, float output_squares,
-                int workspace) noexcept;
+    // head's outputs, where it measures. looked_up: the largest share that a query of an echo gave
+    // to each of the same entries; null where there was none, or nothing is predicted.
+    void commit(int layer, int head, int n_staged, const float* observed, const float* looked_up,
+                float output_squares, int workspace) noexcept;
 
     // Drops entries at positions >= position, frozen ones too.
     void truncate(std::int32_t position);

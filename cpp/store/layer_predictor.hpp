@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decide/features.hpp"
+#include "decide/packed_importance.hpp"
 #include "decide/query_statistics.hpp"
 #include "kernels/kernels.hpp"
 
@@ -17,16 +18,20 @@ struct LayerPredictor {
     // What is kept as the importance of a staged entry, once its key is there, and its value, too;
     // where the value is a part of the key, at once. token: of the micro-batch.
     float with_key(int head, int token, const float* key) const noexcept {
-        if (weights == nullptr) return kLeastPrediction;
+        if (weights == nullptr) return importance_of(kLeastPrediction);
         const float sum = kernels->predict_key(*shape, of(head), key, turns->of(token));
-        return shape->v_dim > 0 ? sum : predicted_share(sum);
+        return shape->v_dim > 0 ? sum : importance_of(predicted_share(sum));
     }
     float with_value(int head, float sum_of_key, const float* value) const noexcept {
-        if (weights == nullptr) return kLeastPrediction;
-        return predicted_share(sum_of_key + kernels->predict_value(*shape, of(head), value));
+        if (weights == nullptr) return importance_of(kLeastPrediction);
+        return importance_of(
+            predicted_share(sum_of_key + kernels->predict_value(*shape, of(head), value)));
     }
 
 private:
+    static float importance_of(float share) noexcept {
+        return PackedImportance(0.0f, share).packed();
+    }
     const float* of(int head) const {
         return weights + static_cast<std::size_t>(head) * static_cast<std::size_t>(shape->n);
     }

@@ -49,18 +49,31 @@ void Ranking::add_observed(Head& head, const StagedEntries& staged,
     const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
     if (head.dropped) head.dropped->decay(factor);
     const bool largest = common_.measure().by_largest();
+    const bool packed = common_.predicts();
     const float weight = single ? static_cast<float>(interval) : 1.0f;
     const std::int32_t limit = single ? common_.newest - common_.neighbourhood() : common_.newest;
     head.over_pages(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
-            const float kept = importance[i] * factor;
+            const float so_far = packed ? PackedImportance(importance[i]).given() : importance[i];
+            const float kept = so_far * factor;
             const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
             const float next = largest ? std::max(kept, given) : kept + weight * given;
             // Of queries that are no numbers, or too large for them, nothing is to be learnt.
-            importance[i] = next <= std::numeric_limits<float>::max() ? next : kept;
+            const float sum = next <= std::numeric_limits<float>::max() ? next : kept;
+            importance[i] = packed ? PackedImportance(importance[i]).with_given(sum).packed() : sum;
         }
+    });
+}
+
+void Ranking::note_looked_up(Head& head, const StagedEntries& staged,
+                             const float* looked_up) const noexcept {
+    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+        float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i)
+            importance[i] =
+                PackedImportance(importance[i]).with_larger_share(looked_up[first + i]).packed();
     });
 }
 
@@ -73,7 +86,7 @@ void Ranking::gather(const Head& head, const StagedEntries& staged) noexcept {
         for (int i = 0; i < n; ++i) {
             newest_ = std::max(newest_, positions[i]);
             positions_[index(first + i)] = positions[i];
-            scores_[index(first + i)] = importance[i];
+            scores_[index(first + i)] = common_.importance().score_of(importance[i]);
         }
     });
 }

@@ -22,6 +22,11 @@ public:
     void add_observed(Head& head, const StagedEntries& staged,
                       const float* observed) const noexcept;
 
+    // Takes the largest share of attention that a query of a repetition gave to every entry in the
+    // place of what is predicted of it, where it is larger.
+    void note_looked_up(Head& head, const StagedEntries& staged,
+                        const float* looked_up) const noexcept;
+
     // Scores all entries, of which `keep` are to stay; the newest position is then newest().
     void score(const Head& head, const StagedEntries& staged, int keep) noexcept;
     std::int32_t newest() const { return newest_; }

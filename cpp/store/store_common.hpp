@@ -14,10 +14,7 @@
 namespace entropykv {
 
 struct StoreCommon {
-    explicit StoreCommon(const StoreSettings& asked) : settings(asked) {
-        // What is predicted once holds for good, and that of frozen entries, too.
-        if (predicts()) settings.importance.decay = 1.0f;
-    }
+    explicit StoreCommon(const StoreSettings& asked) : settings(asked) {}
 
     StoreSettings settings;
     const KernelTable* kernels = &kKernelsPortable;
@@ -33,7 +30,7 @@ struct StoreCommon {
 
     const ImportanceSettings& importance() const { return settings.importance; }
     const Measure& measure() const { return settings.importance.measure(); }
-    bool predicts() const { return measure().evidence == Evidence::prediction; }
+    bool predicts() const { return importance().predicts(); }
     bool measures_losses() const { return !knots.empty(); }
     // Under a schedule, every query counts.
     int scoring_interval() const { return schedule ? 1 : kScoringInterval; }

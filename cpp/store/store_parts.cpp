@@ -110,10 +110,9 @@ bool StoreParts::has_predictor() const noexcept {
 }
 
 void StoreParts::collect_lessons(bool on) {
-    if (on && !common.measure().of_echoes)
-        throw std::invalid_argument("lessons are of echoes: use the measure reconstruct");
+    if (on && !common.predicts())
+        throw std::invalid_argument("lessons are for predictions: use the measure predicted");
     if (on && !lessons) {
-        look_at_features();
         LessonSums sums;
         for (const StoreLayer& layer : layers)
             sums.add_layer(*layer.features, layer.shape.n_head_kv);

@@ -19,6 +19,7 @@ MODIFIERS = {
     "values": "times the norm of the entry's value",
     "distinct": "less where a newer entry's key is similar",
     "echo": "a text is read twice, and queries that repeat it count, too",
+    "predicted": "what key and value predict that queries which repeat it would give counts, too",
 }
 
 _OF_OBSERVED = ("window", "exposure", "echo")
@@ -26,6 +27,11 @@ _OF_OBSERVED = ("window", "exposure", "echo")
 
 _ECHO_DECAY = 0.9995
 """With echoes, importance decays less, so that what was repeated long ago is not forgotten."""
+
+
+import os
+_EXPECTED_LOOKUPS = float(os.environ.get("LOOKUPS", "4"))
+_ECHO_DECAY = float(os.environ.get("DECAY", "0.9995"))
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Importance:
     @property
     def predicts(self) -> bool:
         """Tell whether keys and values alone say what entries are worth: needs a predictor."""
-        return self._row.predicts
+        return self._row.predicts or "predicted" in self.modifiers
 
     @property
     def threshold(self) -> float:
@@ -115,7 +121,7 @@ class Importance:
     def _decay(self) -> float:
         if self._row.of_echoes:
             return 1.0  # every entry had its turn: when its own stretch was repeated
-        if self.repeats:
+        if self.repeats or "predicted" in self.modifiers:
             return max(self.decay, _ECHO_DECAY)
         return 0.0 if "window" in self.modifiers else self.decay
 
@@ -132,6 +138,7 @@ class Importance:
             by_exposure="exposure" in self.modifiers,
             by_values="values" in self.modifiers,
             distinct="distinct" in self.modifiers,
+            expected_lookups=_EXPECTED_LOOKUPS if "predicted" in self.modifiers else 0.0,
         )
 
 

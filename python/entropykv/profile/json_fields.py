@@ -25,7 +25,7 @@ GEOMETRY = ("n_layer", "n_head", "n_head_kv", "n_ctx")
 REQUIRED = (*GEOMETRY, "head_entropies")
 DERIVED = ("entropy_stats", "head_types", "layer_entropies")
 """Keys that are written for readers, and computed anew when a profile is read."""
-PARTS = ("fingerprint", "measurement", "curves")
+PARTS = ("fingerprint", "measurement", "curves", "predictor")
 KNOWN = {"format_version", "model", "source", *REQUIRED, *DERIVED, *PARTS}
 MAX_ENTROPY_BITS = 64.0  # log2 of more positions than any context has
 ADVICE = "calibrate again or use the profile of this model"

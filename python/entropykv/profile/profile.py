@@ -39,6 +39,7 @@ from entropykv.profile.parts import (
     curves_from_json,
     curves_to_json,
 )
+from entropykv.profile.predictor import ScorePredictor
 
 LEARNT = "entropykv --learn"
 """How the source of a profile begins that sessions have learnt, see session/learning.py."""
@@ -50,8 +51,8 @@ class EntropyProfile:
 
     `head_entropies` has shape (n_layer, n_head), in bits, float64, read-only. `n_ctx` is the
     context the profile was made for, in tokens. `model` and `source` are free text. `fingerprint`,
-    `measurement` and `curves` are what `entropykv calibrate` adds. Raises ProfileError where a
-    field has an impossible value.
+    `measurement`, `curves` and `predictor` are what `entropykv calibrate` adds. Raises ProfileError
+    where a field has an impossible value.
     """
 
     n_layer: int
@@ -64,6 +65,7 @@ class EntropyProfile:
     fingerprint: Fingerprint | None = None
     measurement: Measurement | None = None
     curves: LossCurves | None = None
+    predictor: ScorePredictor | None = None
 
     def __post_init__(self) -> None:
         """Check every field and take a read-only copy of the entropies."""
@@ -86,6 +88,11 @@ class EntropyProfile:
             raise ProfileError(
                 f"profile: curves are not of {self.n_layer} layers and {self.n_head_kv} KV heads; "
                 "calibrate again"
+            )
+        if self.predictor is not None and self.predictor.shape != (self.n_head_kv,) * self.n_layer:
+            raise ProfileError(
+                f"profile: predictor is not of {self.n_layer} layers and {self.n_head_kv} KV "
+                "heads; calibrate again"
             )
 
     @classmethod
@@ -144,6 +151,8 @@ class EntropyProfile:
             parts["measurement"] = self.measurement.to_json()
         if self.curves is not None:
             parts["curves"] = curves_to_json(self.curves)
+        if self.predictor is not None:
+            parts["predictor"] = self.predictor.to_json()
         return {
             "format_version": FORMAT_VERSION,
             "model": self.model,
@@ -229,6 +238,9 @@ def _read_parts(data: dict[str, Any], where: str, geometry: Mapping[str, int]) -
         parts["measurement"] = Measurement.from_json(data["measurement"], where, (n_layer, n_head))
     if "curves" in data:
         parts["curves"] = curves_from_json(data["curves"], where, (n_layer, n_head_kv))
+    if "predictor" in data:
+        shape = (n_layer, n_head_kv)
+        parts["predictor"] = ScorePredictor.from_json(data["predictor"], where, shape)
     return parts
 
 

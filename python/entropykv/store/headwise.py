@@ -68,6 +68,8 @@ class HeadwiseStore(Store):
             plan = self.plan_of(recipe.options.budget if budget is None else budget)
             self._store = _core_of(recipe, self._host, self.cold, plan)
             self.prediction = ScorePrediction(self._store, len(self.layers), policy)
+            if policy.importance.predicts and recipe.profile and recipe.profile.predictor:
+                self.prediction.adopt(recipe.profile.predictor)
             self.way_back = WayBack(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
             online = online_budgets(policy, self._store, self.layers, recipe.n_ctx, recipe.profile)

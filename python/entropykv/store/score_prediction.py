@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import SettingsError
+from entropykv.errors import ProfileError, SettingsError
 from entropykv.policy.names import Policy
+from entropykv.profile.predictor import ScorePredictor
 
 
 class ScorePrediction:
@@ -33,6 +34,19 @@ class ScorePrediction:
     def n_features(self) -> list[int]:
         """Return how many features an entry of each layer has: _core.pyi says which."""
         return [self._store.predictor_features(layer) for layer in self._layers]
+
+    def adopt(self, predictor: ScorePredictor) -> None:
+        """Score entries that are read from now on by a profile's predictor.
+
+        Raises ProfileError for one of a model whose entries have other features.
+        """
+        n_features = [of_layer.shape[1] for of_layer in predictor.weights]
+        if n_features != self.n_features:
+            raise ProfileError(
+                f"the profile's predictor is for {n_features[0]} features of an entry, and this "
+                f"model's entries have {self.n_features[0]}; calibrate again"
+            )
+        self.set_predictor(predictor.weights)
 
     def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
         """Score entries that are read from now on, for measure `predicted`.

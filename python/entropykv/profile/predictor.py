@@ -1,0 +1,221 @@
+"""Predict how much an entry will be looked at, by a linear function of its key and value.
+
+For every KV head: the logarithm of the largest attention that any query of a repetition of the text
+gives to the entry. That is KVzip's score (Kim et al. 2025, arXiv:2505.23416), for which a text is
+read twice; a linear function that was fitted once on other texts says it while a text is read the
+first time. KVzap (arXiv:2601.07891) predicts it, too, from hidden states instead of keys and values.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import ProfileError
+from entropykv.profile.json_fields import (
+    ADVICE,
+    integer_in,
+    number_in,
+    object_in,
+    shown,
+    text_in,
+)
+
+Weights = npt.NDArray[np.float32]
+Sums = npt.NDArray[np.float64]
+Lessons = Sequence[tuple[int, Sums]]
+"""Of every layer: how many entries were seen, and sums of products of their features and targets.
+
+The sums are (n_head_kv, n_features + 1, n_features + 1); the last feature is always 1, and the last
+row and column are the target: see `HeadwiseStore.lessons` in _core.pyi.
+"""
+
+RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Candidates for the ridge, relative to features of variance 1."""
+DEFAULT_RIDGE = 1e-2
+"""The ridge where no texts are held back to choose one."""
+_LEAST_DEVIATION = 1e-6
+_MOST_FEATURES = 1 << 16
+_MOST_TOKENS = 2**31 - 1
+_NAMES = ("n_features", "n_tokens", "correlation", "weights")
+
+
+@dataclass(frozen=True, eq=False)
+class ScorePredictor:
+    """Hold the linear functions of all KV heads, and what is known of their quality.
+
+    `weights`: of every attention layer, (n_head_kv, n_features), float32, read-only; the features of
+    an entry are described in _core.pyi. `n_tokens`: tokens of text that they were fitted to.
+    `correlation`: Pearson's r of predicted and true logarithms in texts that were held back, the
+    mean of all KV heads; None where no text was held back. Raises ProfileError for values that are
+    no numbers.
+    """
+
+    weights: tuple[Weights, ...]
+    n_tokens: int
+    correlation: float | None = None
+
+    def __post_init__(self) -> None:
+        """Take read-only copies, and check them."""
+        copies = []
+        for of_layer in self.weights:
+            copy = np.array(of_layer, dtype=np.float32)
+            if copy.ndim != 2 or not np.isfinite(copy).all():
+                raise ProfileError(
+                    "profile: predictor.weights must be numbers, [KV head][feature] for every "
+                    f"layer; {ADVICE}"
+                )
+            copy.flags.writeable = False
+            copies.append(copy)
+        object.__setattr__(self, "weights", tuple(copies))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the number of KV heads of every layer."""
+        return tuple(len(of_layer) for of_layer in self.weights)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that the file has: the weights are base64 of float32, little-endian."""
+        flat = b"".join(of_layer.astype("<f4").tobytes() for of_layer in self.weights)
+        return {
+            "n_features": [of_layer.shape[1] for of_layer in self.weights],
+            "n_tokens": self.n_tokens,
+            "correlation": self.correlation,
+            "weights": base64.b64encode(flat).decode("ascii"),
+        }
+
+    @classmethod
+    def from_json(cls, value: object, where: str, shape: tuple[int, int]) -> ScorePredictor:
+        """Read the object, `shape` being (n_layer, n_head_kv); ProfileError names a field."""
+        n_layer, n_head_kv = shape
+        data = object_in(value, where, "predictor", _NAMES)
+        sizes = data["n_features"]
+        if not isinstance(sizes, list) or len(sizes) != n_layer:
+            raise ProfileError(
+                f"{where}: predictor.n_features must be a list of {n_layer}; {ADVICE}"
+            )
+        n_features = [
+            integer_in(n, where, f"predictor.n_features[{i}]", 1, _MOST_FEATURES)
+            for i, n in enumerate(sizes)
+        ]
+        correlation = data["correlation"]
+        if correlation is not None:
+            correlation = number_in(correlation, where, "predictor.correlation", -1.0, 1.0)
+        return cls(
+            _weights_in(data["weights"], where, n_head_kv, n_features),
+            integer_in(data["n_tokens"], where, "predictor.n_tokens", 1, _MOST_TOKENS),
+            correlation,
+        )
+
+
+def _weights_in(
+    value: object, where: str, n_head_kv: int, n_features: Sequence[int]
+) -> tuple[Weights, ...]:
+    text = text_in(value, where, "predictor.weights")
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+    except (binascii.Error, ValueError):
+        raise ProfileError(
+            f"{where}: predictor.weights must be base64 of float32 values, not {shown(text)}; "
+            f"{ADVICE}"
+        ) from None
+    if flat.size != n_head_kv * sum(n_features):
+        raise ProfileError(
+            f"{where}: predictor.weights has {flat.size} values; {n_head_kv} KV heads of "
+            f"{len(n_features)} layers need {n_head_kv * sum(n_features)}; {ADVICE}"
+        )
+    ends = np.cumsum([n_head_kv * n for n in n_features])[:-1]
+    return tuple(
+        part.reshape(n_head_kv, n)
+        for part, n in zip(np.split(flat.astype(np.float32), ends), n_features, strict=True)
+    )
+
+
+def fit_predictor(
+    lessons: Lessons, held_back: Lessons | None = None, *, ridge: float = DEFAULT_RIDGE
+) -> ScorePredictor:
+    """Fit the linear functions of all KV heads by ridge regression on standardised features.
+
+    With `held_back`, lessons of other texts, the ridge of every KV head is that of RIDGES with the
+    smallest squared error in them, and the quality is measured there; otherwise it is `ridge`.
+    """
+    weights, correlations = [], []
+    for layer, (_, sums) in enumerate(lessons):
+        others = [None] * len(sums) if held_back is None else held_back[layer][1]
+        fitted = [_Ridge(of_head) for of_head in sums]
+        of_layer = [
+            head.weights(ridge) if other is None else head.best_weights(other)
+            for head, other in zip(fitted, others, strict=True)
+        ]
+        weights.append(np.array(of_layer, dtype=np.float32))
+        correlations += [
+            _correlation(w, other)
+            for w, other in zip(of_layer, others, strict=True)
+            if other is not None
+        ]
+    known = float(np.mean(correlations)) if correlations else None
+    return ScorePredictor(tuple(weights), max(1, max(n for n, _ in lessons)), known)
+
+
+class _Ridge:
+    """Fit one KV head, from sums of products."""
+
+    def __init__(self, sums: Sums) -> None:
+        n = len(sums) - 2  # features without the one that is always 1
+        count = max(sums[n, n], 1.0)
+        self._means = sums[:n, n] / count
+        self._mean = sums[n + 1, n] / count
+        covariance = sums[:n, :n] / count - np.outer(self._means, self._means)
+        with_target = sums[:n, n + 1] / count - self._means * self._mean
+        self._deviations = np.sqrt(np.maximum(np.diag(covariance), 0.0))
+        # A feature that does not vary, but for rounding, says nothing.
+        self._varies = self._deviations > _LEAST_DEVIATION * (1.0 + np.abs(self._means))
+        scale = self._deviations[self._varies]
+        self._matrix = covariance[np.ix_(self._varies, self._varies)] / np.outer(scale, scale)
+        self._target = with_target[self._varies] / scale
+
+    def weights(self, ridge: float) -> Sums:
+        """Return the weights of all features, that of the 1 at the end included."""
+        matrix = self._matrix + ridge * np.eye(len(self._matrix))
+        return self._unscaled(np.linalg.solve(matrix, self._target))
+
+    def best_weights(self, held_back: Sums) -> Sums:
+        """Return those with the ridge whose squared error is the smallest in `held_back`."""
+        values, vectors = np.linalg.eigh(self._matrix)
+        projected = vectors.T @ self._target
+        candidates = [
+            self._unscaled(vectors @ (projected / (np.maximum(values, 0.0) + ridge)))
+            for ridge in RIDGES
+        ]
+        return min(candidates, key=lambda weights: _squared_error(weights, held_back))
+
+    def _unscaled(self, solution: Sums) -> Sums:
+        weights = np.zeros(len(self._means) + 1)
+        weights[:-1][self._varies] = solution / self._deviations[self._varies]
+        weights[-1] = self._mean - weights[:-1] @ self._means
+        return weights
+
+
+def _squared_error(weights: Sums, sums: Sums) -> float:
+    errors = np.append(weights, -1.0)
+    return float(errors @ sums @ errors)
+
+
+def _correlation(weights: Sums, sums: Sums) -> float:
+    """Return Pearson's r of what is predicted and the targets; 0 where one does not vary."""
+    n = len(weights)
+    count = max(sums[n - 1, n - 1], 1.0)
+    predicted = weights @ sums[:n, n - 1] / count
+    mean = sums[n, n - 1] / count
+    variance = weights @ sums[:n, :n] @ weights / count - predicted**2
+    of_targets = sums[n, n] / count - mean**2
+    together = weights @ sums[:n, n] / count - predicted * mean
+    if variance < 1e-12 or of_targets < 1e-12:
+        return 0.0
+    return float(np.clip(together / np.sqrt(variance * of_targets), -1.0, 1.0))
