@@ -95,9 +95,9 @@ class Reader:
             self._begin()
         elif character == "}":
             self._end()
-        elif character == ":" and self._statement in {"public", "private", "protected"}:
-            self._statement = ""
-        elif character == ";":
+        elif (
+            character == ":" and self._statement in {"public", "private", "protected"}
+        ) or character == ";":
             self._statement = ""
         elif self._statement or not character.isspace():
             self._statement += character
