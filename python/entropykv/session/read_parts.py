@@ -68,6 +68,11 @@ class ReadParts:
         if self._end_of_prompt > position:
             self._logits = None
 
+    @property
+    def end_of_prompt(self) -> int:
+        """Return the end of the last micro-batch of several tokens; 0 where there was none."""
+        return self._end_of_prompt
+
     def begin_before(self, position: int) -> int:
         """Return the last position up to `position` where a reading of the same text was cut.
 
