@@ -169,6 +169,34 @@ def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:
         server.end()
 
 
+def test_a_user_sees_the_own_key_s_conversations_and_no_text_unless_it_is_shown(
+    browser: Any, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}\nanother-key\n", encoding="utf-8")
+    server = Server("--parallel", 2, "--api-key-file", keys)
+    try:
+        watched = Watched(browser, server.url, **CONTEXT)
+        dialog = watched.page.get_by_role("dialog")
+        dialog.get_by_role("textbox").fill("another-key")
+        dialog.get_by_role("button").click()
+        watched.page.get_by_text("Nothing has been read yet.").wait_for()
+        body = {"prompt": "A quiet market. " * 90, "max_tokens": 4, "user": "ben"}
+        server.post("/v1/completions", json.dumps(body))
+        watched.settings(Longest_answer=4)
+        watched.ask("The old garden")
+        watched.finished()
+        watched.page.get_by_text("This server does not show what texts say").wait_for()
+        watched.page.get_by_role("slider", name="Position in the text").wait_for()
+        holders = watched.page.locator(".holders tbody tr")
+        assert holders.count() == 1
+        assert "ben" not in holders.first.inner_text()
+        assert watched.findings() == []
+        watched.check(REFUSED, LOADING)
+    finally:
+        server.end()
+
+
 def test_the_server_goes_and_comes_back(browser: Any) -> None:
     server = Server()
     watched = Watched(browser, server.url, **CONTEXT)
