@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -12,12 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.middleware import Middleware
 
+from entropykv.server import ModelOptions, ServerOptions, create_app
+from entropykv.server.conversations import Conversations
+from entropykv.server.turns import TurnMiddleware
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import served
 
 ANNA, BEN = "anna-has-this-key", "ben-has-this-key"
 SECRET = "The old garden has a secret door beside the wall of the house. " * 8
+SESSION = "x-session-id"
 POOL = ("--parallel", 2, "--kv-budget", 4000)
 
 
@@ -147,3 +153,44 @@ def test_what_cannot_be_is_said_before_the_model_is_loaded(
     assert done.returncode != 0
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
+    keys: Path, tmp_path: Path, parallel: int
+) -> None:
+    """As a replica makes its app, without Ray in front of it."""
+    model = ModelOptions(
+        model=str(MODEL), n_ctx=2048, kv_budget="1500", n_threads=1, parallel=parallel
+    )
+    app = create_app(model, ServerOptions(api_key_file=str(keys), show_text=True))
+    engine = app.state.engine
+    conversations = Conversations(tmp_path, 1 << 30, several=engine.shelf is not None)
+    turns = Middleware(
+        TurnMiddleware, engine=engine, conversations=conversations, replica="the only one"
+    )
+    app.user_middleware.append(turns)
+
+    async def read(client: httpx.AsyncClient, key: str, name: str | None) -> int:
+        headers = {"authorization": f"Bearer {key}", **({} if name is None else {SESSION: name})}
+        body = {"prompt": SECRET, "max_tokens": 2, "temperature": 0}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return int(answer.headers["x-entropykv-tokens-read"])
+
+    async def use() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            whole = await read(client, ANNA, "work")
+            assert await read(client, BEN, "work") == whole > 100
+            assert await read(client, BEN, None) < whole // 4, "his own text, under no name"
+            for key in (ANNA, BEN, ANNA):
+                assert await read(client, key, "work") < whole // 4
+            shown = await client.get("/v1/kv/text", headers={"authorization": f"Bearer {BEN}"})
+            assert shown.status_code == (404 if parallel == 1 else 200)
+
+    try:
+        asyncio.run(use())
+    finally:
+        engine.close()
+    assert len(list(tmp_path.glob("*.session"))) == 2
