@@ -194,3 +194,17 @@ def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
     finally:
         engine.close()
     assert len(list(tmp_path.glob("*.session"))) == 2
+
+
+def test_a_new_request_ends_streams_of_the_same_key_alone(keys: Path) -> None:
+    body = {"prompt": SECRET, "max_tokens": 9000, "min_tokens": 9000, "stream": True}
+    options = ("--interrupt_requests", "true", "--api-key-file", keys)
+    with contextlib.closing(Closing(*POOL, *options)) as server, asked(server, ANNA) as anna:
+        with anna.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert tokens_read(server, BEN, "Another text.") > 0
+            assert [slot["is_processing"] for slot in anna.get("/slots").json()].count(True) == 1
+            assert tokens_read(server, ANNA, "Another text.") > 0
+            *_, last = (line for line in lines if line)
+        assert last == "data: [DONE]"

@@ -97,7 +97,7 @@ class Engine:
         limits: Limits | None = None,
         shared_prefixes: bool = True,
     ) -> None:
-        """Take a loaded model; with `interrupt`, a new request ends streams that are written.
+        """Take a loaded model; with `interrupt`, a new request ends streams of the same user.
 
         `shared_prefixes`: whether texts of one key may begin with each other's.
         """
@@ -174,7 +174,9 @@ class Engine:
             raise _shutting_down()
         self._check_waiting()
         if self._interrupt:
-            self._stop(job for job in self.running.values() if job.emit is not None)
+            users = {job.caller.user for job in jobs}
+            streams = [job for job in self.running.values() if job.emit is not None]
+            self._stop(job for job in streams if job.caller.user in users)
         self.waiting += len(jobs)
         try:
             runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]

@@ -126,10 +126,10 @@ class ServerOptions(ServerSettings):
     shared_prefixes: bool = Field(
         default=True,
         description="Whether conversations of one key go on from what another one of it has read; "
-        "with false, only those of one name do. (default: True)",
+        "with false, only those of one name do.",
     )
     interrupt_requests: bool = Field(
-        default=False, description="Whether a new request ends the stream that is being written."
+        default=False, description="Whether a new request ends streams of the same key."
     )
     max_body: int = Field(default=4 << 20, ge=1, description="Bytes that a request may have.")
     max_waiting: Optional[int] = Field(  # noqa: UP045

@@ -214,8 +214,12 @@ class Shelf:
             with self._lock:
                 self._reading[copy] = _Reading(tokens)
                 self.forked += 1
-            if newcomer.goes_on_at < copy.position:
+            try:
                 _go_back(copy, newcomer.goes_on_at)
+            except BaseException:
+                self.gives_up(copy)
+                copy.close()
+                raise
             return copy
 
     def _worth_waiting_for(
@@ -421,6 +425,8 @@ def _place_in(session: PoolSession, tokens: list[int], *, is_read: bool = False)
 
 def _go_back(copy: PoolSession, position: int) -> None:
     """Let a copy go back to where texts part; to the start where there is no room for it now."""
+    if position == copy.position:
+        return
     try:
         copy.truncate(position)
     except (PoolError, ContextError):
