@@ -187,6 +187,18 @@ def test_all_choices_of_a_prompt_go_on_from_its_end(pool: Pool) -> None:
         np.testing.assert_array_equal(session.logits, first.logits)
 
 
+def test_of_prompts_that_come_at_once_one_is_read(pool_llama: Path) -> None:
+    with pool_of(pool_llama, n_sequences=8, kv_budget=8 * N_CTX) as pool:
+        shelf = Shelf(pool, 8)
+        coming = [Coming(shelf, SYSTEM) for _ in range(8)]
+        for each in coming:
+            each.wait()
+        reads = [each.session for each in coming if each.session is not None]
+        assert len(reads) == 1
+        read(shelf, reads[0], SYSTEM)
+        assert all(each.end().tokens == SYSTEM for each in coming)
+
+
 def test_conversations_that_share_half_of_their_texts_stay_apart(pool: Pool) -> None:
     """Each turn of both reads what is new, whether checkpoints are kept or not."""
     shelf = Shelf(pool, 4)

@@ -55,6 +55,20 @@ class _Reading:
     newcomers: list[_Newcomer] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Start:
+    """Hold the session that reads a prompt, and what is left to do before it does."""
+
+    session: PoolSession
+    is_new: bool = False
+    """True where it has read nothing yet."""
+    near: _Conversation | None = None
+    """The conversation whose copy would spare most, and how many tokens."""
+    spared: int = 0
+    goes_back_to: int | None = None
+    """Where its text parts from the prompt's."""
+
+
 class Shelf:
     """Keep conversations between two requests; the least recently used are forgotten first.
 
@@ -96,39 +110,74 @@ class Shelf:
         longer, and asks `check` meanwhile whether it still should. reads() and has_read() tell how
         far the prompt was read.
         """
-        session = self._copy_of_one_who_reads(tokens, caller, check)
-        if session is None:
-            session = self._found(tokens, caller, continues)
-        session.name = caller.name
-        return session
-
-    def _found(
-        self,
-        tokens: list[int],
-        caller: Caller,
-        continues: Callable[[list[int]], bool] | None,
-    ) -> PoolSession:
-        """Return a session that goes on from what is kept, as far as anything is."""
-        with self._lock:
-            own = self._going_on(tokens, caller, continues)
-            if own is not None:
-                self._free.remove(own)
-                self.resumed += 1
-                self._reading[own.session] = _Reading(tokens)
-                return own.session
-            near, spared = self._nearest(tokens, caller)
-            session = self._pool.session(tenant=self._tenant(caller))
-            self._reading[session] = _Reading(tokens)
+        start = self._started(tokens, caller, check, continues)
+        session = start.session
         try:
-            beyond = max(spared, LEAST_SPARED) - 1
-            if session.return_to_checkpoint(tokens, beyond, repeatable=True):
-                self.forked += 1
-                return session
-            return self._copy_of_kept(near, caller, session) or session
+            if start.goes_back_to is not None:
+                _go_back(session, start.goes_back_to)
+            elif start.is_new:  # this may take long, and nobody else waits for it
+                session = self._going_on_from_others(start, tokens, caller)
         except BaseException:
             self.gives_up(session)
             session.close()
             raise
+        session.name = caller.name
+        return session
+
+    def _started(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        check: Callable[[], object] | None,
+        continues: Callable[[list[int]], bool] | None,
+    ) -> _Start:
+        """Return who reads a prompt, once nobody is waited for; from now on others wait for it."""
+        asked: set[PoolSession] = set()
+        while True:
+            with self._lock:
+                reader, newcomer = self._worth_waiting_for(tokens, caller, asked)
+                if reader is None:
+                    start = self._start(tokens, caller, continues)
+                    self._reading[start.session] = _Reading(tokens)
+                    return start
+                reading = self._reading[reader]
+                reading.newcomers.append(newcomer)
+            asked.add(reader)
+            self._wait(newcomer, reading, check)
+            if newcomer.copy is not None:
+                with self._lock:
+                    self._reading[newcomer.copy] = _Reading(tokens)
+                    self.forked += 1
+                return _Start(newcomer.copy, goes_back_to=newcomer.goes_on_at)
+
+    def _start(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        continues: Callable[[list[int]], bool] | None,
+    ) -> _Start:
+        own = self._going_on(tokens, caller, continues)
+        if own is not None:
+            self._free.remove(own)
+            self.resumed += 1
+            return _Start(own.session)
+        near, spared = self._nearest(tokens, caller)
+        session = self._pool.session(tenant=self._tenant(caller))
+        return _Start(session, is_new=True, near=near, spared=spared)
+
+    def _going_on_from_others(
+        self, start: _Start, tokens: list[int], caller: Caller
+    ) -> PoolSession:
+        """Return a new session at the checkpoint, or a copy of the conversation, that spares most.
+
+        It is the new session itself where there is neither.
+        """
+        session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
+        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
+            with self._lock:
+                self.forked += 1
+            return session
+        return self._copy_of_kept(start.near, caller, session) or session
 
     def _tenant(self, caller: Caller) -> Caller:
         return caller.tenant(shared_prefixes=self._shared_prefixes)
@@ -193,34 +242,6 @@ class Shelf:
         return found
 
     # --- while another one is read ----------------------------------------------------------------
-
-    def _copy_of_one_who_reads(
-        self, tokens: list[int], caller: Caller, check: Callable[[], object] | None
-    ) -> PoolSession | None:
-        """Wait for what a prompt has in common with one that is read; None: there is nothing."""
-        asked: set[PoolSession] = set()
-        while True:
-            with self._lock:
-                reader, newcomer = self._worth_waiting_for(tokens, caller, asked)
-                if reader is None:
-                    return None
-                reading = self._reading[reader]
-                reading.newcomers.append(newcomer)
-            asked.add(reader)
-            self._wait(newcomer, reading, check)
-            copy = newcomer.copy
-            if copy is None:
-                continue
-            with self._lock:
-                self._reading[copy] = _Reading(tokens)
-                self.forked += 1
-            try:
-                _go_back(copy, newcomer.goes_on_at)
-            except BaseException:
-                self.gives_up(copy)
-                copy.close()
-                raise
-            return copy
 
     def _worth_waiting_for(
         self, tokens: list[int], caller: Caller, asked: set[PoolSession]
@@ -297,22 +318,28 @@ class Shelf:
         with self._lock:
             due = [each for each in reading.newcomers if is_due(each)]
             reading.newcomers = [each for each in reading.newcomers if each not in due]
-        for newcomer in due:
-            place = _place_in(session, newcomer.tokens, is_read=True)
-            copy = None
-            if place >= LEAST_SPARED:
-                try:
-                    copy = session.fork()
-                except (EntropyKVError, MemoryError):
-                    copy = None  # there is no room for a copy: the newcomer reads by itself
+        try:
+            for newcomer in due:
+                self._give_copy(session, newcomer)
+        finally:
             with self._changed:
-                if not newcomer.gone:
-                    newcomer.copy, newcomer.goes_on_at = copy, place
-                    copy = None
-                newcomer.done = True
+                for newcomer in due:
+                    newcomer.done = True
                 self._changed.notify_all()
-            if copy is not None:
-                copy.close()
+
+    def _give_copy(self, session: PoolSession, newcomer: _Newcomer) -> None:
+        place = _place_in(session, newcomer.tokens, is_read=True)
+        if place < LEAST_SPARED:
+            return
+        try:
+            copy = session.fork()
+        except (EntropyKVError, MemoryError):
+            return  # there is no room for a copy: the newcomer reads by itself
+        with self._lock:
+            if not newcomer.gone:
+                newcomer.copy, newcomer.goes_on_at = copy, place
+                return
+        copy.close()
 
     # --- between two requests ---------------------------------------------------------------------
 
@@ -425,9 +452,8 @@ def _place_in(session: PoolSession, tokens: list[int], *, is_read: bool = False)
 
 def _go_back(copy: PoolSession, position: int) -> None:
     """Let a copy go back to where texts part; to the start where there is no room for it now."""
-    if position == copy.position:
-        return
-    try:
-        copy.truncate(position)
-    except (PoolError, ContextError):
-        copy.truncate(0)
+    if position < copy.position:
+        try:
+            copy.truncate(position)
+        except (PoolError, ContextError):
+            copy.truncate(0)
