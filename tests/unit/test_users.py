@@ -27,7 +27,9 @@ def options(**given: Any) -> ServerOptions:
 
 def test_every_key_of_a_file_is_a_user(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# of the library\n\nanna-key\n  ben-key  \nanna-key\n#ben\n", encoding="utf-8")
+    file.write_text(
+        "\ufeff# of the library\n\nanna-key\n  ben-key  \nanna-key\n#ben\n", encoding="utf-8"
+    )
     keys = Keys.of(options(api_key="own-key", api_key_file=str(file)))
     assert len(keys) == 3
     users = [keys.user_of(f"Bearer {key}".encode()) for key in ("own-key", "anna-key", "ben-key")]
@@ -62,15 +64,20 @@ def test_without_keys_all_are_one_user() -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"\n# nobody yet\n", "there is no key in it"), (b"\xff\xfe", "no text"), (None, "No such")],
+    [
+        (b"\n# nobody yet\n", "there is no key in it"),
+        (b"\xff\xfe", "no text"),
+        (None, "No such"),
+        (b"".join(b"key %d\n" % n for n in range(1001)), "1001 keys are more than 1000"),
+    ],
 )
-def test_a_file_without_keys_lets_nobody_in(
+def test_a_file_that_has_not_the_right_keys_is_refused(
     tmp_path: Path, content: bytes | None, says: str
 ) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(SettingsError, match=f"keys.*{says}.*--api-key-file"):
+    with pytest.raises(SettingsError, match=f"{says}.*--api-key-file"):
         Keys.of(options(api_key_file=str(file)))
 
 

@@ -20,6 +20,8 @@ from entropykv.server.options import ServerOptions
 
 _SCHEME = b"Bearer "
 _DIGEST_BYTES = 16
+_MOST_KEYS = 1000
+"""The most keys of a file: every request is compared with all of them."""
 ALL = ""
 """The id of the one user of a server without keys."""
 
@@ -86,7 +88,7 @@ def _digest(key: bytes) -> bytes:
 def _keys_in(path: str) -> list[str]:
     """Return the keys of a file, one a line; blank lines and those that begin with # are none."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # Windows begins it so
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise SettingsError(
@@ -97,6 +99,11 @@ def _keys_in(path: str) -> list[str]:
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:  # without this, an empty file would let everyone in
         raise SettingsError(f"{path}: there is no key in it; write one a line (--api-key-file)")
+    if len(keys) > _MOST_KEYS:
+        raise SettingsError(
+            f"{path}: {len(keys)} keys are more than {_MOST_KEYS}, with which each request is "
+            "compared; give some of them to another server (--api-key-file)"
+        )
     return keys
 
 
