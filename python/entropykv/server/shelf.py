@@ -190,8 +190,8 @@ class Shelf:
     ) -> _Conversation | None:
         """Return the caller's conversation that a prompt goes on with, if it does with any.
 
-        Nobody else may want what it takes over: all of the conversation is in the prompt, or all
-        but its last answer, to which a checkpoint leads back.
+        Others may want to go on with it, too. So the prompt must hold all of the conversation, or
+        all but its last answer, which is quickly read again from the checkpoint before it.
         """
         host = self._pool.host
         leads_back = host.checkpoints.limit_bytes > 0 and host.recipe.freezing is None
