@@ -14,6 +14,7 @@ import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
 from entropykv.server.shelf import Shelf
+from entropykv.server.users import SOMEBODY
 from entropykv.session import going_back
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
@@ -197,17 +198,17 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
 def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
     with pool_of(model, n_sequences=3, kv_budget=3 * N_CTX) as pool:
         shelf = Shelf(pool, 4)
-        first = shelf.take([*SYSTEM, 5], None)
+        first = shelf.take([*SYSTEM, 5], SOMEBODY)
         taken: list[Session] = []
         asked: list[int] = []
 
         def come() -> None:
-            taken.append(shelf.take([*SYSTEM, 6], None, lambda: asked.append(1)))
+            taken.append(shelf.take([*SYSTEM, 6], SOMEBODY, lambda: asked.append(1)))
 
         thread = in_thread(come)
         while not asked:
             time.sleep(0.001)
-        assert shelf.take([9, *SYSTEM], None).position == 0  # begins otherwise
+        assert shelf.take([9, *SYSTEM], SOMEBODY).position == 0  # begins otherwise
         first.decode([*SYSTEM, 5])
         assert not taken
         first.note_turn(writes=True)
@@ -223,13 +224,13 @@ def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
 def test_who_waits_can_be_called_off(model: Path) -> None:
     with pool_of(model, n_sequences=2, kv_budget=2 * N_CTX) as pool:
         shelf = Shelf(pool, 4)
-        shelf.take(SYSTEM, None)
+        shelf.take(SYSTEM, SOMEBODY)
 
         def stop() -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            shelf.take(SYSTEM, None, stop)
+            shelf.take(SYSTEM, SOMEBODY, stop)
 
 
 def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:

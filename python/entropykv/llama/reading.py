@@ -272,6 +272,10 @@ class ReadingLlama(llama_cpp.Llama):
         found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
         return found if found and len(found) < self._n_ctx else None
 
+    def _goes_on_from(self, held: list[int], prompt: list[int]) -> bool:
+        """Tell whether a prompt begins with the text of tokens, however it is spelled."""
+        return continuing(held, prompt, self._spell, self._tokenize_text) is not None
+
     def _spell(self, token: int) -> str:
         piece = self._session.token_bytes(token)
         return spelling(piece) if piece else control_symbol(token)

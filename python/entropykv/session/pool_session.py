@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -51,8 +51,11 @@ class PoolSession(Session):
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
         origin: Checkpoint | None = None,
+        tenant: Hashable = None,
     ) -> None:
         """Take a seat; `origin` is a parked state to go on from, which becomes its own."""
+        self.tenant = tenant
+        """Whose texts it shares: see Pool.session."""
         host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
@@ -92,7 +95,14 @@ class PoolSession(Session):
         return self._seat.number
 
     def standing(self) -> Standing:
-        """Return how it stands among the others of the pool."""
+        """Return how it stands among the others of the pool, between two steps.
+
+        Only then does what it holds stay where it is: a step may hand its pages to another one.
+        """
+        with self._host.scheduler.between_steps():
+            return self._standing_between_steps()
+
+    def _standing_between_steps(self) -> Standing:
         seat, scheduler, now = self._seat, self._host.scheduler, time.monotonic()
         idle_seconds = now - seat.last_step
         if seat.parked is not None:
@@ -136,11 +146,17 @@ class PoolSession(Session):
             recovery=self.recovery,
             on_climb=self.on_climb,
             origin=origin,
+            tenant=self.tenant,
         )
 
     def _standing_now(self, parked: Parked) -> Checkpoint:
         self._sequence.note_evictions(self.evicted)
-        return Checkpoint(self._sequence.copy(), parked, goes_back=not self._host.recurrent)
+        return Checkpoint(
+            self._sequence.copy(),
+            parked,
+            goes_back=not self._host.recurrent,
+            tenant=self.tenant,
+        )
 
     def keep_checkpoint(self) -> None:
         """Keep where the text stands, to come back to, and for others that begin as it does."""
@@ -155,13 +171,13 @@ class PoolSession(Session):
     def return_to_checkpoint(
         self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
     ) -> bool:
-        """Go back as a Session does, to a checkpoint of any session of the pool.
+        """Go back as a Session does, to a checkpoint of any session of its tenant in the pool.
 
         With a checkpoint of all of the text, the logits are there again.
         """
         host = self._host
         with host.scheduler.between_steps():
-            found, position = host.checkpoints.nearest(tokens, repeatable=repeatable)
+            found, position = host.checkpoints.nearest(tokens, self.tenant, repeatable=repeatable)
             if found is None or position <= beyond:
                 return False
             try:

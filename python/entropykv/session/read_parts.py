@@ -13,15 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+_STRETCH = 256
+"""Tokens of two texts that are compared at once."""
+
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at their beginning."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    n = min(len(first), len(second))
+    for begin in range(0, n, _STRETCH):
+        one, other = first[begin : begin + _STRETCH], second[begin : begin + _STRETCH]
+        if one != other:  # lists are compared at once, many tokens in the time of one
+            for index in range(min(len(one), len(other))):
+                if one[index] != other[index]:
+                    return begin + index
+    return n
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class ReadParts:
             self._parts[-1] = _Part(self._parts[-1].begin, position)
         if self._end_of_prompt > position:
             self._logits = None
+
+    @property
+    def end_of_prompt(self) -> int:
+        """Return the end of the last micro-batch of several tokens; 0 where there was none."""
+        return self._end_of_prompt
 
     def begin_before(self, position: int) -> int:
         """Return the last position up to `position` where a reading of the same text was cut.
