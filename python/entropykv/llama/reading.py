@@ -17,8 +17,9 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from entropykv.errors import EntropyKVError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
-from entropykv.llama.context import BudgetContext
+from entropykv.llama.context import BudgetContext, SharedModel
 from entropykv.llama.prefix import continuing, control_symbol, spelling
+from entropykv.llamacpp.weights import Weights
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
@@ -47,16 +48,24 @@ class ReadingLlama(llama_cpp.Llama):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raise EntropyKVError where another thread is within a call of this model."""
-        if not self._lock.acquire(blocking=False):
+        """Keep the model; raise EntropyKVError once closed, or where another thread calls it."""
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            _ = self._session  # raises where the other thread closes it
             raise EntropyKVError(
                 "another thread is using this EntropyLlama, which holds one sequence; let calls "
                 "take turns with a lock, or give each thread a model of its own"
             )
         try:
-            yield
+            with self._weights:
+                yield
         finally:
-            self._lock.release()
+            lock.release()
+
+    @property
+    def _weights(self) -> Weights:
+        """Return what keeps the model within `with`; entering raises EntropyKVError once closed."""
+        return SharedModel.of(self._model).weights
 
     @property
     def _session(self) -> Session:
@@ -144,10 +153,12 @@ class ReadingLlama(llama_cpp.Llama):
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample."""
         start = time.perf_counter()
-        token: int = super().sample(*arguments, **options)
-        self._sampled = token
-        if not self._session.is_end(token):
-            self._session.count_generated(1, time.perf_counter() - start)
+        with self._alone():
+            session = self._session
+            token: int = super().sample(*arguments, **options)
+            self._sampled = token
+            if not session.is_end(token):
+                session.count_generated(1, time.perf_counter() - start)
         return token
 
     @property
@@ -179,6 +190,7 @@ class ReadingLlama(llama_cpp.Llama):
         sent = None
         with closing(stream), self._resting():
             while True:
+                _check_attached(self)
                 with self._alone():
                     self._check_goes_on(generation)
                     try:
@@ -193,10 +205,11 @@ class ReadingLlama(llama_cpp.Llama):
         try:
             yield
         finally:
-            if self._ctx.is_open:
-                self._session.rest()
+            if isinstance(self._ctx, BudgetContext):
+                self._ctx.rest()
 
     def _check_goes_on(self, generation: object) -> None:
+        _ = self._session  # raises once closed
         if self._generation is not generation:
             raise EntropyKVError(
                 "another call has used this EntropyLlama, which holds one sequence, before this "
@@ -278,3 +291,8 @@ class ReadingLlama(llama_cpp.Llama):
 
     def _tokenize_text(self, text: bytes) -> list[int]:
         return self.tokenize(text, add_bos=False, special=False)
+
+
+def _check_attached(llm: llama_cpp.Llama) -> None:
+    if not isinstance(llm, ReadingLlama):
+        raise EntropyKVError("the model was detached before this answer was complete; ask again")

@@ -47,12 +47,17 @@ class PoolSession(Session):
         self,
         host: Host,
         *,
+        pool: object,
         weight: float = 1.0,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
         origin: Checkpoint | None = None,
     ) -> None:
-        """Take a seat; `origin` is a parked state to go on from, which becomes its own."""
+        """Take a seat; `origin` is a parked state to go on from, which becomes its own.
+
+        `pool` owns the host, and is kept as long as the session.
+        """
+        self._pool = pool
         host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
@@ -60,7 +65,7 @@ class PoolSession(Session):
             self._go_on_from(origin)
 
     def _go_on_from(self, origin: Checkpoint) -> None:
-        with self._host.scheduler.between_steps():
+        with self._host.at_seat(self._seat):
             self._shared.give(self._seat, origin.parked)
         self._sequence = origin.sequence.copy()
         self._sequence.evicted_before = origin.parked.evicted
@@ -95,11 +100,11 @@ class PoolSession(Session):
         """Return how it stands among the others of the pool."""
         seat, scheduler, now = self._seat, self._host.scheduler, time.monotonic()
         idle_seconds = now - seat.last_step
-        if seat.parked is not None:
+        parked = seat.parked  # another thread may bring it back meanwhile
+        if parked is not None:
             state: Literal["parked", "waiting"] = (
                 "waiting" if scheduler.is_waiting(seat) else "parked"
             )
-            parked = seat.parked
             return Standing(
                 state,
                 idle_seconds,
@@ -115,7 +120,7 @@ class PoolSession(Session):
     def park(self) -> None:
         """Leave its part of the pool to others until it is used again; raises PoolError."""
         self._check_usable()
-        with self._host.scheduler.between_steps():
+        with self._host.at_seat(self._seat):
             self._shared.park(self._seat)
             self._shared.share()
 
@@ -128,10 +133,11 @@ class PoolSession(Session):
         self._check_usable()
         host, origin = self._host, None
         if self.position:
-            with host.scheduler.between_steps():
+            with host.at_seat(self._seat):
                 origin = self._standing_now(self._shared.kept_of(self._seat))
         return PoolSession(
             host,
+            pool=self._pool,
             weight=self.weight,
             recovery=self.recovery,
             on_climb=self.on_climb,
@@ -147,7 +153,7 @@ class PoolSession(Session):
         checkpoints = self._host.checkpoints
         if checkpoints.limit_bytes == 0 or self.position == 0 or self._broken:
             return
-        with self._host.scheduler.between_steps():
+        with self._host.at_seat(self._seat):
             parked = self._shared.checkpoint_of(self._seat)
             if parked is not None:
                 checkpoints.keep(self._standing_now(parked))
@@ -160,7 +166,7 @@ class PoolSession(Session):
         With a checkpoint of all of the text, the logits are there again.
         """
         host = self._host
-        with host.scheduler.between_steps():
+        with host.at_seat(self._seat):
             found, position = host.checkpoints.nearest(tokens, repeatable=repeatable)
             if found is None or position <= beyond:
                 return False

@@ -100,11 +100,21 @@ class Session(Saving):
         self.close()
 
     def __del__(self) -> None:
-        """Free what nobody has closed."""
-        self.close()
+        """Free what nobody has closed; never wait, since this may happen in any thread."""
+        if self._closed:
+            return
+        if self._alone:
+            self.close()
+        else:
+            self._closed = True
+            self._host.leave_later(self._seat)
 
     def close(self) -> None:
-        """Free the context, the store and the model; the session cannot be used any more."""
+        """Free the context, the store and the model; the session cannot be used any more.
+
+        It waits for the micro-batch that is being read. A thread that reads or writes the session
+        gets an EntropyKVError.
+        """
         if self._closed:
             return
         self._closed = True
@@ -246,10 +256,19 @@ class Session(Saving):
         return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
 
     def _resting(self, stream: Generator[int, None, None]) -> Generator[int, None, None]:
-        """Pass tokens on; in the end, let no other session of the pool wait for more."""
+        """Pass tokens on; in the end, let no other session of the pool wait for more.
+
+        While a token is found, nobody frees the vocabulary that samplers read.
+        """
         try:
             with closing(stream):
-                yield from stream
+                while True:
+                    self._check_open()
+                    with self._model.in_use():
+                        token = next(stream, None)
+                    if token is None:
+                        return
+                    yield token
         finally:
             self.rest()
 
@@ -261,6 +280,13 @@ class Session(Saving):
     def interrupt(self) -> None:
         """Call off a decode that waits for its turn in another thread, which gets PoolError."""
         self._host.scheduler.cancel(self._seat)
+
+    def refuse(self) -> None:
+        """Read nothing more: a decode in another thread ends with its next micro-batch.
+
+        That thread gets an EntropyKVError. What was read can be looked at until close().
+        """
+        self._host.refuse(self._seat)
 
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
         """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.
