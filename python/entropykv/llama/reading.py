@@ -118,7 +118,7 @@ class ReadingLlama(llama_cpp.Llama):
         if not ids:
             return
         evicted, start = session.evicted, time.perf_counter()
-        self._read(ids)
+        self._read(ids, written=written and len(ids) == 1)
         count = session.count_generated if written else session.count_prompt
         if written and self._watch is not None and session.logits is not None:
             self._watch.wants_rewalk(session.logits, session.position)
@@ -128,12 +128,16 @@ class ReadingLlama(llama_cpp.Llama):
             kept = session.stats().entries_kept
             on_evict(EvictionEvent(session.evicted - evicted, kept, session.position))
 
-    def _read(self, ids: list[int]) -> None:
-        """Decode tokens; n_tokens and input_ids follow every micro-batch, whatever fails later."""
+    def _read(self, ids: list[int], *, written: bool) -> None:
+        """Decode tokens; n_tokens and input_ids follow every micro-batch, whatever fails later.
+
+        `written`: it is the token that was sampled last, and not the last one of a prompt.
+        """
         session = self._session
         self._requires_eval = True
         first = self.n_tokens
-        for logits in session.decode_micro_batches(ids, all_logits=self._logits_all):
+        stream = session.decode_micro_batches(ids, all_logits=self._logits_all, writes=written)
+        for logits in stream:
             begin, end = self.n_tokens, session.position
             self.input_ids[begin:end] = ids[begin - first : end - first]
             if self._logits_all:

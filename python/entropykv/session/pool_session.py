@@ -10,7 +10,6 @@ from typing import Literal, cast
 from entropykv.errors import PoolError
 from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.host import Host
-from entropykv.session.parking import Parked
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
 from entropykv.session.shared_pool import SharedPool
@@ -134,7 +133,9 @@ class PoolSession(Session):
         host, origin = self._host, None
         if self.position:
             with host.at_seat(self._seat):
-                origin = self._standing_now(self._shared.kept_of(self._seat))
+                kept = self._shared.kept_of(self._seat)
+                self._sequence.note_evictions(self.evicted)
+                origin = Checkpoint(self._sequence.copy(), kept, goes_back=not host.recurrent)
         return PoolSession(
             host,
             pool=self._pool,
@@ -144,10 +145,6 @@ class PoolSession(Session):
             origin=origin,
         )
 
-    def _standing_now(self, parked: Parked) -> Checkpoint:
-        self._sequence.note_evictions(self.evicted)
-        return Checkpoint(self._sequence.copy(), parked, goes_back=not self._host.recurrent)
-
     def keep_checkpoint(self) -> None:
         """Keep where the text stands, to come back to, and for others that begin as it does."""
         checkpoints = self._host.checkpoints
@@ -156,7 +153,9 @@ class PoolSession(Session):
         with self._host.at_seat(self._seat):
             parked = self._shared.checkpoint_of(self._seat)
             if parked is not None:
-                checkpoints.keep(self._standing_now(parked))
+                self._sequence.note_evictions(self.evicted)
+                text = self._sequence.to_come_back_to()
+                checkpoints.keep(Checkpoint(text, parked, goes_back=not self._host.recurrent))
 
     def return_to_checkpoint(
         self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False

@@ -135,14 +135,18 @@ class Session(Saving):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode_micro_batches(
-        self, tokens: Sequence[int], all_logits: bool
+        self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Yield each micro-batch's logits as it is read: None for those that have none."""
+        """Yield each micro-batch's logits as it is read: None for those that have none.
+
+        `writes`: whether they were written, and are not (the rest of) a prompt; None: a single
+        token is taken for a written one.
+        """
         self._check_usable()
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
         self._model.check_tokens(ids)
-        self.note_turn(writes=len(ids) == 1)
+        self.note_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._host.scheduler.arrive()
         self._seat.expected = max(self._seat.expected, self._sequence.position + len(ids))
         echoes = self._echo is not None and self._evicts(len(ids))
@@ -180,7 +184,8 @@ class Session(Saving):
         logits = self._decode(tokens, n_rows, echo, arrival)
         if echo:
             self._sequence.echoed = self._sequence.position + len(tokens)
-        self._sequence.add(tokens, None if logits is None else logits[-1].copy())
+        last = None if logits is None else logits[-1].copy()
+        self._sequence.add(tokens, last, is_prompt=not self._writes)
         self._sequence.note_evictions(self.evicted)
         if self.trajectory:
             counters = self._store.counters()
