@@ -118,14 +118,15 @@ def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> No
         raise SessionFileError(f"{where}: {_other_freezing(theirs.freeze, ours.freeze)}")
     if theirs.sequence_state != ours.sequence_state:
         raise SessionFileError(
-            f"{where}: holds {_state_of(theirs)}, but this session reads {_state_of(ours)}; {AGAIN}"
+            f"{where}: holds {_version_of_state(theirs)} of llama.cpp's state of a sequence "
+            f"(llama-cpp-python {theirs.llama_cpp_python}), but {ours.llama_cpp_python} reads "
+            f"{_version_of_state(ours)} here; {AGAIN}"
         )
 
 
-def _state_of(settings: SavedSettings) -> str:
+def _version_of_state(settings: SavedSettings) -> str:
     version = settings.sequence_state
-    state = "no state" if version is None else f"version {version} of the state"
-    return f"{state} of a sequence in llama.cpp (llama-cpp-python {settings.llama_cpp_python})"
+    return "nothing" if version is None else f"version {version}"
 
 
 def _other_freezing(theirs: str | None, ours: str | None) -> str:
