@@ -106,7 +106,7 @@ def _attacked(seed: int, server: Server) -> Counter[str]:
     _together([client.warm_up for client in clients])
     before = _footprint(server, port, 8, 32)
     ends = time.monotonic() + SECONDS
-    with _watched(port) as late:
+    with watched(port) as late:
         _together([lambda client=client: client.attack(ends) for client in clients])
     broken = [f"{len(late)} times late: /health, {text}" for text in late[:3]]
     broken += [error for client in clients for error in client.errors]
@@ -195,7 +195,7 @@ def _together(calls: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _watched(port: int) -> Iterator[list[str]]:
+def watched(port: int) -> Iterator[list[str]]:
     """Watch /health; the list that is yielded has what was late, once the block has ended."""
     late: list[str] = []
     command = [sys.executable, "-c", WATCH, f"{port}", f"{MOST_HEALTH_SECONDS}"]
