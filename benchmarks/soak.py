@@ -241,7 +241,7 @@ def main() -> None:
         command += ["--freeze", options.freeze] if options.freeze else []
         with running_process(command) as (url, process):
             start = time.monotonic()
-            with watched(int(url.rpartition(":")[2])) as late:
+            with watched(int(url.rpartition(":")[2]), process.pid) as late:
                 tally = soak(url, process.pid, options)
             tally.wrong += [f"/health: {text}" for text in late]
             fine = report(tally, figures(url), time.monotonic() - start)
