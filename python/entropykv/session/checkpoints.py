@@ -40,6 +40,11 @@ class Checkpoint:
         """Return how many tokens were read."""
         return self.sequence.position
 
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that it takes besides the pool: of entries, and of text and logits."""
+        return self.parked.n_bytes + self.sequence.n_bytes
+
     def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
         """Return how many tokens of a text it can spare reading; all of them only with logits.
 
@@ -86,7 +91,7 @@ class Checkpoints:
     @property
     def bytes(self) -> int:
         """Return the bytes that they take besides the pool."""
-        return sum(each.parked.n_bytes for each in self._kept)
+        return sum(each.n_bytes for each in self._kept)
 
     def keep(self, checkpoint: Checkpoint) -> None:
         """Keep one, in the place of its tenant's of the same text; drop those beyond the limit."""

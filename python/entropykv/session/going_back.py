@@ -105,7 +105,7 @@ class GoingBack(SessionCache):
     def _truncate_store(self, position: int) -> None:
         shared = self._host.shared
         if position == 0 and shared is not None:
-            with self._host.scheduler.between_steps():
+            with self._host.at_seat(self._seat):
                 shared.forget(self._seat)
         else:
             with self._host.with_seat(self._seat) as store:

@@ -55,7 +55,8 @@ class Pool:
     """One model, and one budget of bytes for all sessions that session() makes.
 
     Each session has the interface of Session, and may be used by a thread of its own: the tokens of
-    all that are waiting are read together. `options`, or keyword arguments of the same names: see
+    all that are waiting are read together. The pool lives as long as one of them, unless it is
+    closed. `options`, or keyword arguments of the same names: see
     CacheOptions. `n_sequences`: how many conversations hold entries at a time (4 unless given);
     there may be more sessions, which are parked while they are idle: what they hold goes to `park`,
     `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
@@ -119,7 +120,12 @@ class Pool:
         """
         recovery = recovery or self._host.recipe.options.recovery
         return PoolSession(
-            self._host, weight=weight, recovery=recovery, on_climb=on_climb, tenant=tenant
+            self._host,
+            pool=self,
+            weight=weight,
+            recovery=recovery,
+            on_climb=on_climb,
+            tenant=tenant,
         )
 
     def sessions(self) -> list[PoolSession]:
@@ -169,7 +175,11 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Free everything; the sessions cannot be used any more."""
+        """Free everything; the sessions cannot be used any more.
+
+        It waits for the step that is being made. Threads that read, write or wait get an
+        EntropyKVError that says that the pool is closed.
+        """
         if not self._closed:
             self._closed = True
             self._host.close()

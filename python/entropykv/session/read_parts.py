@@ -7,6 +7,7 @@ beginning of one of its micro-batches is cut as it was before.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,11 +52,32 @@ class ReadParts:
         self._end_of_prompt = 0
         self._logits: npt.NDArray[np.float32] | None = None
 
-    def note(self, position: int, n_tokens: int, logits: npt.NDArray[np.float32] | None) -> None:
-        """Take down a micro-batch read at `position`, and the logits of its last token, if any."""
+    def note(
+        self,
+        position: int,
+        n_tokens: int,
+        logits: npt.NDArray[np.float32] | None,
+        *,
+        is_prompt: bool = False,
+    ) -> None:
+        """Take down a micro-batch read at `position`, and the logits of its last token, if any.
+
+        `is_prompt`: it is no token that was written. The last micro-batch of a prompt may have one
+        token, too.
+        """
         if n_tokens > 1:
             self._parts.append(_Part(position, position + n_tokens))
+        if n_tokens > 1 or is_prompt:
             self._end_of_prompt, self._logits = position + n_tokens, logits
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that a copy takes, logits not counted."""
+        return sys.getsizeof(self._parts)
+
+    def forget_logits(self) -> None:
+        """Forget the logits of the last prompt, which take 4 bytes for every token known."""
+        self._logits = None
 
     def copy(self) -> ReadParts:
         """Return the same, for a session that was forked."""
