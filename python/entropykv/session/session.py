@@ -150,7 +150,7 @@ class Session(Saving):
         arrival = self._host.scheduler.arrive()
         self._seat.expected = max(self._seat.expected, self._sequence.position + len(ids))
         echoes = self._echo is not None and self._evicts(len(ids))
-        if echoes:
+        if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
         size = self._echo.stretch if self._echo and echoes else self.recipe.n_ubatch
         for first in range(0, len(ids), size):
@@ -217,17 +217,32 @@ class Session(Saving):
                     shared.note_growth(seat)
         return self._sequence.position + n_tokens > self._store.whole_entries
 
+    def _awaits_echoes(self, n_tokens: int) -> bool:
+        """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
+        if self._echo is None or n_tokens >= LEAST_TOKENS:
+            return False
+        room = self._store.whole_entries - self._sequence.position
+        return room <= self._echo.tokens_ahead(self._sequence.position - self._sequence.echoed)
+
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
-        """Read the echoes that are missing, if enough, before `n_tokens` more evict the text."""
+        """Read echoes that are missing, if enough, before `n_tokens` more evict the text.
+
+        Before a written token, no more than one stretch is repeated: the others wait for the next
+        tokens.
+        """
+        sequence = self._sequence
         least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
-        if self._echo is None or self._sequence.position - self._sequence.echoed < least:
+        if self._echo is None or sequence.position - sequence.echoed < least:
             return
-        for first in range(self._sequence.echoed, self._sequence.position, self._echo.stretch):
-            last = min(first + self._echo.stretch, self._sequence.position)
-            if echo := self._echo_of(self._sequence.tokens[first:last], first):
+        while sequence.echoed < sequence.position:
+            first = sequence.echoed
+            last = min(first + self._echo.stretch, sequence.position)
+            if echo := self._echo_of(sequence.tokens[first:last], first):
                 self._decode([], 0, echo, arrival)
                 self._broken = False
-        self._sequence.echoed = self._sequence.position
+            sequence.echoed = last
+            if n_tokens < LEAST_TOKENS:
+                break
         with self._host.with_seat(self._seat) as store:
             store.share_again()
         self._sequence.note_evictions(self.evicted)
