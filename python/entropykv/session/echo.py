@@ -21,7 +21,7 @@ LEAST_STRETCH = 32
 """The shortest stretch: budgets follow what so many tokens show, see policy/online.py."""
 
 APART = 8
-"""Tokens that are written from one echo to the next, where many are due before the bytes are full."""
+"""Tokens that are written from one echo to the next, where the bytes will soon be full."""
 
 
 class Echo:
