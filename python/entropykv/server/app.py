@@ -13,14 +13,18 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
+from entropykv.server.admission import Limits
+from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
-from entropykv.server.engine import Engine, Limits
+from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
+from entropykv.server.fields import Tokens
 from entropykv.server.gate import Gate
+from entropykv.server.hosts import Hosts
 from entropykv.server.kv_stream import kv_stream_routes
 from entropykv.server.llama_server_routes import llama_server_routes, text_of
 from entropykv.server.loading import load_llama
@@ -35,6 +39,19 @@ _DESCRIPTION = (
 )
 
 
+class _Detokenize(DetokenizeInputRequest):
+    """Tokens of a text, which are checked up to their first error."""
+
+    tokens: Tokens
+
+
+_LIMITS = (
+    *("max_jobs", "max_waiting", "max_body", "max_bodies"),
+    *("receive_seconds", "request_seconds", "drain_seconds"),
+)
+"""The fields of ServerOptions that are fields of Limits, too."""
+
+
 def create_app(
     model: ModelOptions, server: ServerOptions, page: WebDefaults | None = None
 ) -> FastAPI:
@@ -46,7 +63,7 @@ def create_app(
     Nothing is shared between two apps. Raises what EntropyLlama raises.
     """
     limits = Limits(
-        server.max_waiting, server.request_seconds, server.drain_seconds, model.conversations
+        **{name: getattr(server, name) for name in _LIMITS}, conversations=model.conversations
     )
     engine = Engine(load_llama(model), interrupt=server.interrupt_requests, limits=limits)
 
@@ -68,7 +85,7 @@ def create_app(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     app.state.engine = engine
-    _add_middleware(app, server)
+    _add_middleware(app, server, engine)
     add_error_handlers(app)
     app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
     app.include_router(llama_server_routes(engine))
@@ -85,9 +102,10 @@ def create_app(
     return app
 
 
-def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
-    """Let requests pass, in this order: the log, CORS (a preflight has no key), the gate."""
-    app.add_middleware(Gate, api_key=server.api_key, max_body=server.max_body)
+def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine) -> None:
+    """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
+    app.add_middleware(Bodies, admission=engine.admission)
+    app.add_middleware(Gate, api_key=server.api_key)
     if server.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -95,26 +113,27 @@ def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    app.add_middleware(Hosts, host=server.host, allowed=server.allowed_hosts)
     app.add_middleware(RequestLog)
 
 
 def _extra_routes(engine: Engine) -> APIRouter:
     """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
-    router = APIRouter(prefix="/extras", tags=["Extras"])
+    router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
     def ids(body: TokenizeInputRequest) -> list[int]:
         return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
 
     @router.post("/tokenize")
-    def tokenize(body: TokenizeInputRequest) -> dict[str, list[int]]:
-        return {"tokens": ids(body)}
+    def tokenize(body: TokenizeInputRequest) -> JSONResponse:
+        return JSONResponse({"tokens": ids(body)})
 
     @router.post("/tokenize/count")
     def count(body: TokenizeInputRequest) -> dict[str, int]:
         return {"count": len(ids(body))}
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeInputRequest) -> dict[str, str]:
+    def detokenize(body: _Detokenize) -> dict[str, str]:
         return {"text": text_of(engine, body.tokens)}
 
     return router

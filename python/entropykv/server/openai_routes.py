@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
@@ -29,13 +30,14 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
     """Return the routes; `ping` keeps silent streams alive by comments."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI V1"])
+    router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):
+            engine.admission.check(body.n_jobs)
             calls = [part.call for part in body.parts()]
             choices = Choices(body.n, usage=body.stream_options.include_usage)
         if body.stream:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from entropykv.session.pool import Pool
+from entropykv.session.pool import Pool, PoolStats
 from entropykv.session.stats import SessionStats
 
 
@@ -24,6 +24,16 @@ class Totals:
         for name in vars(self):
             done = getattr(now, name) - getattr(before, name)
             setattr(self, name, getattr(self, name) + done)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Hold the figures of a pool, and of those who are kept in it, between two steps."""
+
+    pool: PoolStats | None
+    """None where there is no pool."""
+    conversations: list[tuple[str | None, SessionStats, bool]]
+    """Of each that is kept: its name, its figures, and whether it holds entries of the pool."""
 
 
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.conversations import Conversations, OnShelf
 from entropykv.server.engine import Engine
+from entropykv.server.errors import RequestError
 from entropykv.server.request_log import tokens_of
 from entropykv.server.shelf import Shelf
 
@@ -51,14 +53,16 @@ class TurnMiddleware:
             await self._app(scope, receive, send)
             return
         name = _name(scope)
-        kind: type[_Turn]
-        alone: AbstractAsyncContextManager[None]
-        if self._engine.shelf is None:
-            kind, alone = _Turn, self._alone(None)
-        else:
-            kind, alone = _PoolTurn, nullcontext() if name is None else self._alone(name)
+        kind: type[_Turn] = _Turn if self._engine.shelf is None else _PoolTurn
         turn = kind(self._engine, self._conversations, self._replica, scope, send)
-        async with alone:
+        async with AsyncExitStack() as stack:
+            if kind is _Turn or name is not None:
+                alone = self._alone(None if kind is _Turn else name, arrival_of(scope))
+                try:
+                    await stack.enter_async_context(alone)
+                except RequestError as error:
+                    await error.response()(scope, receive, send)
+                    return
             await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
@@ -67,12 +71,26 @@ class TurnMiddleware:
             await turn.finish()
 
     @asynccontextmanager
-    async def _alone(self, name: str | None) -> AsyncIterator[None]:
-        """Wait for the requests of a name that came before."""
+    async def _alone(self, name: str | None, arrival: float) -> AsyncIterator[None]:
+        """Wait for the requests of a name that came before.
+
+        Raises RequestError where too many wait (429), or it takes too long (504).
+        """
+        if self._waiting[name]:
+            n_waiting = sum(self._waiting.values()) - len(self._locks)
+            self._engine.admission.check_waiting(n_waiting + 1)
         self._waiting[name] += 1
+        lock = self._locks[name]
         try:
-            async with self._locks[name]:
+            seconds = self._engine.admission.seconds_left(arrival)
+            try:
+                await asyncio.wait_for(lock.acquire(), seconds)
+            except asyncio.TimeoutError:
+                raise too_late() from None
+            try:
                 yield
+            finally:
+                lock.release()
         finally:
             self._waiting[name] -= 1
             if not self._waiting[name]:
