@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -216,5 +217,31 @@ def test_who_waits_for_room_can_leave() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
         assert server.idle_figures(10)["requests"]["waiting"] == 0
+    finally:
+        assert server.end()[0] == 0
+
+
+# --- what cannot be stopped -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("control", ["<|im_start|>", "<|im_start|><|im_end|>"])
+def test_a_text_of_control_tokens_takes_no_minute(smollm2: Path, control: str) -> None:
+    server = Server("--parallel", 2, model=smollm2, ENTROPYKV_API_KEY=KEY)
+    text = control * (1_000_000 // len(control))
+    chat = [{"role": "user", "content": text}]
+    try:
+        for path, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": chat}),
+            ("/tokenize", {"content": text}),
+            ("/extras/tokenize/count", {"input": text}),
+        ):
+            start = time.monotonic()
+            answer = server.post(path, json.dumps(body))
+            assert answer.status_code == 400
+            assert "control tokens" in answer.json()["error"]["message"]
+            assert time.monotonic() - start < 5
+        few = control * 200
+        assert server.post("/tokenize", json.dumps({"content": few})).status_code == 200
     finally:
         assert server.end()[0] == 0
