@@ -23,7 +23,7 @@ VIEWERS = 16
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    limits = ("--receive-seconds", 1, "--max-connections", MOST_CONNECTIONS, "--max-waiting", 4)
+    limits = ("--client-seconds", 1, "--max-connections", MOST_CONNECTIONS, "--max-waiting", 4)
     yield from served("--parallel", 2, *limits, "--allowed-hosts", "llm.example", "--api-key", KEY)
 
 

@@ -308,7 +308,7 @@ async def echo(_: Any, receive: Any, send: Any) -> None:
 
 
 def test_bodies_have_limits_of_bytes_and_seconds() -> None:
-    admission = Admission(Limits(max_body=10, max_bodies=12, receive_seconds=0.1), 1)
+    admission = Admission(Limits(max_body=10, max_bodies=12, client_seconds=0.1), 1)
     app = Bodies(echo, admission)
 
     def status(*messages: dict[str, Any], **headers: str) -> int:
@@ -328,7 +328,7 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
 
 def test_a_slow_upload_holds_nobodys_turn(tmp_path: Path) -> None:
     """Where one model is for all, their turn was taken before the body had arrived."""
-    engine = engine_of(FakeLlama(), receive_seconds=60)
+    engine = engine_of(FakeLlama(), client_seconds=60)
     conversations = Conversations(tmp_path, 1 << 20)
     turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
     app = Bodies(turns, engine.admission)

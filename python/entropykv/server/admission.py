@@ -32,8 +32,8 @@ class Limits:
     """Bytes of one request's body: 250,000 tokens of English text, or 150,000 as numbers."""
     max_bodies: int = 32 << 20
     """Bytes of the bodies of all requests that are being received, wait or run."""
-    receive_seconds: float = 30.0
-    """Seconds that the headers of a request may take to arrive, and its body."""
+    client_seconds: float = 30.0
+    """Seconds that a client may take to send headers, to send a body, and to take what it gets."""
     request_seconds: float | None = None
     """How many seconds a request may take from its arrival to the end of its answer."""
     drain_seconds: float = 0.0

@@ -47,7 +47,7 @@ class _Detokenize(DetokenizeInputRequest):
 
 _LIMITS = (
     *("max_jobs", "max_waiting", "max_body", "max_bodies"),
-    *("receive_seconds", "request_seconds", "drain_seconds"),
+    *("client_seconds", "request_seconds", "drain_seconds"),
 )
 """The fields of ServerOptions that are fields of Limits, too."""
 

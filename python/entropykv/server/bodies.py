@@ -60,14 +60,14 @@ class Bodies:
             )
         length = headers.get(b"content-length", b"")
         self._admission.check_body(int(length) if length.isdigit() and len(length) < 20 else 0)
-        seconds = self._admission.limits.receive_seconds
+        seconds = self._admission.limits.client_seconds
         try:
             return await asyncio.wait_for(_receive_all(receive, body), seconds)
         except asyncio.TimeoutError:
             raise RequestError(
                 408,
                 f"the request's body took longer than {seconds:g} seconds to arrive; send it "
-                "faster, or start the server with more --receive-seconds",
+                "faster, or start the server with more --client-seconds",
             ) from None
 
 

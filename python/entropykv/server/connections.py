@@ -1,37 +1,36 @@
-"""Limit connections: how many there are, and how long one may take to say what it wants.
+"""Limit connections: how many there are, and how long their clients keep the server waiting.
 
-uvicorn has no limit of the time that headers take, and answers those above its own limit of
-connections only once they have sent a request.
+uvicorn has no limit of the time that headers take, or that a client takes to read. It answers those
+above its own limit of connections only once they have sent a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from entropykv.server.errors import RequestError
 
-_BASE: Any = AutoHTTPProtocol
 
-
-class LimitedProtocol(_BASE):  # type: ignore[misc]
-    """Speak HTTP as uvicorn does, within limits.
+class LimitedProtocol(H11Protocol):
+    """Speak HTTP as uvicorn does, within limits; h11's own one is 64 KiB for all headers.
 
     A connection beyond the limit is answered with 503, one whose headers take too long with 408,
-    and closed.
+    and closed; so is one whose client does not take what was sent to it.
     """
 
     most = 0
     """How many connections there may be."""
     seconds = 0.0
-    """Seconds that the headers of a request may take, from the connection or their first byte."""
+    """Seconds that the headers of a request may take, from the connection or their first byte, and
+    seconds that a full buffer of what was sent may take to empty."""
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _refused = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or refuse it."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
@@ -53,7 +52,23 @@ class LimitedProtocol(_BASE):  # type: ignore[misc]
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Stop writing, and give the client time to take what is there."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on writing."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _start_timer(self) -> None:
         late = 408, "Request Timeout", f"the headers took longer than {self.seconds:g} seconds"

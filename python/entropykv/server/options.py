@@ -142,11 +142,11 @@ class ServerOptions(ServerSettings):
         ge=1,
         description="Connections that there may be at a time; more are answered with 503.",
     )
-    receive_seconds: int = Field(
-        default=int(Limits.receive_seconds),
+    client_seconds: int = Field(
+        default=int(Limits.client_seconds),
         ge=1,
-        description="Seconds that the headers of a request may take to arrive, and its body; "
-        "slower ones are answered with 408.",
+        description="Seconds that a client may take to send the headers of a request, and its body "
+        "(else 408), and to take what was sent to it.",
     )
     request_seconds: Optional[int] = Field(  # noqa: UP045
         default=None,

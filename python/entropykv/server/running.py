@@ -38,7 +38,7 @@ def serve(
         app = Starting(lambda: create_app(model, server, page), page=server.web)
         config = uvicorn.Config(
             app,
-            http=protocol_of(server.max_connections, server.receive_seconds),
+            http=protocol_of(server.max_connections, server.client_seconds),
             ws="none",
             ssl_keyfile=server.ssl_keyfile,
             ssl_certfile=server.ssl_certfile,
