@@ -343,6 +343,36 @@ def test_a_slow_upload_holds_nobodys_turn(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
+    """Its turn came all the same, and its conversation was loaded for it."""
+    engine = engine_of(FakeLlama())
+    release = asyncio.Event()
+    inside = []
+
+    async def slow(_: Any, receive: Any, send: Any) -> None:
+        inside.append((await receive())["body"])
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    conversations = Conversations(tmp_path, 1 << 20)
+    turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
+
+    async def three() -> None:
+        first = asyncio.ensure_future(status_of(turns, scope(), piece(b"1")))
+        await asyncio.sleep(0.05)
+        third = asyncio.ensure_future(status_of(turns, scope(), piece(b"3")))
+        gone = status_of(turns, scope(), piece(b"2"), {"type": "http.disconnect"})
+        assert await asyncio.wait_for(gone, 5) == 499
+        assert not first.done()
+        release.set()
+        assert [await first, await third] == [200, 200]
+        assert inside == [b"1", b"3"]
+
+    asyncio.run(three())
+    engine.close()
+
+
 def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path) -> None:
     engine = engine_of(FakeLlama(), max_waiting=1, request_seconds=0.3)
     release = asyncio.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
@@ -21,6 +21,7 @@ from entropykv.server.shelf import Shelf
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
+_CLIENT_GONE = 499
 _LOOK_AGAIN = 0.01
 """Seconds after which one who waits for a conversation checks whether it still has to."""
 
@@ -57,9 +58,11 @@ class TurnMiddleware:
         turn = kind(self._engine, self._conversations, self._replica, scope, send)
         async with AsyncExitStack() as stack:
             if kind is _Turn or name is not None:
-                alone = self._alone(None if kind is _Turn else name, arrival_of(scope))
+                client = _Client(receive)
+                receive = client.receive
+                key = None if kind is _Turn else name
                 try:
-                    await stack.enter_async_context(alone)
+                    await stack.enter_async_context(self._alone(key, arrival_of(scope), client))
                 except RequestError as error:
                     await error.response()(scope, receive, send)
                     return
@@ -71,10 +74,12 @@ class TurnMiddleware:
             await turn.finish()
 
     @asynccontextmanager
-    async def _alone(self, name: str | None, arrival: float) -> AsyncIterator[None]:
+    async def _alone(
+        self, name: str | None, arrival: float, client: _Client
+    ) -> AsyncIterator[None]:
         """Wait for the requests of a name that came before.
 
-        Raises RequestError where too many wait (429), or it takes too long (504).
+        Raises RequestError where too many wait (429), it takes too long (504), or the client goes.
         """
         if self._waiting[name]:
             n_waiting = sum(self._waiting.values()) - len(self._locks)
@@ -82,11 +87,7 @@ class TurnMiddleware:
         self._waiting[name] += 1
         lock = self._locks[name]
         try:
-            seconds = self._engine.admission.seconds_left(arrival)
-            try:
-                await asyncio.wait_for(lock.acquire(), seconds)
-            except asyncio.TimeoutError:
-                raise too_late() from None
+            await client.wait_for(lock, self._engine.admission.seconds_left(arrival))
             try:
                 yield
             finally:
@@ -95,6 +96,41 @@ class TurnMiddleware:
             self._waiting[name] -= 1
             if not self._waiting[name]:
                 del self._waiting[name], self._locks[name]
+
+
+class _Client:
+    """Hear of a client that goes while its request waits, and lose nothing that it has sent."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._heard: deque[Message] = deque()
+
+    async def receive(self) -> Message:
+        """Receive what was sent, in its order."""
+        return self._heard.popleft() if self._heard else await self._receive()
+
+    async def wait_for(self, lock: asyncio.Lock, seconds: float | None) -> None:
+        """Acquire a lock; raises RequestError where it takes longer, or the client goes."""
+        acquired = asyncio.ensure_future(lock.acquire())
+        gone = asyncio.ensure_future(self._gone())
+        has_it = False
+        try:
+            await asyncio.wait(
+                {acquired, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if gone.done():
+                raise RequestError(_CLIENT_GONE, "the client has gone")
+            if not acquired.done():
+                raise too_late()
+            has_it = True
+        finally:
+            gone.cancel()
+            if not acquired.cancel() and not has_it:
+                lock.release()
+
+    async def _gone(self) -> None:
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._heard.append(message)
 
 
 class _Turn:
