@@ -76,6 +76,7 @@ FIELDS: list[tuple[type[BaseModel], dict[str, Any], str]] = [
     (CompletionRequest, {"prompt": "a", "model": LONG}, "model"),
     (CompletionRequest, {"prompt": "a", "stop": LONG}, "stop"),
     (CompletionRequest, {"prompt": "a", "stop": ["a"] * 65}, "stop"),
+    (CompletionRequest, {"prompt": "a", "suffix": LONG * 50}, "suffix"),
     (CompletionRequest, {"prompt": "a", "grammar": LONG * 600}, "grammar"),
     (CompletionRequest, {"prompt": "a", "logprobs": 1_000}, "logprobs"),
     (CompletionRequest, {"prompt": "a", "seed": 10**30}, "seed"),

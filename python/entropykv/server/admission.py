@@ -63,7 +63,7 @@ class Admission:
             raise RequestError(
                 400,
                 f"n: the request asks for {n_jobs:,} choices (prompts times n), and {most:,} are "
-                "the most here; send it as several requests",
+                "the most here (--max-jobs, --max-waiting); send it as several requests",
                 param="n",
             )
 

@@ -22,7 +22,7 @@ from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
 from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
-from entropykv.server.fields import Tokens
+from entropykv.server.fields import Name, Tokens
 from entropykv.server.gate import Gate
 from entropykv.server.hosts import Hosts
 from entropykv.server.kv_stream import kv_stream_routes
@@ -39,9 +39,16 @@ _DESCRIPTION = (
 )
 
 
+class _Tokenize(TokenizeInputRequest):
+    """A text, and a name that has a length."""
+
+    model: Name | None = None
+
+
 class _Detokenize(DetokenizeInputRequest):
     """Tokens of a text, which are checked up to their first error."""
 
+    model: Name | None = None
     tokens: Tokens
 
 
@@ -121,15 +128,15 @@ def _extra_routes(engine: Engine) -> APIRouter:
     """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
     router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
-    def ids(body: TokenizeInputRequest) -> list[int]:
+    def ids(body: _Tokenize) -> list[int]:
         return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
 
     @router.post("/tokenize")
-    def tokenize(body: TokenizeInputRequest) -> JSONResponse:
+    def tokenize(body: _Tokenize) -> JSONResponse:
         return JSONResponse({"tokens": ids(body)})
 
     @router.post("/tokenize/count")
-    def count(body: TokenizeInputRequest) -> dict[str, int]:
+    def count(body: _Tokenize) -> dict[str, int]:
         return {"count": len(ids(body))}
 
     @router.post("/detokenize")

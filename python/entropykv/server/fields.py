@@ -33,6 +33,8 @@ MOST_LOGPROBS = 100
 """Alternatives of a token."""
 MOST_GRAMMAR = 1 << 20
 """Characters of `grammar`; what it may mean is limited where it is parsed."""
+MOST_SUFFIX = 65_536
+"""Characters of `suffix`, which is a part of every choice."""
 MOST_TOKENS = (1 << 31) - 1
 MOST_PIECES = 65_536
 """Tokens that /tokenize gives with their pieces: each is an object of its own."""

@@ -12,6 +12,7 @@ from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_NAME
 from entropykv.server.generations import Choices
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
@@ -87,7 +88,7 @@ def _models(engine: Engine) -> APIRouter:
         if name != llama.served_name:
             raise RequestError(
                 404,
-                f"there is no model {name!r} here; {llama.served_name!r} is",
+                f"there is no model {name[:MOST_NAME]!r} here; {llama.served_name!r} is",
                 param="model",
                 code="model_not_found",
             )

@@ -17,6 +17,7 @@ from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
     MOST_GRAMMAR,
     MOST_LOGPROBS,
+    MOST_SUFFIX,
     MOST_TOKENS,
     Biases,
     Name,
@@ -64,6 +65,7 @@ class CompletionRequest(Request, CreateCompletionRequest):
     prompt: Prompt = Field(  # type: ignore[assignment]
         description="A text or its tokens, or a list of those."
     )
+    suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     max_tokens: TokenCount | None = 16
