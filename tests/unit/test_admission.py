@@ -235,6 +235,32 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
     engine.close()
 
 
+def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends while it is being stopped makes room for another in the same model."""
+    llama = FakeLlama(shelf=object())
+    engine = engine_of(llama)
+    stopped = []
+
+    def interrupt() -> None:
+        time.sleep(0.1)
+        stopped.append(engine.running.get(llama))  # type: ignore[call-overload]
+
+    monkeypatch.setattr(llama, "interrupt", interrupt)
+    first = Job(lambda _: first.stop.wait(10), None, None)
+    second = Job(lambda _: time.sleep(0.3), None, None)
+
+    async def both() -> None:
+        tasks = [asyncio.ensure_future(engine.generate_all([job])) for job in (first, second)]
+        await asyncio.sleep(0.1)
+        tasks[0].cancel()
+        await tasks[1]
+
+    asyncio.run(both())
+    assert stopped
+    assert second not in stopped
+    engine.close()
+
+
 def test_seconds_of_a_request_go_by_while_it_waits() -> None:
     engine = engine_of(FakeLlama(), request_seconds=0.2)
     release = threading.Event()

@@ -89,6 +89,8 @@ class Engine:
         self.workers = [llama] if llama.pool is None else self._workers_of(llama)
         self.running: dict[ServedLlama, Job] = {}
         """Which request each model answers."""
+        self._running_lock = threading.Lock()
+        """Held while that changes, and while one is stopped: the next one must not be, instead."""
         self.admission = Admission(self.limits, len(self.workers))
         """Counts what requests cost."""
         self._moment: tuple[float, Moment] | None = None
@@ -191,9 +193,10 @@ class Engine:
         """Have jobs end within a micro-batch, also where they wait for that of somebody else."""
         for job in list(jobs):
             job.stop.set()
-            for worker, running in list(self.running.items()):
-                if running is job and worker.shelf is not None:
-                    worker.interrupt()
+            with self._running_lock:
+                for worker, running in self.running.items():
+                    if running is job and worker.shelf is not None:
+                        worker.interrupt()
 
     def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
         """Stop jobs, again and again until they have ended.
@@ -225,7 +228,8 @@ class Engine:
 
     def _run(self, job: Job) -> Any:
         worker = self._free.get()
-        self.running[worker] = job
+        with self._running_lock:
+            self.running[worker] = job
         worker.checkpoint = partial(self._checkpoint, job)
         worker.conversation = job.conversation
         outcome: Outcome = "finished"
@@ -250,7 +254,8 @@ class Engine:
             outcome = "refused" if answer.status_code < 500 else "failed"
             raise answer from error
         finally:
-            del self.running[worker]
+            with self._running_lock:
+                del self.running[worker]
             worker.checkpoint = None
             self._free.put(worker)
             self._note(job, outcome, before, worker.counts())
