@@ -158,7 +158,7 @@ class Engine:
             raise _shutting_down()
         with self.admission.jobs_of(len(jobs)):
             if self._interrupt:
-                self._stop(job for job in self.running.values() if job.emit is not None)
+                self._stop(job for job in list(self.running.values()) if job.emit is not None)
             try:
                 runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
                 seconds = self.admission.seconds_left(min(job.arrival for job in jobs))
