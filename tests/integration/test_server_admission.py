@@ -173,6 +173,13 @@ def test_nobody_waits_for_a_body_that_is_checked(server: Server, piece: str) -> 
     assert server.rss() - before < 200 << 20
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/completions"])
+def test_nothing_that_a_stranger_sends_is_held(server: Server, path: str) -> None:
+    asks = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+    with Raw(server, asks) as stranger:
+        assert stranger.status() == 401  # and not 408, once the body has not come
+
+
 def test_prompts_times_n_are_counted(server: Server) -> None:
     body = {"prompt": ["a"] * 20_000, "n": 128, "max_tokens": 1}
     with Health(server) as health:
