@@ -41,7 +41,7 @@ MOST_PIECES = 65_536
 MOST_DEPTH = 128
 """Objects and lists within each other, in a body: templates and tools read it recursively."""
 MOST_VALUES = 50_000
-"""Objects, lists and members of objects, in a body: in memory they are 25 times as large."""
+"""Objects, lists and members of objects, in a body: in memory they are up to 30 times as large."""
 FIRST_ERROR = Field(fail_fast=True)
 """Marks a list that is checked up to its first error."""
 
