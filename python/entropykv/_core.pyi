@@ -82,6 +82,7 @@ class ImportanceSettings:
         by_values: bool = False,
         distinct: bool = False,
         future_positions: int = 512,
+        expected_lookups: float = 0.0,
     ) -> None: ...
     @property
     def decay(self) -> float:

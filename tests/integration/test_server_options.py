@@ -109,7 +109,7 @@ def test_the_ladder_is_climbed_and_shown() -> None:
         app = create_app(ModelOptions(model=str(MODEL), n_threads=1, **options), ServerOptions())
         transport = httpx.ASGITransport(app)
         body = {"prompt": "Another text " * 40, "max_tokens": 60, "temperature": 2.0, "seed": 1}
-        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             climbs = (await client.get("/v1/kv")).json()["climbs"]
         app.state.engine.close()

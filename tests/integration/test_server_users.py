@@ -180,7 +180,7 @@ def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
 
     async def use() -> None:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             whole = await read(client, ANNA, "work")
             assert await read(client, BEN, "work") == whole > 100
             assert await read(client, BEN, None) < whole // 4, "his own text, under no name"

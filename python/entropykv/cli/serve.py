@@ -66,7 +66,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--show-text", "--show_text", nargs="?", const="true", metavar="SHOW", help=show_text
     )
     group.add_argument(
-        "--max-body", type=integer(1), metavar="BYTES", help="longest request (default: 4 MiB)"
+        "--max-body",
+        type=integer(1),
+        metavar="BYTES",
+        help="longest body of a request; 1 MiB is 250,000 tokens of English text (default: 1 MiB)",
     )
     group = parser.add_argument_group("model")
     _add_fields(group, ModelOptions, ours)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from entropykv.errors import ProfileError
-from entropykv.profile.curves import IMPORTANCES, MOST_DAMAGE, LossCurves
+from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES, MOST_DAMAGE, LossCurves
 from entropykv.profile.json_fields import (
     ADVICE,
     MAX_ENTROPY_BITS,
@@ -183,6 +183,7 @@ def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossC
         damage = table_in(data["layer_damage"], where, field, shape[:1], MOST_DAMAGE)
     if "importance" in optional:
         importance = text_in(data["importance"], where, "curves.importance")
+        importance = EARLIER_IMPORTANCES.get(importance, importance)
         if importance not in IMPORTANCES:
             raise ProfileError(
                 f"{where}: curves.importance must be one of {', '.join(IMPORTANCES)}, not "

@@ -13,15 +13,19 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
 from entropykv.errors import SettingsError
+from entropykv.server.admission import Limits
+from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
-from entropykv.server.engine import Engine, Limits
+from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
+from entropykv.server.fields import Name, Tokens
 from entropykv.server.gate import Gate
+from entropykv.server.hosts import Hosts
 from entropykv.server.kv_stream import kv_stream_routes
 from entropykv.server.llama_server_routes import llama_server_routes, text_of
 from entropykv.server.loading import load_llama
@@ -35,6 +39,26 @@ from entropykv.server.web_page import WebDefaults, web_routes
 _DESCRIPTION = (
     "A model inside a KV budget, for clients of OpenAI, llama-server and llama_cpp.server."
 )
+
+
+class _Tokenize(TokenizeInputRequest):
+    """A text, and a name that has a length."""
+
+    model: Name | None = None
+
+
+class _Detokenize(DetokenizeInputRequest):
+    """Tokens of a text, which are checked up to their first error."""
+
+    model: Name | None = None
+    tokens: Tokens
+
+
+_LIMITS = (
+    *("max_jobs", "max_waiting", "max_body", "max_bodies"),
+    *("client_seconds", "request_seconds", "drain_seconds"),
+)
+"""The fields of ServerOptions that are fields of Limits, too."""
 
 
 def create_app(
@@ -51,7 +75,7 @@ def create_app(
     keys = Keys.of(server)
     _check_cache(model, server, keys)
     limits = Limits(
-        server.max_waiting, server.request_seconds, server.drain_seconds, model.conversations
+        **{name: getattr(server, name) for name in _LIMITS}, conversations=model.conversations
     )
     engine = Engine(
         load_llama(model),
@@ -78,7 +102,7 @@ def create_app(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     app.state.engine = engine
-    _add_middleware(app, server, keys)
+    _add_middleware(app, server, engine, keys)
     add_error_handlers(app)
     app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
     app.include_router(llama_server_routes(engine))
@@ -104,9 +128,10 @@ def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None
         )
 
 
-def _add_middleware(app: FastAPI, server: ServerOptions, keys: Keys) -> None:
-    """Let requests pass, in this order: the log, CORS (a preflight has no key), the gate."""
-    app.add_middleware(Gate, keys=keys, max_body=server.max_body)
+def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine, keys: Keys) -> None:
+    """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
+    app.add_middleware(Bodies, admission=engine.admission)
+    app.add_middleware(Gate, keys=keys)
     if server.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -114,26 +139,27 @@ def _add_middleware(app: FastAPI, server: ServerOptions, keys: Keys) -> None:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    app.add_middleware(Hosts, host=server.host, allowed=server.allowed_hosts)
     app.add_middleware(RequestLog)
 
 
 def _extra_routes(engine: Engine) -> APIRouter:
     """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
-    router = APIRouter(prefix="/extras", tags=["Extras"])
+    router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
-    def ids(body: TokenizeInputRequest) -> list[int]:
+    def ids(body: _Tokenize) -> list[int]:
         return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
 
     @router.post("/tokenize")
-    def tokenize(body: TokenizeInputRequest) -> dict[str, list[int]]:
-        return {"tokens": ids(body)}
+    def tokenize(body: _Tokenize) -> JSONResponse:
+        return JSONResponse({"tokens": ids(body)})
 
     @router.post("/tokenize/count")
-    def count(body: TokenizeInputRequest) -> dict[str, int]:
+    def count(body: _Tokenize) -> dict[str, int]:
         return {"count": len(ids(body))}
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeInputRequest) -> dict[str, str]:
+    def detokenize(body: _Detokenize) -> dict[str, str]:
         return {"text": text_of(engine, body.tokens)}
 
     return router

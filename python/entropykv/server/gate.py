@@ -1,8 +1,8 @@
-"""Check every request before its body is read: the API key, and the limit of its size."""
+"""Check the API key of every request before its body is read."""
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from entropykv.server.errors import RequestError
 from entropykv.server.users import Keys, note_user
@@ -13,29 +13,27 @@ _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_fi
 
 
 class Gate:
-    """Answer 401 without a right key, and 413 for a body above `max_body` bytes (ASGI)."""
+    """Answer 401 without a right key (ASGI)."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
         """Wrap an app; without a key, let everyone in."""
         self._app = app
         self._keys = keys
-        self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or pass it on with a body that cannot become too long."""
+        """Refuse the request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         try:
-            if scope["path"] not in _PUBLIC:
+            # A body would be held for a stranger, among those that --max-bodies allows.
+            if scope["path"] not in _PUBLIC or scope["method"] not in ("GET", "HEAD", "OPTIONS"):
                 note_user(scope, self._user_of(headers.get(b"authorization", b"")))
-            length = headers.get(b"content-length", b"")
-            self._check_size(int(length) if length.isdigit() else 0)
         except RequestError as error:
             await error.response()(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        await self._app(scope, receive, send)
 
     def _user_of(self, authorization: bytes) -> str:
         user = self._keys.user_of(authorization)
@@ -46,25 +44,3 @@ class Gate:
                 code="invalid_api_key",
             )
         return user
-
-    def _check_size(self, n_bytes: int) -> None:
-        if n_bytes > self._max_body:
-            raise RequestError(
-                413,
-                f"the request's body has more than {self._max_body} bytes; shorten it or start "
-                "the server with a larger --max-body",
-            )
-
-    def _counted(self, receive: Receive) -> Receive:
-        """Pass on a body without a content-length, and refuse it where it gets too long."""
-        n_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal n_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                n_bytes += len(message.get("body", b""))
-                self._check_size(n_bytes)
-            return message
-
-        return counted

@@ -11,9 +11,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_TOKENS as LAST_POSITION
+from entropykv.server.fields import Name
 from entropykv.server.kv_pictures import Camera, Picture, Window, about
 from entropykv.server.kv_text import held_tokens
 from entropykv.server.users import user_of
@@ -41,9 +44,9 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
     async def stream(
         request: Request,
         columns: Annotated[int, Query(ge=1, le=MOST_COLUMNS)] = 512,
-        first: Annotated[int, Query(ge=0)] = 0,
-        last: Annotated[int | None, Query(ge=1)] = None,
-        conversation: str | None = None,
+        first: Annotated[int, Query(ge=0, le=LAST_POSITION)] = 0,
+        last: Annotated[int | None, Query(ge=1, le=LAST_POSITION)] = None,
+        conversation: Name | None = None,
     ) -> StreamingResponse:
         """Send server-sent events: `model` once, then `kv` where something has changed.
 
@@ -52,18 +55,20 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
         of positions, deflated and in base64, of what is held, what is frozen, and what came back
         since the event before. A conversation that is parked has no map.
         """
-        if viewers.count >= MOST_VIEWERS:
-            raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
-        model = {**await engine.looks.look(about), "text": show_text}
         camera = Camera(user_of(request.scope), Window(first, last, columns), conversation)
-        events = viewers.events(request, model, camera)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+        viewers.enter()
+        try:
+            model = {**await engine.looks.look(about), "text": show_text}
+        except BaseException:
+            viewers.leave()
+            raise
+        return _Watching(viewers, viewers.events(request, model, camera))
 
     @router.get("/v1/kv/text")
     async def text(
         request: Request,
-        conversation: str | None = None,
-        first: Annotated[int, Query(ge=0)] = 0,
+        conversation: Name | None = None,
+        first: Annotated[int, Query(ge=0, le=LAST_POSITION)] = 0,
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
     ) -> dict[str, Any]:
         """Return tokens of a conversation, and how many KV heads hold or have frozen each.
@@ -85,13 +90,21 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
 class _Viewers:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.count = 0
+        self._count = 0
+
+    def enter(self) -> None:
+        """Count a viewer before anything is awaited for it; raises RequestError (503)."""
+        if self._count >= MOST_VIEWERS:
+            raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
+        self._count += 1
+
+    def leave(self) -> None:
+        self._count -= 1
 
     async def events(
         self, request: Request, model: dict[str, Any], camera: Camera
     ) -> AsyncIterator[str]:
         """Yield events until the viewer has gone, or the server shuts down."""
-        self.count += 1
         try:
             looks = self._engine.looks
             yield _event("model", model)
@@ -109,11 +122,23 @@ class _Viewers:
                 await asyncio.sleep(max(INTERVAL, spent / MOST_SHARE))
         except RequestError:  # the server shuts down
             return
-        finally:
-            self.count -= 1
 
     def _json(self, picture: Picture) -> dict[str, Any]:
         return {**picture.to_json(), "requests": self._engine.waiting}
+
+
+class _Watching(StreamingResponse):
+    """Send events to a viewer, who has left once they end: also where none was ever sent."""
+
+    def __init__(self, viewers: _Viewers, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._viewers = viewers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._viewers.leave()
 
 
 def _event(name: str, data: Any) -> str:

@@ -18,6 +18,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from entropykv.errors import PoolError, SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
+from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
 from entropykv.server.shelf import Shelf
@@ -63,6 +64,17 @@ class ServedLlama(EntropyLlama):
     def traits(self) -> TemplateTraits:
         """Return what the model's chat template shows of tools."""
         return traits_of(self)
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Return the control tokens of the model's vocabulary."""
+        return ControlTokens.of(self)
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Return the tokens of a text; raises RequestError where reading it would take too long."""
+        if special:
+            self.control_tokens.check(text)
+        return super().tokenize(text, add_bos, special)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens; see EntropyLlama.eval."""

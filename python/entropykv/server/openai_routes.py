@@ -8,9 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_NAME
 from entropykv.server.generations import Choices
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
@@ -30,7 +32,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
     """Return the routes; `ping` keeps silent streams alive by comments."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI V1"])
+    router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
@@ -38,6 +40,7 @@ def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):
+            engine.admission.check(body.n_jobs)
             calls = [part.call for part in body.parts()]
             choices = Choices(body.n, usage=body.stream_options.include_usage)
         if body.stream:
@@ -87,7 +90,7 @@ def _models(engine: Engine) -> APIRouter:
         if name != llama.served_name:
             raise RequestError(
                 404,
-                f"there is no model {name!r} here; {llama.served_name!r} is",
+                f"there is no model {name[:MOST_NAME]!r} here; {llama.served_name!r} is",
                 param="model",
                 code="model_not_found",
             )

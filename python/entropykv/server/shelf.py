@@ -421,11 +421,11 @@ class Shelf:
         oldest.session.close()
         return True
 
-    def conversations(self, user: str) -> list[tuple[str | None, SessionStats, bool]]:
-        """Return a user's conversations that are kept: name, figures, whether it is in the pool."""
+    def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
+        """Return all that are kept: whose each is, its figures, and whether it is in the pool."""
         with self._lock:
-            kept = [each for each in self._free if each.caller.user == user]
-        return [(each.caller.name, each.session.stats(), each.session.is_live) for each in kept]
+            kept = list(self._free)
+        return [(each.caller, each.session.stats(), each.session.is_live) for each in kept]
 
     def close(self) -> None:
         """Forget all conversations."""

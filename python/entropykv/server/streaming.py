@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from entropykv.server.admission import arrival_of
 from entropykv.server.engine import Engine, Job
 from entropykv.server.errors import RequestError
 from entropykv.server.generations import Choices
@@ -39,7 +40,8 @@ async def whole(
     `choices` joins what they return.
     """
     note = note_tokens(request.scope)
-    jobs = [Job(call, None, note, caller) for call in calls]
+    arrival = arrival_of(request.scope)
+    jobs = [Job(call, None, note, caller, arrival) for call in calls]
     done, answers = await _unless_gone(request.receive, engine.generate_all(jobs))
     if not done:
         return Response(status_code=_CLIENT_GONE)
@@ -69,7 +71,8 @@ async def stream(
 
     note = note_tokens(request.scope)
     emits = _emits(loop, take, len(calls))
-    jobs = [Job(call, emit, note, caller) for call, emit in zip(calls, emits, strict=True)]
+    arrival = arrival_of(request.scope)
+    jobs = [Job(call, emit, note, caller, arrival) for call, emit in zip(calls, emits, strict=True)]
     work = asyncio.ensure_future(engine.generate_all(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.conversations import Conversations, OnShelf
 from entropykv.server.engine import Engine
+from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
 from entropykv.server.request_log import tokens_of
 from entropykv.server.shelf import Shelf
@@ -20,6 +22,7 @@ from entropykv.server.users import Caller, user_of
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
+_CLIENT_GONE = 499
 _LOOK_AGAIN = 0.01
 """Seconds after which one who waits for a conversation checks whether it still has to."""
 
@@ -52,14 +55,18 @@ class TurnMiddleware:
             await self._app(scope, receive, send)
             return
         caller = _caller(scope)
-        kind: type[_Turn]
-        alone: AbstractAsyncContextManager[None]
-        if self._engine.shelf is None:
-            kind, alone = _Turn, self._alone(None)
-        else:
-            kind, alone = _PoolTurn, nullcontext() if caller.name is None else self._alone(caller)
+        kind: type[_Turn] = _Turn if self._engine.shelf is None else _PoolTurn
         turn = kind(self._engine, self._conversations, self._replica, scope, send)
-        async with alone:
+        async with AsyncExitStack() as stack:
+            if kind is _Turn or caller.name is not None:
+                client = _Client(receive)
+                receive = client.receive
+                key = None if kind is _Turn else caller
+                try:
+                    await stack.enter_async_context(self._alone(key, arrival_of(scope), client))
+                except RequestError as error:
+                    await error.response()(scope, receive, send)
+                    return
             await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
@@ -68,16 +75,63 @@ class TurnMiddleware:
             await turn.finish()
 
     @asynccontextmanager
-    async def _alone(self, caller: Caller | None) -> AsyncIterator[None]:
-        """Wait for the requests of the same conversation that came before; None: for all."""
+    async def _alone(
+        self, caller: Caller | None, arrival: float, client: _Client
+    ) -> AsyncIterator[None]:
+        """Wait for the requests of the same conversation that came before; None: for all.
+
+        Raises RequestError where too many wait (429), it takes too long (504), or the client goes.
+        """
+        if self._waiting[caller]:
+            n_waiting = sum(self._waiting.values()) - len(self._locks)
+            self._engine.admission.check_waiting(n_waiting + 1)
         self._waiting[caller] += 1
+        lock = self._locks[caller]
         try:
-            async with self._locks[caller]:
+            await client.wait_for(lock, self._engine.admission.seconds_left(arrival))
+            try:
                 yield
+            finally:
+                lock.release()
         finally:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller], self._locks[caller]
+
+
+class _Client:
+    """Hear of a client that goes while its request waits, and lose nothing that it has sent."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._heard: deque[Message] = deque()
+
+    async def receive(self) -> Message:
+        """Receive what was sent, in its order."""
+        return self._heard.popleft() if self._heard else await self._receive()
+
+    async def wait_for(self, lock: asyncio.Lock, seconds: float | None) -> None:
+        """Acquire a lock; raises RequestError where it takes longer, or the client goes."""
+        acquired = asyncio.ensure_future(lock.acquire())
+        gone = asyncio.ensure_future(self._gone())
+        has_it = False
+        try:
+            await asyncio.wait(
+                {acquired, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if gone.done():
+                raise RequestError(_CLIENT_GONE, "the client has gone")
+            if not acquired.done():
+                raise too_late()
+            has_it = True
+        finally:
+            gone.cancel()
+            if not acquired.cancel() and not has_it:
+                lock.release()
+
+    async def _gone(self) -> None:
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._heard.append(message)
 
 
 class _Turn:
