@@ -242,6 +242,13 @@ def watched(port: int, pid: int) -> Iterator[list[str]]:
             late[:] = [line.strip() for line in late]
 
 
+def _figures(server: Server) -> Any:
+    try:
+        return server.kv()
+    except httpx.HTTPError as error:
+        raise Broken(f"/v1/kv is not answered: {error!r}") from None
+
+
 def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int = 0) -> _Footprint:
     """Return what the server holds once all has ended, and short conversations are all it keeps.
 
