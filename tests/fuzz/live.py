@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.fuzz.checks import Broken, require
 from tests.fuzz.hostile import ATTACKS, Outcome, Refused, Unanswered, body_of, get, post
 from tests.fuzz.run import say
@@ -240,13 +242,20 @@ def watched(port: int, pid: int) -> Iterator[list[str]]:
             late[:] = [line.strip() for line in late]
 
 
+def _figures(server: Server) -> Any:
+    try:
+        return server.kv()
+    except httpx.HTTPError as error:
+        raise Broken(f"/v1/kv is not answered: {error!r}") from None
+
+
 def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int = 0) -> _Footprint:
     """Return what the server holds once all has ended, and short conversations are all it keeps.
 
     Threads and files beyond the most that are given have time to go.
     """
     ends = time.monotonic() + IDLE_SECONDS
-    while (waiting := server.kv()["requests"]["waiting"]) > 0:
+    while (waiting := _figures(server)["requests"]["waiting"]) > 0:
         if time.monotonic() > ends:
             raise Broken(f"{waiting} requests have not ended {IDLE_SECONDS} s after the last one")
         time.sleep(0.1)
@@ -259,6 +268,6 @@ def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int
     while True:
         threads, files = (len(list((folder / name).iterdir())) for name in ("task", "fd"))
         if (threads <= most_threads and files <= most_files) or time.monotonic() > ends:
-            return _Footprint(threads, files, server.rss(), server.kv()["kv_bytes_now"])
+            return _Footprint(threads, files, server.rss(), _figures(server)["kv_bytes_now"])
         get(port, "/v1/kv")  # spare threads are given up when another call is made
         time.sleep(0.5)
