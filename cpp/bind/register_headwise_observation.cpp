@@ -42,7 +42,9 @@ void register_headwise_observation(py::class_<Headwise>& store) {
             "rows",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                const StoredRows rows = rows_of(self.store.head(layer, head));
+                StoredRows rows = rows_of(self.store.head(layer, head));
+                for (float& importance : rows.importance)
+                    importance = self.store.settings().importance.score_of(importance);
                 const auto n = static_cast<py::ssize_t>(rows.positions.size());
                 const LayerShape& shape = self.store.shape(layer);
                 return py::make_tuple(to_array(rows.positions), to_array(rows.importance),

@@ -5,6 +5,7 @@
 
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
+#include "store/head_rows.hpp"
 
 namespace entropykv::bind {
 namespace {
@@ -25,10 +26,18 @@ void set_predictor(Headwise& self, int layer, const InputArray<float>& weights) 
         std::vector<float>(weights.data(), weights.data() + weights.size()));
 }
 
+// Of the entries in order of their positions.
+py::array_t<float> predicted_shares(const Headwise& self, int layer, int head) {
+    self.shape_of(layer);
+    std::vector<float> shares = importance_of(self.store.head(layer, head));
+    for (float& share : shares) share = PackedImportance(share).share();
+    return to_array(shares);
+}
+
 py::tuple lessons(const Headwise& self, int layer) {
     const LayerShape& shape = self.shape_of(layer);
-    const auto& lessons = self.store.parts().lessons;
-    if (!lessons) throw std::invalid_argument("lessons were not collected");
+    const LessonSums* lessons = self.store.parts().lessons();
+    if (lessons == nullptr) throw std::invalid_argument("lessons were not collected");
     const auto number = static_cast<std::size_t>(layer);
     const py::ssize_t n = n_features(self, layer) + 1;
     return py::make_tuple(lessons->count(number),
@@ -43,6 +52,13 @@ void register_headwise_prediction(py::class_<Headwise>& store) {
         .def("set_predictor", &set_predictor, py::arg("layer"), py::arg("weights"))
         .def_property_readonly(
             "is_predicted", [](const Headwise& self) { return self.store.parts().has_predictor(); })
+        .def(
+            "predict_stored",
+            [](Headwise& self, std::int32_t n_positions, std::int32_t shift) {
+                self.store.parts().predict_stored(n_positions, shift);
+            },
+            py::arg("n_positions"), py::arg("shift"))
+        .def("predicted_shares", &predicted_shares, py::arg("layer"), py::arg("head"))
         .def(
             "collect_lessons",
             [](Headwise& self, bool on) { self.store.parts().collect_lessons(on); }, py::arg("on"))

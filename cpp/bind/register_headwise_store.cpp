@@ -106,7 +106,10 @@ void register_heads(py::class_<Headwise>& store) {
             "importance",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return to_array(importance_of(self.store.head(layer, head)));
+                std::vector<float> importance = importance_of(self.store.head(layer, head));
+                for (float& value : importance)
+                    value = self.store.settings().importance.score_of(value);
+                return to_array(importance);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(

@@ -118,8 +118,9 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
     parts_.common.newest = newest;
     parts_.common.single_query = n_tokens + n_echo == 1;
-    parts_.common.has_echo = n_echo > 0;
     parts_.most_loaded = 0;
+    parts_.look_at_features();
+    if (parts_.collects_lessons()) parts_.size_workspaces();
     FrozenHeads frozen(parts_);
     parts_.over_heads([&](Head& head) {
         const int due = frozen.prepare(head, n_tokens);
@@ -148,7 +149,7 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
     Workspace& own = parts_.workspaces[index(workspace)];
     const StagedEntries staged{staging(layer, head_index), n_staged};
     if (looked_up != nullptr) {
-        if (parts_.collects_lessons)
+        if (parts_.collects_lessons())
             parts_.teach(index(layer), index(head_index), staged, looked_up + head.count(), own);
         own.ranking.note_looked_up(head, staged, looked_up);
     }

@@ -22,7 +22,6 @@ struct StoreCommon {
     std::vector<int> knots{};                  // at which losses are measured
     std::int32_t newest = 0;                   // the position at the micro-batch's end
     bool single_query = false;                 // it has no more than one
-    bool has_echo = false;                     // its last tokens ask for the text again
     std::atomic<std::size_t> evicted{0};
     std::atomic<std::int32_t> whole_from{0};  // see HeadStore::windows_whole_from()
     std::atomic<std::int64_t> eviction_nanoseconds{0};

@@ -7,6 +7,28 @@
 #include "platform/scratch.hpp"
 
 namespace entropykv {
+namespace {
+
+void predict_head(const LayerPredictor& predictor, Head& head, int number) {
+    const PageLayout& layout = head.layout();
+    float row[kMaxHeadDim];
+    head.over_pages({}, [&](std::byte* page, int n, int first) {
+        float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i) {
+            load_k(layout, page, i, row);
+            float predicted = predictor.with_key(number, layout.positions(page)[i], row);
+            if (predictor.shape->v_dim > 0) {
+                load_v(layout, page, i, row);
+                predicted = predictor.with_value(number, predicted, row);
+            }
+            importance[i] = PackedImportance(importance[i])
+                                .with_larger_share(PackedImportance(predicted).share())
+                                .packed();
+        }
+    });
+}
+
+}  // namespace
 
 StoreParts::StoreParts(const std::vector<LayerShape>& shapes, const StoreSettings& settings,
                        std::shared_ptr<StorePool> pool)
@@ -27,7 +49,6 @@ StoreParts::StoreParts(const std::vector<LayerShape>& shapes, const StoreSetting
             for (Head& head : layer.heads) head.dropped.emplace();
         if (queries.follows()) queries.follow(i, layer.heads);
     }
-    if (common.predicts()) look_at_features();
 }
 
 void StoreParts::size_workspaces(int upcoming) {
@@ -42,7 +63,7 @@ void StoreParts::size_workspaces(int upcoming) {
     const std::size_t n = PageLayout::index(held) + PageLayout::index(common.settings.max_tokens);
     for (Workspace& workspace : workspaces) {
         workspace.ranking.size(n, page_entries, key_values);
-        if (lessons) grow(workspace.lesson_rows, lessons->scratch_values());
+        if (lessons()) grow(workspace.lesson_rows, lessons()->scratch_values());
         if (!storage) continue;
         workspace.recall.size(n, page_entries, share.page_bytes());
         if (workspace.page_read.size() == 0)
@@ -56,7 +77,7 @@ std::size_t StoreParts::scratch_bytes() const {
     for (const Workspace& workspace : workspaces)
         bytes += workspace.ranking.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
                  bytes_of(workspace.lesson_rows);
-    return bytes + turns.bytes() + (lessons ? lessons->bytes() : 0);
+    return bytes + turns.bytes() + (counts_lessons_ ? lessons()->bytes() : 0);
 }
 
 void StoreParts::keep_budgets() {
@@ -80,6 +101,8 @@ FeatureShape StoreParts::features_of(std::size_t layer) const {
 }
 
 void StoreParts::look_at_features() {
+    const bool needed = has_predictor() || share.pool().lessons;
+    if (!common.predicts() || !needed || layers.back().features) return;
     for (std::size_t i = 0; i < layers.size(); ++i) {
         layers[i].features = features_of(i);
         layers[i].turns = &turns.of(common.settings.rope_of(i));
@@ -98,9 +121,22 @@ void StoreParts::set_predictor(std::size_t layer, std::vector<float> weights) {
 }
 
 LayerPredictor StoreParts::predictor(std::size_t layer) const noexcept {
-    if (!common.predicts()) return {};
-    return {common.kernels, &*layers[layer].features, layers[layer].turns,
-            share.pool().predictor().of(layer)};
+    const StoreLayer& of = layers[layer];
+    if (!of.features) return {};
+    return {common.kernels, &*of.features, of.turns, share.pool().predictor().of(layer)};
+}
+
+void StoreParts::predict_stored(std::int32_t n_positions, std::int32_t shift) {
+    look_at_features();
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+        LayerPredictor predictor = this->predictor(i);
+        if (!predictor || predictor.weights == nullptr) continue;
+        TurnsBack turns_of_text(predictor.turns->rope());
+        turns_of_text.prepare(-shift, n_positions);
+        predictor.turns = &turns_of_text;
+        for (std::size_t h = 0; h < layers[i].heads.size(); ++h)
+            predict_head(predictor, layers[i].heads[h], static_cast<int>(h));
+    }
 }
 
 bool StoreParts::has_predictor() const noexcept {
@@ -112,27 +148,31 @@ bool StoreParts::has_predictor() const noexcept {
 void StoreParts::collect_lessons(bool on) {
     if (on && !common.predicts())
         throw std::invalid_argument("lessons are for predictions: use the measure predicted");
-    if (on && !lessons) {
-        LessonSums sums;
-        for (const StoreLayer& layer : layers)
-            sums.add_layer(*layer.features, layer.shape.n_head_kv);
-        lessons = std::move(sums);
+    StorePool& pool = share.pool();
+    if (on && !pool.lessons) {
+        auto sums = std::make_shared<LessonSums>();
+        for (std::size_t i = 0; i < layers.size(); ++i)
+            sums->add_layer(features_of(i), layers[i].shape.n_head_kv);
+        pool.lessons = std::move(sums);
+        counts_lessons_ = true;
     }
-    if (on) size_workspaces();
-    collects_lessons = on;
+    pool.collects_lessons = on;
 }
 
 void StoreParts::clear_lessons() {
-    if (collects_lessons) return lessons->clear();
-    lessons.reset();
+    StorePool& pool = share.pool();
+    if (pool.collects_lessons) return pool.lessons->clear();
+    pool.lessons.reset();
+    counts_lessons_ = false;
     for (Workspace& workspace : workspaces) std::vector<float>().swap(workspace.lesson_rows);
 }
 
 void StoreParts::teach(std::size_t layer, std::size_t head, const StagedEntries& staged,
                        const float* observed, Workspace& workspace) noexcept {
     const StoreLayer& of = layers[layer];
-    lessons->add(layer, head, of.layout, staged, *of.turns, observed,
-                 common.settings.protection.n_sinks, *common.kernels, workspace.lesson_rows.data());
+    share.pool().lessons->add(layer, head, of.layout, staged, *of.turns, observed,
+                              common.settings.protection.n_sinks, *common.kernels,
+                              workspace.lesson_rows.data());
 }
 
 }  // namespace entropykv

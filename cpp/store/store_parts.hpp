@@ -78,6 +78,9 @@ struct StoreParts {
     // Copies all pages that others own, too.
     void own_all();
 
+    // Looks at the features of all layers, once a predictor or lessons need them: before every
+    // micro-batch. Throws as features_of().
+    void look_at_features();
     // The features of a layer's entries. Throws std::invalid_argument where the RoPE of the
     // settings does not fit its keys.
     FeatureShape features_of(std::size_t layer) const;
@@ -87,9 +90,16 @@ struct StoreParts {
     LayerPredictor predictor(std::size_t layer) const noexcept;
     // Whether every layer has such functions.
     bool has_predictor() const noexcept;
-    // From the next micro-batch on, or no more; what was collected stays until it is cleared.
+    // Predicts the shares of entries that were stored before there was a predictor: of a text of
+    // so many positions, which RoPE has seen `shift` positions before their own.
+    void predict_stored(std::int32_t n_positions, std::int32_t shift);
+    // Of all stores of the pool, from the next micro-batch on, or no more; what was collected stays
+    // until it is cleared.
     void collect_lessons(bool on);
     void clear_lessons();
+    // Those of the pool, or null.
+    const LessonSums* lessons() const { return share.pool().lessons.get(); }
+    bool collects_lessons() const { return share.pool().collects_lessons; }
     // Adds the staged entries of a head that an echo has looked up.
     void teach(std::size_t layer, std::size_t head, const StagedEntries& staged,
                const float* observed, Workspace& workspace) noexcept;
@@ -99,14 +109,12 @@ struct StoreParts {
     std::vector<StoreLayer> layers;
     RopeTurns turns{};
     QueryFollower queries;
-    std::optional<LessonSums> lessons{};
-    bool collects_lessons = false;
     std::unique_ptr<ColdStorage> storage;
     std::deque<Workspace> workspaces{};
     int most_loaded = 0;  // entries of a head in the states that are being loaded
 
 private:
-    void look_at_features();
+    bool counts_lessons_ = false;  // of all stores of the pool, the one that began them
 };
 
 }  // namespace entropykv

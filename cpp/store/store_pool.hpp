@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "page/page_pool.hpp"
@@ -16,6 +17,7 @@ namespace entropykv {
 
 class Checkpoint;
 class HeadStore;
+class LessonSums;
 
 class StorePool {
 public:
@@ -30,6 +32,9 @@ public:
     // What predicts the scores of all of its sequences.
     PredictorWeights& predictor() { return predictor_; }
     const PredictorWeights& predictor() const { return predictor_; }
+    // What it is fitted to: of one part of a micro-batch at a time, since a step has one echo.
+    std::shared_ptr<LessonSums> lessons{};
+    bool collects_lessons = false;
     std::size_t shared_pages() const { return shared_pages_; }
 
     // Gives the pool so many pages; what the system gets back of a smaller one is told by

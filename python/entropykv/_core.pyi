@@ -573,6 +573,19 @@ class HeadwiseStore:
         ValueError for another shape, and for weights that are no finite numbers.
         """
 
+    def predict_stored(self, n_positions: int, shift: int) -> None:
+        """Predict what entries of a text of `n_positions` tokens will be looked up.
+
+        For those that were read before there was a predictor; `shift`: how far their positions are
+        before what RoPE has seen. A larger share that an echo has shown stays.
+        """
+
+    def predicted_shares(self, layer: int, head: int) -> npt.NDArray[np.float32]:
+        """Shares of attention from 2^-20 to 1 that entries are expected to get, by position.
+
+        They are of the queries that will look an entry up: predicted, or what an echo has shown.
+        """
+
     @property
     def is_predicted(self) -> bool:
         """Whether every layer has weights; without, measure predicted scores all the same."""
@@ -580,7 +593,7 @@ class HeadwiseStore:
     def collect_lessons(self, on: bool) -> None:
         """Add up, from the next micro-batch on, what echoes show of the entries of their text.
 
-        ValueError for measures other than reconstruct.
+        Of all stores of the pool. ValueError for measures that predict nothing.
         """
 
     def lessons(self, layer: int) -> tuple[int, npt.NDArray[np.float64]]:

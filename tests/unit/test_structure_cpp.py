@@ -1,4 +1,4 @@
-"""The house in C++: folders include those below them, and a name of a class stands for one class."""
+"""The house in C++: folders include those below them, and a class has a name of its own."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def code_of(file: Path) -> str:
     )
 
 
+ACCESS = {"public", "private", "protected"}
 CONTAINER = re.compile(r"\b(namespace|class|struct|union|extern)\b")
 
 
@@ -95,9 +96,9 @@ class Reader:
             self._begin()
         elif character == "}":
             self._end()
-        elif character == ":" and self._statement in {"public", "private", "protected"}:
-            self._statement = ""
-        elif character == ";":
+        elif (
+            character == ":" and self._statement in {"public", "private", "protected"}
+        ) or character == ";":
             self._statement = ""
         elif self._statement or not character.isspace():
             self._statement += character

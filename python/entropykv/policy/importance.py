@@ -19,19 +19,24 @@ MODIFIERS = {
     "values": "times the norm of the entry's value",
     "distinct": "less where a newer entry's key is similar",
     "echo": "a text is read twice, and queries that repeat it count, too",
-    "predicted": "what key and value predict that queries which repeat it would give counts, too",
+    "predicted": "what a repetition would give counts, too, predicted from key and value",
 }
 
 _OF_OBSERVED = ("window", "exposure", "echo")
-"""The modifiers that apply only to sums of what queries gave."""
+"""The modifiers that apply only to sums of what queries gave, which `predicted` adds to."""
+_OF_SHARES = ("mass", "attention")
+"""The measures that are sums of shares of attention."""
 
 _ECHO_DECAY = 0.9995
 """With echoes, importance decays less, so that what was repeated long ago is not forgotten."""
 
 
-import os
-_EXPECTED_LOOKUPS = float(os.environ.get("LOOKUPS", "4"))
-_ECHO_DECAY = float(os.environ.get("DECAY", "0.9995"))
+_EXPECTED_LOOKUPS = 0.2
+"""How many later queries, each as strong as predicted, count beside what queries of the text gave.
+
+With more of them, more facts of long ago are kept, and a text goes on less as with a full cache;
+chosen on tuning texts.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Importance:
                 raise SettingsError(
                     f"there is no modifier {modifier!r} of importance; use {_any_of(MODIFIERS)}"
                 )
+            if modifier == "predicted" and measure not in _OF_SHARES:
+                raise SettingsError(
+                    f"measure {measure} adds up no shares of attention and takes no modifier "
+                    f"predicted; use it with {' or '.join(_OF_SHARES)}, or measure predicted alone"
+                )
             if not _ALL[measure].adds_up and modifier in _OF_OBSERVED:
                 raise SettingsError(
                     f"measure {measure} adds up no queries and takes no modifier {modifier}; use "
@@ -69,6 +79,11 @@ class Importance:
             raise SettingsError(
                 f"{text!r} counts queries that repeat the text, which no window and no exposure "
                 "knows of; use echo with values or distinct alone"
+            )
+        if "predicted" in modifiers and set(_OF_OBSERVED) & set(modifiers):
+            raise SettingsError(
+                f"{text!r} adds what is predicted to what all queries of the text gave; use "
+                "predicted with values or distinct alone"
             )
         if len(set(modifiers)) < len(modifiers):
             raise SettingsError(f"{text!r} names a modifier twice; name it once")
@@ -121,7 +136,7 @@ class Importance:
     def _decay(self) -> float:
         if self._row.of_echoes:
             return 1.0  # every entry had its turn: when its own stretch was repeated
-        if self.repeats or "predicted" in self.modifiers:
+        if self.repeats:
             return max(self.decay, _ECHO_DECAY)
         return 0.0 if "window" in self.modifiers else self.decay
 

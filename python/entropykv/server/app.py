@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
+from entropykv.errors import SettingsError
 from entropykv.server.docs_page import docs_page
 from entropykv.server.engine import Engine, Limits
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
@@ -28,6 +29,7 @@ from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
+from entropykv.server.users import Keys, shows_text, user_of
 from entropykv.server.web_page import WebDefaults, web_routes
 
 _DESCRIPTION = (
@@ -43,12 +45,20 @@ def create_app(
     app.state.engine is the Engine: engine.call() does something with the EntropyLlama between two
     requests, engine.before_close() before the shutdown frees it (to save sessions, say).
     `page`: what a conversation of the page at / begins with.
-    Nothing is shared between two apps. Raises what EntropyLlama raises.
+    Nothing is shared between two apps. Raises what EntropyLlama raises, and SettingsError for a
+    file of keys that cannot be read.
     """
+    keys = Keys.of(server)
+    _check_cache(model, server, keys)
     limits = Limits(
         server.max_waiting, server.request_seconds, server.drain_seconds, model.conversations
     )
-    engine = Engine(load_llama(model), interrupt=server.interrupt_requests, limits=limits)
+    engine = Engine(
+        load_llama(model),
+        interrupt=server.interrupt_requests,
+        limits=limits,
+        shared_prefixes=server.shared_prefixes,
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -68,13 +78,13 @@ def create_app(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     app.state.engine = engine
-    _add_middleware(app, server)
+    _add_middleware(app, server, keys)
     add_error_handlers(app)
     app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
     app.include_router(llama_server_routes(engine))
     app.include_router(_extra_routes(engine))
     app.include_router(_figures(engine))
-    app.include_router(kv_stream_routes(engine))
+    app.include_router(kv_stream_routes(engine, show_text=shows_text(server, keys)))
     if server.web:
         app.include_router(web_routes(engine, page or WebDefaults()))
 
@@ -85,9 +95,18 @@ def create_app(
     return app
 
 
-def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
+def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:
+    """Raise SettingsError for llama-cpp-python's cache, where not all may share prefixes."""
+    if model.cache and (len(keys) > 1 or not server.shared_prefixes):
+        raise SettingsError(
+            "--cache lets every user's prompts begin with those of the others; leave it out, and "
+            "give --checkpoints 64MiB or --parallel for conversations that are kept apart"
+        )
+
+
+def _add_middleware(app: FastAPI, server: ServerOptions, keys: Keys) -> None:
     """Let requests pass, in this order: the log, CORS (a preflight has no key), the gate."""
-    app.add_middleware(Gate, api_key=server.api_key, max_body=server.max_body)
+    app.add_middleware(Gate, keys=keys, max_body=server.max_body)
     if server.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -125,8 +144,8 @@ def _figures(engine: Engine) -> APIRouter:
 
     # Ask outside of the event loop: the figures of a pool are those between two steps.
     @router.get("/v1/kv")
-    def kv() -> dict[str, Any]:
-        return as_json(engine)
+    def kv(request: Request) -> dict[str, Any]:
+        return as_json(engine, user_of(request.scope))
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> PlainTextResponse:

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from entropykv.errors import ContextError
-from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError, as_request_error
 from entropykv.server.loading import ServedLlama
 from entropykv.server.looks import Looks
 from entropykv.server.shelf import Shelf
 from entropykv.server.slots import figures_of_pool
+from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.stats import SessionStats
 
 _STATS_INTERVAL = 0.25
@@ -59,7 +59,7 @@ class Job:
     call: Callable[[ServedLlama], Any]
     emit: Callable[[Any], None] | None
     note: Callable[[int, int], None] | None
-    conversation: str | None = None
+    caller: Caller = SOMEBODY
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     """The time at which its first chunk was there."""
@@ -90,9 +90,17 @@ class Engine:
     """
 
     def __init__(
-        self, llama: ServedLlama, *, interrupt: bool = False, limits: Limits | None = None
+        self,
+        llama: ServedLlama,
+        *,
+        interrupt: bool = False,
+        limits: Limits | None = None,
+        shared_prefixes: bool = True,
     ) -> None:
-        """Take a loaded model; with `interrupt`, a new request ends streams that are written."""
+        """Take a loaded model; with `interrupt`, a new request ends streams of the same user.
+
+        `shared_prefixes`: whether texts of one key may begin with each other's.
+        """
         self.llama = llama
         """The model, for those who look at the vocabulary only."""
         self.limits = limits or Limits()
@@ -105,6 +113,7 @@ class Engine:
         """Seconds from the arrival of those streams to their first chunk, all together."""
         self.shelf: Shelf | None = None
         """Where conversations are between two requests, if several are held."""
+        llama.shared_prefixes = shared_prefixes
         self.workers = [llama] if llama.pool is None else self._workers_of(llama)
         self.running: dict[ServedLlama, Job] = {}
         """Which request each model answers."""
@@ -114,7 +123,7 @@ class Engine:
         self._interrupt = interrupt
         self._closing = False
         self._stopped_at = 0.0
-        self._before_close: list[Callable[[EntropyLlama], object]] = []
+        self._before_close: list[Callable[[ServedLlama], object]] = []
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
         self.looks = Looks(llama, self._thread.submit)
@@ -126,7 +135,7 @@ class Engine:
         pool = llama.pool
         if pool is None:
             return []
-        self.shelf = Shelf(pool, self.limits.conversations)
+        self.shelf = Shelf(pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes)
         workers = [llama.another() for _ in range(pool.host.n_sequences)]
         seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
@@ -144,16 +153,16 @@ class Engine:
         call: Callable[[ServedLlama], Any],
         emit: Callable[[Any], None] | None = None,
         note: Callable[[int, int], None] | None = None,
-        conversation: str | None = None,
+        caller: Caller = SOMEBODY,
     ) -> Any:
         """Run a request's call when it is its turn; cancelling stops it within a micro-batch.
 
         With `emit` the call returns an iterator, whose items go to `emit`, in a model's thread.
-        `note` is told in the end how many tokens were read and written for it. `conversation`: its
-        name, where several are held. Raises RequestError for whatever goes wrong; the next request
-        then starts afresh.
+        `note` is told in the end how many tokens were read and written for it. `caller`: whose
+        request it is. Raises RequestError for whatever goes wrong; the next request then starts
+        afresh.
         """
-        (result,) = await self.generate_all([Job(call, emit, note, conversation)])
+        (result,) = await self.generate_all([Job(call, emit, note, caller)])
         return result
 
     async def generate_all(self, jobs: Sequence[Job]) -> list[Any]:
@@ -165,7 +174,9 @@ class Engine:
             raise _shutting_down()
         self._check_waiting()
         if self._interrupt:
-            self._stop(job for job in self.running.values() if job.emit is not None)
+            users = {job.caller.user for job in jobs}
+            streams = [job for job in self.running.values() if job.emit is not None]
+            self._stop(job for job in streams if job.caller.user in users)
         self.waiting += len(jobs)
         try:
             runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
@@ -184,15 +195,15 @@ class Engine:
                 retry_after=_RETRY_AFTER,
             )
 
-    def answers(self, conversation: str) -> bool:
-        """Tell whether a request of a conversation is being answered."""
-        return any(job.conversation == conversation for job in list(self.running.values()))
+    def answers(self, caller: Caller) -> bool:
+        """Tell whether a request of a caller's conversation is being answered."""
+        return any(job.caller == caller for job in list(self.running.values()))
 
-    async def call(self, function: Callable[[EntropyLlama], Result]) -> Result:
+    async def call(self, function: Callable[[ServedLlama], Result]) -> Result:
         """Do something else with the model, between two requests."""
         return await asyncio.wrap_future(self._thread.submit(function, self.llama))
 
-    def before_close(self, function: Callable[[EntropyLlama], object]) -> None:
+    def before_close(self, function: Callable[[ServedLlama], object]) -> None:
         """Have `function` called with the model, in its thread, before it is freed."""
         self._before_close.append(function)
 
@@ -232,7 +243,7 @@ class Engine:
         worker = self._free.get()
         self.running[worker] = job
         worker.checkpoint = partial(self._checkpoint, job)
-        worker.conversation = job.conversation
+        worker.caller = job.caller
         outcome: Outcome = "finished"
         before = worker.counts()
         try:

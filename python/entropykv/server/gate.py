@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.errors import RequestError
+from entropykv.server.users import Keys, note_user
 from entropykv.server.web_files import page_files
 
 _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_files()})
@@ -14,12 +13,12 @@ _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_fi
 
 
 class Gate:
-    """Answer 401 without the right key, and 413 for a body above `max_body` bytes (ASGI)."""
+    """Answer 401 without a right key, and 413 for a body above `max_body` bytes (ASGI)."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, max_body: int) -> None:
         """Wrap an app; without a key, let everyone in."""
         self._app = app
-        self._credentials = None if api_key is None else f"Bearer {api_key}".encode()
+        self._keys = keys
         self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,7 +29,7 @@ class Gate:
         headers = dict(scope["headers"])
         try:
             if scope["path"] not in _PUBLIC:
-                self._check_key(headers.get(b"authorization", b""))
+                note_user(scope, self._user_of(headers.get(b"authorization", b"")))
             length = headers.get(b"content-length", b"")
             self._check_size(int(length) if length.isdigit() else 0)
         except RequestError as error:
@@ -38,13 +37,15 @@ class Gate:
             return
         await self._app(scope, self._counted(receive), send)
 
-    def _check_key(self, given: bytes) -> None:
-        if self._credentials is not None and not hmac.compare_digest(given, self._credentials):
+    def _user_of(self, authorization: bytes) -> str:
+        user = self._keys.user_of(authorization)
+        if user is None:
             raise RequestError(
                 401,
                 "this server wants its API key; send it as Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
+        return user
 
     def _check_size(self, n_bytes: int) -> None:
         if n_bytes > self._max_body:

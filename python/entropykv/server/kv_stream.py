@@ -16,6 +16,7 @@ from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.kv_pictures import Camera, Picture, Window, about
 from entropykv.server.kv_text import held_tokens
+from entropykv.server.users import user_of
 
 INTERVAL = 0.25
 """The least seconds between two pictures."""
@@ -28,8 +29,11 @@ _PING_INTERVAL = 15.0
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-def kv_stream_routes(engine: Engine) -> APIRouter:
-    """Return the routes. Without viewers, nothing of them costs the model any time."""
+def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
+    """Return the routes. Without viewers, nothing of them costs the model any time.
+
+    A user sees the conversations of the own key alone, and what they say only with `show_text`.
+    """
     router = APIRouter(tags=["KV cache"])
     viewers = _Viewers(engine)
 
@@ -43,26 +47,36 @@ def kv_stream_routes(engine: Engine) -> APIRouter:
     ) -> StreamingResponse:
         """Send server-sent events: `model` once, then `kv` where something has changed.
 
-        Every `kv` has the figures of all conversations, and the `map` of one: of that which is
-        asked for, or the latest. Its `planes` are a byte for every KV head and column of positions,
-        deflated and in base64, of what is held, what is frozen, and what came back since the event
-        before. A conversation that is parked has no map.
+        Every `kv` has the figures of all conversations of the same key, and the `map` of one: of
+        that which is asked for, or the latest. Its `planes` are a byte for every KV head and column
+        of positions, deflated and in base64, of what is held, what is frozen, and what came back
+        since the event before. A conversation that is parked has no map.
         """
         if viewers.count >= MOST_VIEWERS:
             raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
-        model = await engine.looks.look(about)
-        camera = Camera(Window(first, last, columns), conversation)
+        model = {**await engine.looks.look(about), "text": show_text}
+        camera = Camera(user_of(request.scope), Window(first, last, columns), conversation)
         events = viewers.events(request, model, camera)
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     @router.get("/v1/kv/text")
     async def text(
+        request: Request,
         conversation: str | None = None,
         first: Annotated[int, Query(ge=0)] = 0,
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
     ) -> dict[str, Any]:
-        """Return tokens of a conversation, and how many KV heads hold or have frozen each."""
-        look = partial(held_tokens, name=conversation, first=first, count=count)
+        """Return tokens of a conversation, and how many KV heads hold or have frozen each.
+
+        Only where the server shows texts, which `text` of the stream's first event tells.
+        """
+        if not show_text:
+            raise RequestError(
+                403, "this server does not show what texts say; start it with --show-text true"
+            )
+        look = partial(
+            held_tokens, user=user_of(request.scope), name=conversation, first=first, count=count
+        )
         return (await engine.looks.look(look)).to_json()
 
     return router

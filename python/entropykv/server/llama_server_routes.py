@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from entropykv import _version
@@ -12,6 +12,7 @@ from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.requests import check_tokens
 from entropykv.server.template_traits import template_of
+from entropykv.server.users import user_of
 
 TokenIds = Annotated[list[int], Field(description="Tokens, as numbers.")]
 
@@ -45,8 +46,9 @@ def llama_server_routes(engine: Engine) -> APIRouter:
         return _props(engine)
 
     @router.get("/slots")
-    async def slots() -> list[dict[str, Any]]:
-        return [_slot(engine, number) for number in range(engine.n_slots)]
+    async def slots(request: Request) -> list[dict[str, Any]]:
+        user = user_of(request.scope)
+        return [_slot(engine, number, user) for number in range(engine.n_slots)]
 
     @router.post("/tokenize")
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -106,17 +108,21 @@ def _props(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _slot(engine: Engine, number: int) -> dict[str, Any]:
-    """Return what one of those that answer requests is doing, by llama-server's names."""
+def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
+    """Return what one of those that answer requests is doing, by llama-server's names.
+
+    Of those of other users, only whether they are busy: lengths tell what is asked.
+    """
     worker = engine.workers[number]
     busy = worker in engine.running
+    own = busy and worker.caller.user == user
     return {
         "id": number,
         "n_ctx": engine.llama.n_ctx(),
         "speculative": False,
         "is_processing": busy,
-        "n_prompt_tokens": worker.prompt_size if busy else 0,
-        "next_token": [{"n_decoded": worker.generated if busy else 0}],
+        "n_prompt_tokens": worker.prompt_size if own else 0,
+        "next_token": [{"n_decoded": worker.generated if own else 0}],
     }
 
 

@@ -31,8 +31,11 @@ _METRICS = (
 )
 
 
-def as_json(engine: Engine) -> dict[str, Any]:
-    """Return all figures: those of SessionStats, and requests by their outcome."""
+def as_json(engine: Engine, user: str) -> dict[str, Any]:
+    """Return all figures: those of SessionStats, and requests by their outcome.
+
+    They are sums of all users; of conversations, only those of `user` are listed.
+    """
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
     figures: dict[str, Any] = {
         **dataclasses.asdict(engine.stats),
@@ -41,7 +44,7 @@ def as_json(engine: Engine) -> dict[str, Any]:
     if engine.shelf is not None:
         figures["conversations"] = [
             {"name": name, "live": live, **{key: getattr(stats, key) for key in _OF_CONVERSATION}}
-            for name, stats, live in engine.shelf.conversations()
+            for name, stats, live in engine.shelf.conversations(user)
         ]
     return figures
 

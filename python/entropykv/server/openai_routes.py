@@ -15,6 +15,7 @@ from entropykv.server.generations import Choices
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
 from entropykv.server.streaming import Call, stream, whole
+from entropykv.server.users import Caller, user_of
 
 SESSION_HEADER = "x-session-id"
 """The header that names a conversation; without it, the field `user` does."""
@@ -33,14 +34,15 @@ def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
+        caller = Caller(user_of(request.scope), name)
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):
             calls = [part.call for part in body.parts()]
             choices = Choices(body.n, usage=body.stream_options.include_usage)
         if body.stream:
-            return await stream(request, engine, calls, choices, name, ping=ping)
-        return await whole(request, engine, calls, choices, name)
+            return await stream(request, engine, calls, choices, caller, ping=ping)
+        return await whole(request, engine, calls, choices, caller)
 
     @router.post("/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -111,8 +111,25 @@ class ServerOptions(ServerSettings):
         min_length=1,
         description="Every request must bear it (also: environment variable ENTROPYKV_API_KEY)",
     )
+    api_key_file: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="File with an API key on every line, each of which is a user of its own; blank "
+        "lines and those that begin with # are skipped.",
+    )
+    show_text: Optional[bool] = Field(  # noqa: UP045
+        default=None,
+        description="Whether the page and /v1/kv/text show a user what the user's own texts in the "
+        "cache say; unless it is given, only a server on this machine's own address without a key "
+        "does.",
+    )
+    shared_prefixes: bool = Field(
+        default=True,
+        description="Whether conversations of one key go on from what another one of it has read; "
+        "with false, only those of one name do.",
+    )
     interrupt_requests: bool = Field(
-        default=False, description="Whether a new request ends the stream that is being written."
+        default=False, description="Whether a new request ends streams of the same key."
     )
     max_body: int = Field(default=4 << 20, ge=1, description="Bytes that a request may have.")
     max_waiting: Optional[int] = Field(  # noqa: UP045
