@@ -28,6 +28,7 @@ def test_calibrate_writes_a_profile(tiny_llama: Path, tmp_path: Path) -> None:
     result = entropykv("calibrate", *arguments, "--curve-length", 128, "-t", 2)
     assert result.returncode == 0, result.stderr
     assert "mean entropy" in result.stdout
+    assert re.search(r"predictor of scores from \d+ tokens, r = 0\.\d+ in text", result.stdout)
     profile = EntropyProfile.load(output)
     assert profile.measurement is not None
     assert [name for name, _ in profile.measurement.texts] == [
@@ -39,6 +40,7 @@ def test_calibrate_writes_a_profile(tiny_llama: Path, tmp_path: Path) -> None:
     shown = entropykv("profile", output)
     assert shown.returncode == 0, shown.stderr
     assert "policy profile" in shown.stdout
+    assert "Where KV heads look things up" in shown.stdout
     compared = entropykv("profile", output, output)
     assert "correlation 1.0000" in compared.stdout
 
