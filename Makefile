@@ -133,12 +133,13 @@ wheel: $(VENV)/.package  ## into dist/, and tried in an environment without a co
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps -C build-dir=$(VENV)/build -w dist .
 	$(BIN)/python backend/try_wheel.py dist/*.whl $(WHEELS)
 
-# One run again: make fuzz SEED=7, or the name of a scenario. Longer: make fuzz SECONDS=3600 JOBS=2
+# One run again: make fuzz SEED=7, pool-7, file-7, server-7, or the name of a scenario. Longer:
+# make fuzz SECONDS=3600 JOBS=2
 # The extension is built with the objects of test-cpp; the sanitizers' runtime is preloaded, so that
-# Python and llama.cpp are those that are installed.
+# Python and llama.cpp are those that are installed. Servers run without the sanitizers.
 FUZZ := build/fuzz
 PRELOADED = $$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so)
-fuzz: install  ## random operations on sessions, under the sanitizers
+fuzz: install  ## random operations on sessions and pools, crafted files, requests at a server
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
 		-DENTROPYKV_WITH_EXTENSION=ON -DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$(BIN)/python" \

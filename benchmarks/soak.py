@@ -1,6 +1,6 @@
 """Many requests of many clients to `entropykv serve -np`: is anything lost, does memory grow?
 
-    python benchmarks/soak.py [--requests 2000] [--clients 32] [--freeze ram]
+    python benchmarks/soak.py [--requests 2000] [--clients 32] [--freeze ram] [--hostile 0.05]
 
 Every client has one conversation after the other with the shipped BitNet model, which knows how to
 recall facts: the first turn tells some, further turns are filler of random lengths and answers of
@@ -8,6 +8,10 @@ random lengths, and the last turn asks for a fact of the first one. Some streams
 client. There are more conversations than sequences, so that they are parked, some of them in files,
 and together they need several times the budget. With --freeze, what is evicted is kept, and facts
 should be known as with a budget that holds everything (--kv-budget 1.0).
+
+With --hostile, that share of the requests is what `make fuzz` sends to servers: invalid, much too
+large, slow, or broken off (tests/fuzz/hostile.py). Nothing may be lost for the others, every
+hostile request must be answered or closed, and /health must answer within a second all the time.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from entropykv.model.shipped import DEMOS
 from servers import running_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.fuzz.hostile import ATTACKS, Refused, Unanswered
+from tests.fuzz.live import watched
 from training.facts import STOP, STOP_LINE, Writer
 
 N_CTX = 1024
@@ -47,6 +53,10 @@ class Tally:
     """What became of all requests, and of the facts that were asked for."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    hostile: Counter[str] = field(default_factory=Counter)
+    """What became of hostile requests."""
+    wrong: list[str] = field(default_factory=list)
+    """What the server did of which nothing may happen, whatever it is sent."""
     right: int = 0
     asked: int = 0
     first: list[float] = field(default_factory=list)
@@ -58,7 +68,7 @@ class Tally:
     @property
     def n_done(self) -> int:
         """Requests that have ended, however."""
-        return sum(self.outcomes.values())
+        return sum(self.outcomes.values()) + sum(self.hostile.values())
 
 
 class Client:
@@ -68,6 +78,8 @@ class Client:
         """`seed`: of lengths, texts, and of which streams are left."""
         self._http = httpx.Client(base_url=url, timeout=SECONDS)
         self._chance = random.Random(seed)  # noqa: S311
+        self._attacks = random.Random(f"hostile {seed}")  # noqa: S311
+        self._port = int(url.rpartition(":")[2])
         self._writer = Writer(f"soak {seed}")
         self._options = options
         self._tally = tally
@@ -84,12 +96,12 @@ class Client:
         words, facts = self._writer.test_document(chance.randint(60, 200), 2)
         text = "".join([*words[1:-1], STOP])
         for _ in range(n_turns):
-            if not more():
+            if not self._is_wanted(more):
                 return False
             text += self._answer(text, chance.randint(1, 24), leaves=chance.random() < 0.1)
             filler = [self._writer.filler() for _ in range(chance.randint(1, 8))]
             text += "".join("".join([*sentence, STOP]) for sentence in filler)
-        if not more():
+        if not self._is_wanted(more):
             return False
         fact = chance.choice(facts)
         question = text.removesuffix(STOP) + STOP_LINE + "".join(fact.question())
@@ -98,6 +110,26 @@ class Client:
             self._tally.asked += 1
             self._tally.right += answer.strip() == "".join(fact.statement()).strip()
         return True
+
+    def _is_wanted(self, more: Any) -> bool:
+        """Tell whether another request is wanted; hostile ones among them are made at once."""
+        while more():
+            if self._attacks.random() >= self._options.hostile:
+                return True
+            self._attack()
+        return False
+
+    def _attack(self) -> None:
+        attack = self._attacks.choice(ATTACKS)
+        chance = random.Random(self._attacks.random())  # noqa: S311
+        wrong = ""
+        try:
+            outcome = str(attack(chance, self._port))
+        except (Unanswered, Refused, OSError) as error:
+            outcome, wrong = type(error).__name__, f"{attack.__name__}: {error}"
+        with self._tally.lock:
+            self._tally.hostile[outcome] += 1
+            self._tally.wrong += [wrong] if wrong else []
 
     def _answer(self, prompt: str, n_tokens: int, *, leaves: bool = False, **more: Any) -> str:
         """Stream an answer; with `leaves`, close the connection after some of it."""
@@ -182,7 +214,11 @@ def report(tally: Tally, found: dict[str, float], seconds: float) -> bool:
     shown = {name: int(found[f"{name}_total"]) for name in names}
     outcomes = {k: int(v) for k, v in found.items() if k.startswith("requests_total")}
     print(f"the server says: {shown}, {outcomes}, evictions {found.get('evictions_total', 0):.0f}")
-    return set(tally.outcomes) <= {"finished", "left"}
+    if tally.hostile:
+        print(f"hostile requests: {dict(tally.hostile)}")
+    for wrong in tally.wrong[:20]:
+        print(f"wrong: {wrong}")
+    return set(tally.outcomes) <= {"finished", "left"} and not tally.wrong
 
 
 def main() -> None:
@@ -195,6 +231,7 @@ def main() -> None:
     parser.add_argument("--kv-budget", default="1000")
     parser.add_argument("--freeze", help="where evicted entries are kept")
     parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("--hostile", type=float, default=0.0, metavar="SHARE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "entropykv.cli", "serve", "-m", options.model]
@@ -204,7 +241,9 @@ def main() -> None:
         command += ["--freeze", options.freeze] if options.freeze else []
         with running_process(command) as (url, process):
             start = time.monotonic()
-            tally = soak(url, process.pid, options)
+            with watched(int(url.rpartition(":")[2]), process.pid) as late:
+                tally = soak(url, process.pid, options)
+            tally.wrong += [f"/health: {text}" for text in late]
             fine = report(tally, figures(url), time.monotonic() - start)
     raise SystemExit(0 if fine else "some requests were lost")
 

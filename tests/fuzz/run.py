@@ -30,7 +30,7 @@ def run_seed(seed: int, folder: Path) -> str:
     if chance.random() < LONG_SHARE:
         return _long_run(chance, folder)
     model = random_model(chance, folder)
-    options, session, n_refused = _possible_session(
+    options, session, n_refused = possible_session(
         model, lambda: random_options(chance, model, folder)
     )
     say(f"{model.name}: {_shown(options)}")
@@ -46,10 +46,13 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def _possible_session(
+def possible_session(
     model: FuzzModel, draw: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Session, int]:
-    """Open a session by the first of the drawn settings that are not refused."""
+    """Open a session by the first of the drawn settings that are not refused.
+
+    Returns the settings, the session, and how many were refused before.
+    """
     for n_refused in range(_ATTEMPTS):
         options = {"store": "auto", **draw()}
         if options["n_ctx"] == LONGEST and options["store"] == "flat":
@@ -68,7 +71,7 @@ def _long_run(chance: random.Random, folder: Path) -> str:
     """Two topics, as long as thousands of entries, then tokens of the first one."""
     shape = {"n_layer": 1, "n_head": 4, "n_head_kv": chance.choice((1, 2)), "head_dim": 16}
     model = llama_model(folder, **shape, n_ctx_train=2**20, weight_type="F32")
-    options, opened, _ = _possible_session(model, lambda: long_options(chance, folder))
+    options, opened, _ = possible_session(model, lambda: long_options(chance, folder))
     say(f"{model.name}: {_shown(options)}")
     with opened as session:
         run = Run(chance, model, options, session)

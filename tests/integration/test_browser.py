@@ -169,6 +169,35 @@ def test_a_wrong_key_is_asked_for_again(browser: Any) -> None:
         server.end()
 
 
+@pytest.mark.parametrize("options", [("--parallel", 2), ()], ids=["pool", "one"])
+def test_a_user_sees_the_own_key_s_conversations_and_no_text_unless_it_is_shown(
+    browser: Any, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}\nanother-key\n", encoding="utf-8")
+    server = Server(*options, "--api-key-file", keys)
+    try:
+        body = {"prompt": "A quiet market. " * 90, "max_tokens": 4, "user": "ben"}
+        watched = Watched(browser, server.url, **CONTEXT)
+        dialog = watched.page.get_by_role("dialog")
+        dialog.get_by_role("textbox").fill("another-key")
+        server.post("/v1/completions", json.dumps(body))
+        dialog.get_by_role("button").click()
+        watched.page.get_by_text("Nothing of yours is in the cache.").wait_for()
+        watched.settings(Longest_answer=4)
+        watched.ask("The old garden")
+        watched.finished()
+        watched.page.get_by_text("This server does not show what texts say").wait_for()
+        watched.page.get_by_role("slider", name="Position in the text").wait_for()
+        holders = watched.page.locator(".holders tbody tr")
+        assert holders.count() == (1 if options else 0)
+        assert "ben" not in watched.page.locator(".panel").inner_text()
+        assert watched.findings() == []
+        watched.check(REFUSED, LOADING)
+    finally:
+        server.end()
+
+
 def test_the_server_goes_and_comes_back(browser: Any) -> None:
     server = Server()
     watched = Watched(browser, server.url, **CONTEXT)

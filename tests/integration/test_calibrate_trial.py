@@ -71,7 +71,7 @@ def loss_of(
 
 
 def test_the_least_loss_decides(monkeypatch: pytest.MonkeyPatch, profile: EntropyProfile) -> None:
-    for losses, best in (([0.2, 0.1], "reconstruct"), ([0.1, 0.2], "mass+values+echo")):
+    for losses, best in (([0.2, 0.1], "predicted"), ([0.1, 0.2], "mass+values+predicted")):
         monkeypatch.setattr(trial, "trial_losses", lambda *_, found=losses: np.array(found))
         assert best_importance("model.gguf", profile, []) == best
 
@@ -93,6 +93,12 @@ def test_a_profile_names_what_its_trial_found(
     assert found.curves.importance in IMPORTANCES
     assert reversed_names.curves is not None
     assert reversed_names.curves.importance == found.curves.importance
+
+
+def test_without_a_predictor_there_is_no_trial(tiny_llama: Path, profile: EntropyProfile) -> None:
+    assert profile.predictor is not None
+    plain = replace(profile, predictor=None)
+    assert best_importance(tiny_llama, plain, [tokens_for(LEAST_TEXT)]) is None
 
 
 def test_short_texts_are_no_trial(tiny_llama: Path, profile: EntropyProfile) -> None:

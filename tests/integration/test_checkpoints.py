@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,13 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
+from entropykv.llama.reading import LEAST_SPARED
+from entropykv.server.loading import ServedLlama
 from entropykv.server.shelf import Shelf
+from entropykv.server.users import SOMEBODY
 from entropykv.session import going_back
 from tests.architectures import ARCHITECTURES
+from tests.support.llamas import QUIET
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
 from tests.support.releases import write_known
 
@@ -197,17 +202,17 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
 def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
     with pool_of(model, n_sequences=3, kv_budget=3 * N_CTX) as pool:
         shelf = Shelf(pool, 4)
-        first = shelf.take([*SYSTEM, 5], None)
+        first = shelf.take([*SYSTEM, 5], SOMEBODY)
         taken: list[Session] = []
         asked: list[int] = []
 
         def come() -> None:
-            taken.append(shelf.take([*SYSTEM, 6], None, lambda: asked.append(1)))
+            taken.append(shelf.take([*SYSTEM, 6], SOMEBODY, lambda: asked.append(1)))
 
         thread = in_thread(come)
         while not asked:
             time.sleep(0.001)
-        assert shelf.take([9, *SYSTEM], None).position == 0  # begins otherwise
+        assert shelf.take([9, *SYSTEM], SOMEBODY).position == 0  # begins otherwise
         first.decode([*SYSTEM, 5])
         assert not taken
         first.note_turn(writes=True)
@@ -223,13 +228,13 @@ def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
 def test_who_waits_can_be_called_off(model: Path) -> None:
     with pool_of(model, n_sequences=2, kv_budget=2 * N_CTX) as pool:
         shelf = Shelf(pool, 4)
-        shelf.take(SYSTEM, None)
+        shelf.take(SYSTEM, SOMEBODY)
 
         def stop() -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            shelf.take(SYSTEM, None, stop)
+            shelf.take(SYSTEM, SOMEBODY, stop)
 
 
 def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
@@ -243,3 +248,67 @@ def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
     assert core.used_bytes > 0
     pool.close()
     assert core.used_bytes == 0
+
+
+@pytest.mark.parametrize("n_tokens", [2 * PIECE, 2 * PIECE + 1, 1])
+def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
+    model: Path, n_tokens: int
+) -> None:
+    """The server hands over a prompt piece by piece: one token is no written one for that."""
+    llm = ServedLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
+    prompt = SYSTEM[:n_tokens]
+    ask: dict[str, Any] = {"temp": 0.0}
+    first = list(itertools.islice(llm.generate(prompt, **ask), 5))
+    list(itertools.islice(llm.generate([*prompt, *first, *PROMPTS[0]], **ask), 5))
+    assert llm.pool is not None
+    found, position = llm.pool.host.checkpoints.nearest(prompt)
+    assert found is not None
+    assert position == found.position == n_tokens
+    assert found.sequence.logits is not None
+    read = llm.kv_stats().prompt_tokens
+    assert list(itertools.islice(llm.generate(prompt, **ask), 5)) == first
+    assert llm.kv_stats().prompt_tokens - read == (0 if n_tokens >= LEAST_SPARED else 1)
+    llm.close()
+
+
+def test_the_last_prompt_is_not_read_again_whatever_its_length(model: Path) -> None:
+    with Session(model, n_ctx=N_CTX, n_ubatch=PIECE) as session:
+        for n_tokens in (PIECE, PIECE + 1, 2 * PIECE + 1):
+            session.truncate(0)
+            expected = session.decode(SYSTEM[:n_tokens])[-1].copy()
+            session.decode([5])
+            session.decode([6])
+            assert session.return_to_prompt(n_tokens, n_tokens + 9)
+            assert session.logits is not None
+            np.testing.assert_array_equal(session.logits, expected)
+
+
+def test_logits_of_checkpoints_count_and_stay_within_the_limit(model: Path) -> None:
+    """What numpy and array hold of a checkpoint is a part of what the pool reports."""
+    with Pool(model, n_ctx=N_CTX, n_sequences=2, kv_budget="8MiB", checkpoints="16KiB") as pool:
+        for first in range(3, 43):  # short texts: their entries take little besides the pool
+            with pool.session() as session:
+                written(session, [first, 7, 9, 11], 3)
+                session.decode([5, 6])  # a turn: the answer has a checkpoint, too
+        stats, kept = pool.stats(), pool.host.checkpoints._kept
+        texts = [each.sequence for each in kept]
+        arrays = {id(a): a for t in texts for a in (t.logits, t.parts._logits) if a is not None}
+        held = sum(a.nbytes for a in arrays.values()) + sum(4 * len(t.tokens) for t in texts)
+        assert stats.checkpoints > 0
+        of_entries = sum(each.parked.n_bytes for each in kept)
+        assert held + of_entries <= stats.checkpoint_bytes <= 16 * 1024
+
+
+def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> None:
+    with pool_of(model, n_sequences=2) as pool, pool.session() as session:
+        rows = written(session, SYSTEM, 6)
+        session.decode([5, 6])
+        assert [len(each.sequence.tokens) for each in pool.host.checkpoints._kept] == [201, 207]
+        prompt, answer = pool.host.checkpoints._kept
+        assert prompt.sequence.logits is not None
+        assert answer.sequence.logits is answer.sequence.parts._logits is None
+        assert session.return_to_checkpoint(SYSTEM)
+        equal(again(session, 6), rows)
+        session.decode([5, 6])  # the same turn again: the logits of the prompt are still there
+        assert session.return_to_checkpoint(SYSTEM)
+        assert session.logits is not None

@@ -22,7 +22,7 @@ POOL = ("--parallel", 2, "--kv-budget", "512KiB", "--n_ctx", 32768, "-t", 1)
 
 @pytest.fixture(scope="module")
 def pooled() -> Iterator[Server]:
-    yield from served(usual=POOL, ENTROPYKV_API_KEY=KEY)
+    yield from served("--show-text", usual=POOL, ENTROPYKV_API_KEY=KEY)
 
 
 def say(server: Server, name: str, text: str, **options: Any) -> None:

@@ -21,7 +21,7 @@ from tests.support.served import served
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    yield from served("--freeze", "ram", ENTROPYKV_API_KEY=KEY)
+    yield from served("--freeze", "ram", "--show-text", ENTROPYKV_API_KEY=KEY)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def replica(directory: Path, **options: Any) -> Iterator[Replica]:
     app.user_middleware.append(
         Middleware(TurnMiddleware, engine=engine, conversations=conversations, replica="one")
     )
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         yield Replica(client, engine)
 
 

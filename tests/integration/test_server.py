@@ -137,7 +137,7 @@ def test_an_error_within_is_a_500_and_harms_nobody(
         app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
         transport = httpx.ASGITransport(app)
         body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 5}
-        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             right = (await client.post("/v1/completions", json=body)).json()
             with monkeypatch.context() as patch:
                 patch.setattr(EntropyLlama, "eval", broken)

@@ -116,7 +116,7 @@ def test_the_server_listens_while_it_loads() -> None:
 
         life = asyncio.ensure_future(app({"type": "lifespan"}, incoming.get, send))
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             while not sent:
                 await asyncio.sleep(0.01)
             answers = [await client.get("/health")]

@@ -53,6 +53,8 @@ def options_of(*given: str) -> Any:
         (("--host",), "host", "0.0.0.0"),  # noqa: S104
         (("--port",), "port", 8080),
         (("--api-key", "--api_key"), "api_key", "key"),
+        (("--api-key-file", "--api_key_file"), "api_key_file", "keys"),
+        (("--show-text", "--show_text"), "show_text", "true"),
         (("-a", "--alias", "--model_alias", "--model-alias"), "model_alias", "name"),
         (("-ngl", "--gpu-layers", "--n_gpu_layers", "--n-gpu-layers"), "n_gpu_layers", 1),
         (("-s", "--seed"), "seed", 3),
@@ -64,6 +66,12 @@ def test_options_have_the_names_of_both_servers(
 ) -> None:
     for spelling in spellings:
         assert getattr(options_of(spelling, str(value)), field) == value
+
+
+def test_options_without_a_value_switch_what_they_name() -> None:
+    assert options_of("--show-text").show_text == "true"
+    assert options_of("--no-shared-prefixes").shared_prefixes is False
+    assert options_of().shared_prefixes is options_of().show_text is None
 
 
 @pytest.mark.parametrize("again", ["-m", "--model"])
@@ -101,7 +109,7 @@ def test_the_ladder_is_climbed_and_shown() -> None:
         app = create_app(ModelOptions(model=str(MODEL), n_threads=1, **options), ServerOptions())
         transport = httpx.ASGITransport(app)
         body = {"prompt": "Another text " * 40, "max_tokens": 60, "temperature": 2.0, "seed": 1}
-        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             climbs = (await client.get("/v1/kv")).json()["climbs"]
         app.state.engine.close()

@@ -179,6 +179,23 @@ def test_one_system_prompt_is_read_once_and_an_answer_is_written_again(server: S
         assert again == [answer.choices[0].text for answer in answers]
 
 
+def test_who_shares_a_beginning_with_a_long_prompt_does_not_wait_for_its_end() -> None:
+    system = "You are a gardener who knows all trees, and answers in a few words. " * 60
+    document = "In the garden there is a tree, and a bird sings. " * 300
+    budget = ("--parallel", 3, "--kv-budget", 3 * N_CTX, "--kv-type", "f16", "--policy", "uniform")
+    server = Server(*budget, ENTROPYKV_API_KEY=KEY)
+    with ended(server) as client, ThreadPoolExecutor(1) as threads:
+        long = threads.submit(complete, client, system + document, max_tokens=1)
+        while not any(slot["n_prompt_tokens"] for slot in server.get("/slots").json()):
+            assert not long.done(), long.result()
+            time.sleep(0.01)
+        short = complete(client, f"{system} What is an oak?", max_tokens=1)
+        assert not long.done(), "it waited for all of the long one, or that was read too quickly"
+        n_prompts = long.result().usage.prompt_tokens + short.usage.prompt_tokens
+        read = server.idle_figures(60)["prompt_tokens"]
+        assert read < n_prompts - 0.5 * short.usage.prompt_tokens, "its beginning was read again"
+
+
 def test_slots_and_figures_of_conversations(server: Server) -> None:
     assert server.get("/props").json()["total_slots"] == 3
     with server.client() as client:

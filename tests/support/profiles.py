@@ -6,6 +6,7 @@ import numpy as np
 
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.parts import Fingerprint, Measurement
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 
 
@@ -41,6 +42,12 @@ def example() -> EntropyProfile:
             np.full((2, 2, 3), 0.25),
             np.full((2, 2, 3), 1.5),
             np.array([0.5, 0.0]),
-            "reconstruct",
+            "predicted",
+        ),
+        predictor=ScorePredictor(
+            (np.full((2, 5), 0.5, np.float32), np.full((2, 3), -1.5, np.float32)),
+            1976,
+            0.75,
+            np.array([[0.0, 0.25], [0.5, 0.05]]),
         ),
     )

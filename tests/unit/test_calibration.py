@@ -214,6 +214,17 @@ def test_the_table_names_every_head_and_budget() -> None:
         assert part in text, text
     plain = EntropyProfile(2, 4, 2, 128, example().head_entropies)
     assert "policy profile" not in format_profile(plain)
+    assert "predict" not in format_profile(plain)
+
+
+def test_the_table_shows_where_heads_look_things_up() -> None:
+    lines = format_profile(example()).splitlines()
+    assert lines[0].endswith("scores from 1,976 tokens, r = 0.750 in text that was held back")
+    assert [line.split() for line in lines[-3:]] == [
+        ["layer", "mean", "KV", "heads"],
+        ["0", "12", "0", "25"],
+        ["1", "28", "50", "5"],
+    ]
 
 
 def test_comparing_two_profiles() -> None:

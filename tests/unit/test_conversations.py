@@ -19,7 +19,8 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.conversations import Conversations
 from entropykv.server.engine import Engine
-from entropykv.server.turns import TurnMiddleware, _name
+from entropykv.server.turns import TurnMiddleware, _caller
+from entropykv.server.users import Caller
 
 
 @dataclass(eq=False)
@@ -33,6 +34,10 @@ class FakeLlama:
     broken: bool = False
     pool: None = None
     shelf: None = None
+    callers: list[Caller] = field(default_factory=list)
+
+    def serve_for(self, caller: Caller) -> None:
+        self.callers.append(caller)
 
     @property
     def n_tokens(self) -> int:
@@ -66,10 +71,14 @@ class FakeLlama:
         self.read += len(text)
 
 
-def turn(conversations: Conversations, llama: Any, name: str, text: str) -> None:
-    conversations.enter(llama, name)
+def named(name: str, user: str = "") -> Caller:
+    return Caller(user, name)
+
+
+def turn(conversations: Conversations, llama: Any, name: str, text: str, *, user: str = "") -> None:
+    conversations.enter(llama, named(name, user))
     llama.complete(text)
-    conversations.leave(llama, name)
+    conversations.leave(llama, named(name, user))
 
 
 def test_switching_loads_only_what_the_model_does_not_hold(tmp_path: Path) -> None:
@@ -105,31 +114,40 @@ def test_damage_and_failures_cost_no_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
-    conversations.path("a").write_text("damaged")
+    conversations.path(named("a")).write_text("damaged")
     turn(conversations, llama, "a", "1")
     assert "is damaged" in caplog.text
     llama.broken = True
     turn(conversations, llama, "a", "2")
     assert "failed half-way" in caplog.text
-    assert conversations.path("a").read_text() == "1"
+    assert conversations.path(named("a")).read_text() == "1"
 
 
 def test_least_recently_used_go_first(tmp_path: Path) -> None:
     llama, conversations = FakeLlama(), Conversations(tmp_path, 25)
     left = []
     for number, name in enumerate("abac"):  # the second turn of a makes its file 20 bytes
-        if not conversations.path(name).exists():
+        if not conversations.path(named(name)).exists():
             llama.text = ""
         turn(conversations, llama, name, "x" * 10)
-        os.utime(conversations.path(name), ns=(number, number))  # clocks of files are coarse
-        left.append("".join(name for name in "abc" if conversations.path(name).exists()))
+        os.utime(conversations.path(named(name)), ns=(number, number))  # clocks of files are coarse
+        left.append("".join(name for name in "abc" if conversations.path(named(name)).exists()))
     assert left == ["a", "ab", "a", "c"]
+
+
+def test_the_same_name_is_another_conversation_for_another_user(tmp_path: Path) -> None:
+    llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20, several=True)
+    turn(conversations, llama, "a", "1", user="anna")
+    llama.text = ""
+    turn(conversations, llama, "a", "2", user="ben")
+    assert conversations.path(named("a", "anna")).read_text() == "1"
+    assert conversations.path(named("a", "ben")).read_text() == "2"
 
 
 def test_names_are_no_paths(tmp_path: Path) -> None:
     conversations = Conversations(tmp_path / "deep" / "er", 1)
     for name in ("../../x", "/etc/passwd", "a\0b", "é" * 300):
-        assert conversations.path(name).parent == tmp_path / "deep" / "er"
+        assert conversations.path(named(name)).parent == tmp_path / "deep" / "er"
     assert (tmp_path / "deep" / "er").stat().st_mode & 0o077 == 0
 
 
@@ -215,7 +233,7 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
         inside.remove(name)
 
     async def app(scope: Any, _: Any, send: Any) -> None:
-        await engine.generate(lambda _: generate(_name(scope)))
+        await engine.generate(lambda _: generate(_caller(scope).name or ""))
         await send({"type": "http.response.body"})
 
     async def send(_: Any) -> None:
@@ -233,9 +251,9 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await first
         await second
-        assert conversations.path("a").read_text() == "a"
-        assert conversations.path("b").read_text() == "ab"
-        assert not conversations.path("c").exists()
+        assert conversations.path(named("a")).read_text() == "a"
+        assert conversations.path(named("b")).read_text() == "ab"
+        assert not conversations.path(named("c")).exists()
 
     asyncio.run(three())
 
@@ -243,9 +261,9 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
 def test_a_failed_generation_keeps_what_the_turn_before_saved(tmp_path: Path) -> None:
     llama, conversations = FakeLlama(), Conversations(tmp_path, 1 << 20)
     turn(conversations, llama, "a", "1")
-    conversations.enter(llama, "a")  # type: ignore[arg-type]
+    conversations.enter(llama, named("a"))  # type: ignore[arg-type]
     llama.complete("2")
     llama.reset()
-    conversations.leave(llama, "a")  # type: ignore[arg-type]
+    conversations.leave(llama, named("a"))  # type: ignore[arg-type]
     turn(conversations, llama, "a", "3")
     assert llama.text == "13"

@@ -23,6 +23,7 @@ from entropykv.policy.names import (
     takes_profile,
 )
 from entropykv.profile.curves import IMPORTANCES, LossCurves
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from tests.support import reference
 
@@ -39,9 +40,13 @@ def named(text: str) -> Policy:
 )
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
     """Modifiers in any order are the same policy, which its own name gives again."""
-    assume("echo" not in order[:n] or not {"window", "exposure"} & set(order[:n]))
-    assume(not POLICIES[name].rule.by_layer or not {"values", "distinct"} & set(order[:n]))
-    assume(not POLICIES[name].schedule or not {"values", "distinct", "echo"} & set(order[:n]))
+    names = set(order[:n])
+    of_heads = {"values", "distinct", "predicted"}
+    assume("echo" not in names or not {"window", "exposure"} & names)
+    assume("predicted" not in names or not {"window", "exposure", "echo"} & names)
+    assume("predicted" not in names or measure != "products")
+    assume(not POLICIES[name].rule.by_layer or not of_heads & names)
+    assume(not POLICIES[name].schedule or not {*of_heads, "echo"} & names)
     policy = named(f"{name}:{'+'.join([measure, *order[:n]])}")
     assert named(policy.name) == policy
     assert policy.importance.measure == measure
@@ -128,11 +133,19 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
         assert with_echoes.importance.repeats
         assert policy_named("auto", known, "headwise", recurrent=True) == POLICIES[name]
         assert policy_named("fast", known, "headwise") == POLICIES[name]
-    for importance in IMPORTANCES:
+    predictor = ScorePredictor((np.zeros((1, 5), np.float32),), n_tokens=100)
+    for importance, read_twice in zip(
+        IMPORTANCES, ("mass+values+echo", "reconstruct"), strict=True
+    ):
         best = with_curves(entropies, importance)
-        assert policy_named("auto", best, "headwise") == named(f"profile:{importance}")
-        assert policy_named("auto", best, "headwise", recurrent=True) == POLICIES["profile"]
-        assert policy_named("fast", best, "headwise") == POLICIES["profile"]
+        assert policy_named("auto", best, "headwise") == named(f"profile:{read_twice}")
+        known = replace(best, predictor=predictor)
+        assert policy_named("auto", known, "headwise") == named(f"profile:{importance}")
+        for each in (best, known):
+            assert policy_named("auto", each, "headwise", recurrent=True) == POLICIES["profile"]
+            assert policy_named("fast", each, "headwise") == POLICIES["profile"]
+    without_curves = replace(entropies, predictor=predictor)
+    assert policy_named("auto", without_curves, "headwise") == named(f"adaptive:{IMPORTANCES[0]}")
     for name in ("auto", "fast"):
         assert policy_named(name, with_curves(entropies), "flat") == POLICIES["recency"]
         frozen = policy_named(name, with_curves(entropies), "headwise", freezes=True)
@@ -147,6 +160,9 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
         ("profile", True),
         ("entropy:mass", True),
         ("adaptive", False),
+        ("adaptive:mass+values+predicted", True),
+        ("uniform:predicted", True),
+        ("x:predicted", False),
         ("x", False),
     ],
 )

@@ -94,9 +94,18 @@ BAD = [
     ("curves.n_texts", "1", "curves.n_texts"),
     ("curves.layer_damage.1", -0.5, "curves.layer_damage[1]"),
     ("curves.layer_damage", 0.5, "curves.layer_damage must be a list of 2"),
-    ("curves.importance", "mass", "curves.importance must be one of mass+values+echo"),
+    ("curves.importance", "mass", "curves.importance must be one of mass+values+predic"),
     ("curves.importance", 1, "curves.importance"),
     ("curves.more", 1, "curves has the unknown key 'more'"),
+    ("predictor", [], "predictor must be an object"),
+    ("predictor.n_features.1", 0, "predictor.n_features[1]"),
+    ("predictor.n_tokens", True, "predictor.n_tokens"),
+    ("predictor.correlation", -1.5, "predictor.correlation"),
+    ("predictor.lookups.1.0", 1.5, "predictor.lookups[1][0]"),
+    ("predictor.weights", "AAA?", "predictor.weights must be base64"),
+    ("predictor.weights", None, "predictor.weights must be a text"),
+    ("predictor.more", 1, "predictor has the unknown key 'more'"),
+    ("predictor.lookups", ..., "predictor lacks lookups"),
 ]
 # JSON Schema cannot compare sizes, and its numbers include NaN.
 BAD_BEYOND_THE_SCHEMA = [
@@ -109,6 +118,9 @@ BAD_BEYOND_THE_SCHEMA = [
     ("curves.keep", [0, 32, 8], "curves.keep must ascend"),
     ("curves.keep.2", 65, "curves.keep[2]"),
     ("curves.layer_damage", [0.5], "curves.layer_damage must be a list of 2"),
+    ("predictor.n_features", [5, 4], "predictor.weights has 16 values"),
+    ("predictor.weights", "AAAAAA==", "predictor.weights has 1 values"),
+    ("predictor.lookups", [[0.5, 0.5]], "predictor.lookups must be a list of 2"),
 ]
 GOOD = [
     ("fingerprint", ...),
@@ -120,7 +132,11 @@ GOOD = [
     ("measurement.rows", "all"),
     ("curves.mass_lost.0.0.0", 1),
     ("curves.layer_damage", ...),
+    ("curves.importance", "mass+values+predicted"),
     ("curves.importance", "mass+values+echo"),
+    ("predictor", ...),
+    ("predictor.correlation", None),
+    ("predictor.lookups", None),
     ("curves.importance", ...),
     ("fingerprint.n_vocab", 0),
 ]
@@ -133,6 +149,17 @@ def test_damaged_parts_are_named(path: str, value: Any, message: str) -> None:
     assert str(caught.value).startswith("here: ")
     assert message in str(caught.value)
     assert "calibrate again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [("mass+values+echo", "mass+values+predicted"), ("reconstruct", "predicted")],
+)
+def test_names_of_earlier_versions_mean_what_is_predicted(earlier: str, now: str) -> None:
+    """They read a text twice for what is predicted now."""
+    curves = EntropyProfile.from_dict(changed("curves.importance", earlier), "here").curves
+    assert curves is not None
+    assert curves.importance == now
 
 
 @pytest.mark.parametrize(("path", "value"), GOOD)
@@ -155,6 +182,12 @@ def test_the_schema_agrees() -> None:
         assert validator.is_valid(changed(path, value)), path
     for path, value, _ in BAD:
         assert not validator.is_valid(changed(path, value)), (path, value)
+
+
+def test_a_predictor_of_another_shape_is_refused() -> None:
+    good = example()
+    with pytest.raises(ProfileError, match="predictor is not of 2 layers and 4 KV heads"):
+        EntropyProfile(2, 4, 4, 128, good.head_entropies, predictor=good.predictor)
 
 
 def test_curves_of_another_shape_are_refused() -> None:

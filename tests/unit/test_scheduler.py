@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from entropykv.errors import EntropyKVError, PoolError
+from entropykv.errors import PoolError
 from entropykv.session.scheduler import Scheduler, Work, choose
 from entropykv.store.protocol import Part
 
@@ -178,7 +178,7 @@ def test_what_waits_can_be_called_off() -> None:
         recorded.scheduler.cancel("a")
         threads[0].join(20)
         assert isinstance(parts["a"].error, PoolError)
-        recorded.scheduler.refuse(EntropyKVError("closed"))
+        recorded.scheduler.close("closed")
     threads[1].join(20)
     assert "closed" in str(parts["b"].error)
     assert recorded.steps == []

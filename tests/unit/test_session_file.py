@@ -181,6 +181,8 @@ def test_settings_that_may_differ() -> None:
         SessionFileError, match=r"version 2 of .*\(llama-cpp-python 0\.3\), but 0\.4"
     ):
         check_settings(flat, replace(flat, llama_cpp_python="0.4", sequence_state=3), "x.ekv")
+    with pytest.raises(SessionFileError, match=r"version 2 of .* but 0\.3 reads nothing here"):
+        check_settings(flat, replace(flat, sequence_state=None), "x.ekv")
 
 
 # --- the layout of pages --------------------------------------------------------------------------

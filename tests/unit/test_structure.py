@@ -1,4 +1,4 @@
-"""The house: folders import those below them, and a name of a class stands for one class."""
+"""The house: folders import those below them, and a class has a name of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house in C++: folders include those below them, and a name of a class stands for one class."""
+"""The house in C++: folders include those below them, and a class has a name of its own."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def code_of(file: Path) -> str:
     )
 
 
+ACCESS = {"public", "private", "protected"}
 CONTAINER = re.compile(r"\b(namespace|class|struct|union|extern)\b")
 
 

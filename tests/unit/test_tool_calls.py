@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from entropykv.server.chat_request import _chunks_with_calls
 from entropykv.server.errors import RequestError
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.schema_grammar import grammar_of
@@ -124,6 +125,32 @@ def test_calls_are_read_whole_and_in_pieces(text: str, content: str, names: list
         rest, calls = reader.finish()
         assert (said + rest).rstrip() == content
         assert [call["function"]["name"] for call in calls] == names
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "<tool_call>" + "[" * 100_000])
+def test_brackets_without_an_end_are_text(text: str) -> None:
+    """Reading them ended a generation with RecursionError."""
+    assert USE.read(text) == (text, [])
+    call = {**CALL, "function": {"name": "add", "arguments": text}}
+    message = {**ASSISTANT, "tool_calls": [call]}
+    (shown_message,) = shown(message, traits=TemplateTraits(True, True, object_arguments=True))
+    assert shown_message["tool_calls"][0]["function"]["arguments"] == text
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_streams_have_calls_by_their_older_name_where_functions_were_sent(legacy: bool) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2
+    deltas = [{"role": "assistant"}, *({"content": text[i : i + 9]} for i in range(0, 200, 9)), {}]
+    chunks = [
+        {"choices": [{"delta": delta, "finish_reason": None if delta else "stop"}]}
+        for delta in deltas
+    ]
+    shown = [each["choices"][0] for each in _chunks_with_calls(iter(chunks), USE, legacy=legacy)]
+    calls = [each["delta"]["tool_calls"][0] for each in shown if "tool_calls" in each["delta"]]
+    older = [each["delta"]["function_call"] for each in shown if "function_call" in each["delta"]]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert older == ([{"name": "add", "arguments": '{"a": 1}'}] if legacy else [])
+    assert shown[-1]["finish_reason"] == "tool_calls"
 
 
 def test_text_that_is_no_call_is_shown_as_it_comes() -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from entropykv import _version
 from entropykv.calibration.basis import Basis
 from entropykv.calibration.damage import MOST_TEXTS, layer_damage
+from entropykv.calibration.fitting import fit_by_echoes, fitting_tokens
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import LEAST_TEXT, predicted_tokens
 from entropykv.calibration.texts import (
@@ -82,7 +83,10 @@ def calibrate(
     on_progress: Progress = lambda _: None,
     on_basis: Callable[[Basis], None] = lambda _: None,
 ) -> EntropyProfile:
-    """Measure a GGUF model. `on_start` gets the number of tokens that will be read.
+    """Measure a GGUF model. `on_start` gets the number of tokens that will be read, but for echoes.
+
+    With loss curves, the profile has a predictor, too, unless the model has recurrent layers or
+    keys that are not known as they were before RoPE.
 
     `on_basis` is told before that what the profile will rest on, and may raise. Raises
     ModelFileError, UnsupportedModelError, SettingsError, and CalibrationError, also where the texts
@@ -100,7 +104,7 @@ def calibrate(
         on_start(_to_read(observer, excerpts, long_texts))
         measured = measure(observer.entropies, excerpts, on_progress)
         curves = _curves(observer, long_texts, on_progress)
-        recurrent = observer.recurrent
+        predictable = observer.predictable
         profile = EntropyProfile(
             n_layer=observer.n_layer,
             n_head=observer.n_head,
@@ -113,8 +117,16 @@ def calibrate(
             measurement=measured.summary(settings, settings.kv_type),
             curves=curves,
         )
-    if curves is None or recurrent:
+    if curves is None or not predictable:
         return profile
+    predictor = fit_by_echoes(
+        path,
+        long_texts,
+        kv_type=settings.kv_type,
+        n_threads=settings.n_threads,
+        on_progress=on_progress,
+    )
+    profile = replace(profile, predictor=predictor)
     best = best_importance(path, profile, long_texts, settings.n_threads, on_progress)
     return replace(profile, curves=replace(curves, importance=best))
 
@@ -262,6 +274,8 @@ def _to_read(
     """Return how many tokens a calibration reads."""
     damaged = [len(text) for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     of_layers = sum(map(predicted_tokens, damaged)) * observer.n_layer
-    of_trial = 0 if observer.recurrent else trial_tokens([len(text) for text in texts])
     of_texts = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))
-    return of_texts + of_layers + of_trial
+    if not observer.predictable:
+        return of_texts + of_layers
+    lengths = [len(text) for text in texts]
+    return of_texts + of_layers + fitting_tokens(lengths) + trial_tokens(lengths)

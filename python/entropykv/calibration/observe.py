@@ -104,9 +104,14 @@ class Observer:
         return self._model.name
 
     @property
-    def recurrent(self) -> bool:
-        """Tell whether the model has recurrent layers, which cannot read a text twice."""
-        return self.geometry.recurrent or is_recurrent(self._model)
+    def predictable(self) -> bool:
+        """Tell whether scores can be predicted from this model's keys and values.
+
+        They cannot where a text cannot be read twice, as with recurrent layers, and where keys are
+        not known as they were before RoPE.
+        """
+        recurrent = self.geometry.recurrent or is_recurrent(self._model)
+        return not recurrent and not self._store.rope_obstacle
 
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text as a prompt has them, with BOS where the model wants it."""

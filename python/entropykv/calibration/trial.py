@@ -1,9 +1,10 @@
 """Trial: which measure a model's predictions lose least with, inside a budget shared by its curves.
 
-What a text shows of itself as it is read, and what its repetition looks at, rank entries
-differently, and which of them a model lives by is its own: one goes on with what it read last,
-another one answers word for word. So half of a text is read inside a small budget, once for each
-measure that policy auto can take, and the model predicts as for layer_damage().
+What a text shows of itself as it is read, and what keys and values predict that its repetition
+would look at, rank entries differently, and which of them a model lives by is its own: one goes on
+with what it read last, another one answers word for word. So half of a text is read inside a small
+budget, once for each measure that policy auto can take, and the model predicts as for
+layer_damage().
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BUDGET = 0.1
 
 
 def trial_tokens(lengths: Sequence[int]) -> int:
-    """Return how many tokens a trial with texts of these lengths reads, but for echoes."""
+    """Return how many tokens a trial with texts of these lengths reads."""
     of_one = sum(n // 2 + predicted_tokens(n) for n in lengths if n >= LEAST_TEXT)
     return (1 + len(IMPORTANCES)) * of_one
 
@@ -43,7 +44,10 @@ def best_importance(
     n_threads: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> str | None:
-    """Return which of IMPORTANCES loses least; None for texts that are too short."""
+    """Return which of IMPORTANCES loses least, with the profile's curves and predictor.
+
+    None for texts that are too short, and without a predictor.
+    """
     losses = trial_losses(model, profile, texts, n_threads, on_progress)
     return None if losses is None else IMPORTANCES[int(losses.argmin())]
 
@@ -58,8 +62,11 @@ def trial_losses(
     """Return what predictions lose with each of IMPORTANCES, (2,), in nats a token.
 
     The model is loaded anew for every measure and text, so that there is one at a time, and one
-    text's logits. None for texts that are too short.
+    text's logits. None for texts that are too short, and for a profile without a predictor, which
+    all of IMPORTANCES need.
     """
+    if profile.predictor is None:
+        return None
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT]
     if not long_enough:
         return None

@@ -60,7 +60,9 @@ def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
     page = WebDefaults(system=options.system, sampling=_sampling_of(options))
     if demo is not None and page.system is None:
         page.system, page.question = read_text(str(demo.document), ContextError), demo.question
-    server = ServerOptions(host="127.0.0.1", port=0, api_key=None, log_requests=False)
+    server = ServerOptions(
+        host="127.0.0.1", port=0, api_key=None, api_key_file=None, log_requests=False
+    )
     serve(_model_options(options), server, page, _open)
     return 0
 

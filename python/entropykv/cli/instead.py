@@ -31,7 +31,7 @@ _ROWS: tuple[tuple[str, str | None, str | None], ...] = (
     ),
     ("-mm --mmproj --image --audio", _NO_IMAGES, None),
     ("-np --parallel -ns --sequences -cb --cont-batching", _SERVER, _TURNS),
-    ("--host --port --api-key -a --alias", _SERVER, None),
+    ("--host --port --api-key --api-key-file -a --alias", _SERVER, None),
     ("-co --color --simple-io -sp --special -dt --defrag-thold", _NOT_NEEDED, None),
     ("--no-warmup --warmup --perf --no-perf -C -Cr -rea", _NOT_NEEDED, None),
     ("--prio --poll -nr --no-repack --swa-full --backend-sampling", _NOT_NEEDED, None),
@@ -60,7 +60,6 @@ _ROWS: tuple[tuple[str, str | None, str | None], ...] = (
         None,
         "use --chat_format, or a model that has one",
     ),
-    ("--api-key-file", None, "set the variable ENTROPYKV_API_KEY, or use --api-key"),
     ("-n --predict --n-predict", None, _OF_REQUESTS),
     ("--temp --top-k --top-p --min-p --repeat-penalty", None, _OF_REQUESTS),
 )

@@ -6,7 +6,8 @@ import numpy as np
 
 from entropykv.calibration.measure import correlation
 from entropykv.errors import ProfileError
-from entropykv.profile.json_fields import HEAD_TYPES
+from entropykv.profile.json_fields import HEAD_TYPES, FloatArray
+from entropykv.profile.predictor import LOOKUP_SHARE, ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.report.budgets import budget_tables
 
@@ -16,16 +17,24 @@ _WIDTH = 92
 
 
 def summary_line(profile: EntropyProfile) -> str:
-    """Return one line: heads, entropy and stability."""
+    """Return one line: heads, entropy, stability, and how well scores are predicted."""
     text = (
         f"{profile.n_layer} x {profile.n_head} heads, mean entropy {profile.mean:.3f} bits, "
         + ", ".join(f"{count} {kind}" for kind, count in profile.head_types().items() if count)
     )
     measured = profile.measurement
-    if measured is None:
-        return text
-    stability = "unknown" if measured.stability is None else f"r = {measured.stability:.3f}"
-    return f"{text}; {len(measured.texts)} texts, stability between two halves of them: {stability}"
+    if measured is not None:
+        stability = "unknown" if measured.stability is None else f"r = {measured.stability:.3f}"
+        text += f"; {len(measured.texts)} texts, stability between two halves of them: {stability}"
+    if profile.predictor is not None:
+        text += f"; {_quality(profile.predictor)}"
+    return text
+
+
+def _quality(predictor: ScorePredictor) -> str:
+    r = predictor.correlation
+    quality = "no text was held back" if r is None else f"r = {r:.3f} in text that was held back"
+    return f"predictor of scores from {predictor.n_tokens:,} tokens, {quality}"
 
 
 def format_profile(profile: EntropyProfile) -> str:
@@ -44,6 +53,8 @@ def format_profile(profile: EntropyProfile) -> str:
     for policy in ("entropy", "profile"):
         if policy == "entropy" or profile.curves is not None:
             lines += ["", *_budgets(profile, policy)]
+    if profile.predictor is not None and profile.predictor.lookups is not None:
+        lines += ["", *_lookups(profile.predictor.lookups)]
     return "\n".join(lines)
 
 
@@ -71,6 +82,21 @@ def _budgets(profile: EntropyProfile, policy: str) -> list[str]:
         rows = (table[layer] for table in tables.values())
         cells = (f"{row.mean():13.0f} {row.min():5} {row.max():5}" for row in rows)
         lines.append(f"  {layer:>5}" + "".join(cells))
+    return lines
+
+
+def _lookups(lookups: FloatArray) -> list[str]:
+    lines = [
+        f"Where KV heads look things up: % of each one's entries among those {LOOKUP_SHARE:.0%} of",
+        "all entries that are predicted to be looked at most:",
+        "  layer   mean  KV heads",
+    ]
+    per_line = max(1, _WIDTH // 6)
+    for layer, shares in enumerate(lookups):
+        cells = [f"{100 * share:5.0f} " for share in shares]
+        for first in range(0, len(cells), per_line):
+            start = f"  {layer:>5} {100 * shares.mean():6.0f} " if first == 0 else " " * 15
+            lines.append((start + "".join(cells[first : first + per_line])).rstrip())
     return lines
 
 

@@ -60,9 +60,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_recovery_options(parser.add_argument_group("recovery (where entries are frozen)"))
     ours = {action.dest for action in parser._actions}  # noqa: SLF001
     group = parser.add_argument_group("server")
-    _add_fields(group, ServerOptions, {"max_body"})
+    _add_fields(group, ServerOptions, {"max_body", "show_text"})
+    show_text = ServerOptions.model_fields["show_text"].description
     group.add_argument(
-        "--max-body", type=integer(1), metavar="BYTES", help="longest request (default: 4 MiB)"
+        "--show-text", "--show_text", nargs="?", const="true", metavar="SHOW", help=show_text
+    )
+    group.add_argument(
+        "--max-body",
+        type=integer(1),
+        metavar="BYTES",
+        help="longest body of a request; 1 MiB is 250,000 tokens of English text (default: 1 MiB)",
     )
     group = parser.add_argument_group("model")
     _add_fields(group, ModelOptions, ours)

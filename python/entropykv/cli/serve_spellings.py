@@ -59,11 +59,12 @@ class _Once(argparse.Action):
 
 
 def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
-    """Add options of llama-server that are no fields of llama_cpp.server's settings."""
+    """Add options without a value, as llama-server has them, for fields of the settings."""
     for name, dest, value in (
         ("--no-mmap", "use_mmap", False),
         ("--mlock", "use_mlock", True),
         ("-v", "verbose", True),
+        ("--no-shared-prefixes", "shared_prefixes", False),
     ):
         same = f"the same as --{dest} {str(value).lower()}"
         group.add_argument(name, dest=dest, action="store_const", const=value, help=same)

@@ -18,6 +18,7 @@ from entropykv.llama.arguments import (
     check_chat_handler,
     check_kind,
 )
+from entropykv.llama.context import BudgetContext
 from entropykv.llama.entropy_llama import EntropyLlama, start_over
 from entropykv.llamacpp.model_options import apply_adapters
 from entropykv.model.geometry import read_geometry
@@ -40,7 +41,8 @@ def attach(
 
     The model is not loaded again; the stock context and its KV cache are freed. Nothing is read
     yet: the next prompt is read from its start. Arguments and errors are those of EntropyLlama; an
-    error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more.
+    error leaves `llm` as it was. Its type_k, type_v and flash_attn do not count any more. No thread
+    may be within a call of `llm`: a stock Llama cannot tell, and its context is freed.
     """
     cache = attached_options(kv_budget, arguments)
     budget = BudgetArguments(cache, on_evict, repeatable, on_climb)
@@ -66,19 +68,20 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
     """Make a stock llama_cpp.Llama of an EntropyLlama again, in place; nothing is read any more.
 
     Its new context has n_ctx cells, as its arguments say. Raises SettingsError for a Llama that is
-    not inside a budget or that has a cache, EntropyKVError where it is closed or there is no memory
-    for the context.
+    not inside a budget or that has a cache, EntropyKVError where it is closed, where another thread
+    is within a call of it, or where there is no memory for the context.
     """
     if not isinstance(llm, EntropyLlama):
         raise SettingsError("this model is not inside a KV budget; attach() it first")
     _check_idle(llm)
     if llm.pool is not None:
         raise SettingsError("a model of a pool cannot be detached; load a llama_cpp.Llama")
-    context, batch = _stock_context(llm)
-    llm._close_session()
-    del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch
-    stock = cast(llama_cpp.Llama, llm)
-    stock.__class__ = llama_cpp.Llama
+    with llm._alone():
+        context, batch = _stock_context(llm)
+        llm._ctx.close_session()
+        del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch, llm._alike
+        stock = cast(llama_cpp.Llama, llm)
+        stock.__class__ = llama_cpp.Llama
     stock._ctx = stock._stack.enter_context(contextlib.closing(context))
     stock._batch = stock._stack.enter_context(contextlib.closing(batch))
     n_ctx = stock.context_params.n_ctx
@@ -117,7 +120,8 @@ def _check_stock(llm: object) -> None:
 
 def _check_idle(llm: llama_cpp.Llama) -> None:
     """Raise where the model is closed, or its cache holds states of the other kind of context."""
-    if llm.ctx is None:
+    context = llm._ctx
+    if not context.is_open if isinstance(context, BudgetContext) else context.ctx is None:
         raise EntropyKVError("the model is closed; load it again")
     if llm.cache is not None:
         raise SettingsError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 from llama_cpp.llama_grammar import LlamaGrammar
@@ -18,13 +19,23 @@ from entropykv.llamacpp.grammar_sampler import GrammarSampler
 class CompletingLlama(ReadingLlama):
     """A Llama whose completions read only what of a prompt is new."""
 
-    def _create_completion(
+    def _create_completion(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        """Complete as Llama does; while something is computed, nobody frees what it reads."""
+        with closing(self._completion(*arguments, **options)) as stream:
+            while True:
+                with self._weights:
+                    response = next(stream, None)
+                if response is None:
+                    return
+                yield response
+
+    def _completion(
         self,
         prompt: str | list[int],
         suffix: str | None = None,
         *arguments: Any,
         **options: Any,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """Complete as Llama does, and pass tokens instead of the text where those read can stay.
 
         That way usage, positions of logprobs and the limit of n_ctx are those of what is read.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
 
 import llama_cpp
 from llama_cpp import _internals as internals
@@ -10,19 +12,63 @@ from llama_cpp import _internals as internals
 from entropykv.errors import EntropyKVError, ModelFileError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.model_options import apply_adapters
+from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry
 from entropykv.session.session import Session
 
 
+class SharedModel(internals.LlamaModel):
+    """Be the LlamaModel of Llamas whose threads may close it while others call it.
+
+    Its methods, which are those of LlamaModel, raise EntropyKVError once it is closed.
+    """
+
+    weights: Weights
+    """What frees the model once nobody reads it any more."""
+    _is_closed: bool
+
+    @staticmethod
+    def of(model: internals.LlamaModel) -> SharedModel:
+        """Make a loaded LlamaModel one of these, in place, for good."""
+        if isinstance(model, SharedModel):
+            return model
+        model.__class__ = SharedModel
+        shared = cast(SharedModel, model)
+        shared.weights = Weights(shared._exit_stack.close)
+        shared._is_closed = False
+        return shared
+
+    def close(self) -> None:
+        """Free the model when the last call that reads it ends; later ones are refused."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.weights.release()
+
+
+def _keeping_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: SharedModel, *arguments: Any, **options: Any) -> Any:
+        with self.weights:
+            return method(self, *arguments, **options)
+
+    return call
+
+
+for _name, _method in vars(internals.LlamaModel).items():
+    if not _name.startswith("_") and _name not in vars(SharedModel) and callable(_method):
+        setattr(SharedModel, _name, _keeping_weights(_method))
+
+
 class BorrowedModel(Model):
-    """Use the loaded model of a Llama, which goes on owning it.
+    """Use the loaded model of a Llama, which owns it as well: it is freed with the last of both.
 
     Contexts made from it have the Llama's parameters (RoPE, YaRN, ...) and its LoRA adapter.
     """
 
     def __init__(self, llama: llama_cpp.Llama, geometry: ModelGeometry) -> None:
-        """Load nothing; `geometry` is that of the Llama's file."""
+        """Load nothing; `geometry` is that of the Llama's file, whose model is a SharedModel."""
         self.geometry = geometry
+        self._weights = SharedModel.of(llama._model).weights.share()
         self.handle = llama.model
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
@@ -45,13 +91,11 @@ class BorrowedModel(Model):
             raise
         return context
 
-    def close(self) -> None:
-        """Forget the model; the Llama frees it."""
-        self.handle = None
-
 
 class BudgetContext(internals.LlamaContext):
     """Be a LlamaContext over a Session: what is decoded and removed goes through the session."""
+
+    _is_closing = False
 
     def __init__(self, llama: llama_cpp.Llama, session: Session) -> None:
         """Stand in for the Llama's own context; the session is not owned."""
@@ -62,8 +106,8 @@ class BudgetContext(internals.LlamaContext):
 
     @property
     def ctx(self) -> Any:
-        """Return the llama_context that samplers read logits of; None once closed."""
-        return self._session.context if self._session else None
+        """Return the llama_context that samplers read logits of; EntropyKVError once closed."""
+        return self.session.context
 
     @property
     def is_open(self) -> bool:
@@ -73,9 +117,29 @@ class BudgetContext(internals.LlamaContext):
     @property
     def session(self) -> Session:
         """Return the session; raises EntropyKVError once closed."""
-        if self._session is None:
+        session = self._session  # another thread may close it meanwhile
+        if session is None or self._is_closing:
             raise EntropyKVError("the model is closed; make a new EntropyLlama")
-        return self._session
+        return session
+
+    def refuse(self) -> None:
+        """Let the call that another thread is within end with an error before it reads more."""
+        self._is_closing = True
+        session = self._session
+        if session is not None:
+            session.refuse()
+
+    def rest(self) -> None:
+        """Let no other sequence of a pool wait for more of this one."""
+        session = self._session
+        if session is not None:
+            session.rest()
+
+    def close_session(self) -> None:
+        """Close the session, and let go of it."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def close(self) -> None:
         """Let go of the session."""

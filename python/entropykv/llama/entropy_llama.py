@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from entropykv.llama.arguments import (
 )
 from entropykv.llama.chat_schemas import checked_schemas
 from entropykv.llama.completing import CompletingLlama
-from entropykv.llama.context import BorrowedModel, BudgetContext
+from entropykv.llama.context import BorrowedModel, BudgetContext, SharedModel
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
@@ -64,8 +65,8 @@ class EntropyLlama(CompletingLlama):
     """
 
     _pool: Pool | None = None
-    _first: EntropyLlama | None = None
-    """The first of several in a pool, whose weights and pool this one uses."""
+    _alike: weakref.WeakSet[EntropyLlama]
+    """Those that use the same weights and the same pool; the last that is closed frees both."""
 
     @shows(PoolArguments)
     def __init__(
@@ -112,13 +113,22 @@ class EntropyLlama(CompletingLlama):
 
     def _begin(self, geometry: ModelGeometry, budget: BudgetArguments) -> None:
         """Put a session in the place of the stock context, which is freed."""
-        session = self._session_of(BorrowedModel(self, geometry), budget)
+        self._alike = weakref.WeakSet([self])
+        SharedModel.of(self._model)
+        model = BorrowedModel(self, geometry)
+        try:
+            session = self._session_of(model, budget)
+        except BaseException:
+            model.close()
+            raise
         try:
             least = min(entries for layer in session.budgets() for entries in layer)
             may_evict = self._pool is not None or least < session.n_ctx
             check_draft_model(self.draft_model, may_evict=may_evict)
         except SettingsError:
             session.close()
+            if self._pool is not None:
+                self._pool.close()
             raise
         if self.verbose and session.fallback:
             sys.stderr.write(f"EntropyLlama: {session.fallback}; going on with store='flat'\n")
@@ -166,8 +176,11 @@ class EntropyLlama(CompletingLlama):
     def another(self) -> Self:
         """Return another one with the same weights and in the same pool, which has read nothing.
 
-        A thread of its own can use it at the same time. Raises SettingsError without `n_sequences`.
+        A thread of its own can use it at the same time. Each is closed by itself: weights and pool
+        are freed with the last. Raises SettingsError without `n_sequences`, EntropyKVError once
+        this one is closed.
         """
+        _ = self._session  # raises once closed
         if self._pool is None:
             raise SettingsError(
                 "one budget for several conversations is a pool; make the EntropyLlama with "
@@ -175,24 +188,40 @@ class EntropyLlama(CompletingLlama):
             )
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._stack = contextlib.ExitStack()  # what both use, the first one frees
-        other._first = self
         other._sampler = other.cache = None
         other._take(self._pool.session(on_climb=self._budget.on_climb))
+        self._alike.add(other)
         return other
 
-    def _close_session(self) -> None:
-        if isinstance(self._ctx, BudgetContext) and self._ctx.is_open:
-            self._ctx.session.close()
-            self._ctx.close()
-        if self._first is None and self._pool is not None:
-            self._pool.close()
-
     def close(self) -> None:
-        """Free the store, the context and the model."""
-        if hasattr(self, "_ctx"):
-            self._close_session()
-        super().close()
+        """Free the sequence; with the last of another()'s, also the pool, the context, the model.
+
+        It waits for the call that another thread is within, which ends with an EntropyKVError
+        before it reads more.
+        """
+        context = getattr(self, "_ctx", None)
+        if not isinstance(context, BudgetContext):  # it was never inside a budget
+            super().close()
+            return
+        context.refuse()
+        with self._lock:
+            context.close_session()
+            self._alike.discard(self)
+            if not self._alike:
+                if self._pool is not None:
+                    self._pool.close()
+                super().close()
+
+    def __del__(self) -> None:
+        """Free what nobody has closed; never wait, since this may happen in any thread.
+
+        The session, and a pool that nobody else uses, are garbage as well, and close themselves.
+        """
+        context = getattr(self, "_ctx", None)
+        if isinstance(context, BudgetContext):
+            context.close()
+            self._pool = None
+        self.close()
 
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
         """Answer a chat as llama_cpp.Llama does.

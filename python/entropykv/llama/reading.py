@@ -17,8 +17,9 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from entropykv.errors import EntropyKVError
 from entropykv.llama.arguments import BudgetArguments, EvictionEvent
-from entropykv.llama.context import BudgetContext
+from entropykv.llama.context import BudgetContext, SharedModel
 from entropykv.llama.prefix import continuing, control_symbol, spelling
+from entropykv.llamacpp.weights import Weights
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
@@ -47,16 +48,24 @@ class ReadingLlama(llama_cpp.Llama):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raise EntropyKVError where another thread is within a call of this model."""
-        if not self._lock.acquire(blocking=False):
+        """Keep the model; raise EntropyKVError once closed, or where another thread calls it."""
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            _ = self._session  # raises where the other thread closes it
             raise EntropyKVError(
                 "another thread is using this EntropyLlama, which holds one sequence; let calls "
                 "take turns with a lock, or give each thread a model of its own"
             )
         try:
-            yield
+            with self._weights:
+                yield
         finally:
-            self._lock.release()
+            lock.release()
+
+    @property
+    def _weights(self) -> Weights:
+        """Return what keeps the model within `with`; entering raises EntropyKVError once closed."""
+        return SharedModel.of(self._model).weights
 
     @property
     def _session(self) -> Session:
@@ -109,7 +118,7 @@ class ReadingLlama(llama_cpp.Llama):
         if not ids:
             return
         evicted, start = session.evicted, time.perf_counter()
-        self._read(ids)
+        self._read(ids, written=written and len(ids) == 1)
         count = session.count_generated if written else session.count_prompt
         if written and self._watch is not None and session.logits is not None:
             self._watch.wants_rewalk(session.logits, session.position)
@@ -119,12 +128,16 @@ class ReadingLlama(llama_cpp.Llama):
             kept = session.stats().entries_kept
             on_evict(EvictionEvent(session.evicted - evicted, kept, session.position))
 
-    def _read(self, ids: list[int]) -> None:
-        """Decode tokens; n_tokens and input_ids follow every micro-batch, whatever fails later."""
+    def _read(self, ids: list[int], *, written: bool) -> None:
+        """Decode tokens; n_tokens and input_ids follow every micro-batch, whatever fails later.
+
+        `written`: it is the token that was sampled last, and not the last one of a prompt.
+        """
         session = self._session
         self._requires_eval = True
         first = self.n_tokens
-        for logits in session.decode_micro_batches(ids, all_logits=self._logits_all):
+        stream = session.decode_micro_batches(ids, all_logits=self._logits_all, writes=written)
+        for logits in stream:
             begin, end = self.n_tokens, session.position
             self.input_ids[begin:end] = ids[begin - first : end - first]
             if self._logits_all:
@@ -144,10 +157,12 @@ class ReadingLlama(llama_cpp.Llama):
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Sample a token from the logits of the last one read; see llama_cpp.Llama.sample."""
         start = time.perf_counter()
-        token: int = super().sample(*arguments, **options)
-        self._sampled = token
-        if not self._session.is_end(token):
-            self._session.count_generated(1, time.perf_counter() - start)
+        with self._alone():
+            session = self._session
+            token: int = super().sample(*arguments, **options)
+            self._sampled = token
+            if not session.is_end(token):
+                session.count_generated(1, time.perf_counter() - start)
         return token
 
     @property
@@ -179,6 +194,7 @@ class ReadingLlama(llama_cpp.Llama):
         sent = None
         with closing(stream), self._resting():
             while True:
+                _check_attached(self)
                 with self._alone():
                     self._check_goes_on(generation)
                     try:
@@ -193,10 +209,11 @@ class ReadingLlama(llama_cpp.Llama):
         try:
             yield
         finally:
-            if self._ctx.is_open:
-                self._session.rest()
+            if isinstance(self._ctx, BudgetContext):
+                self._ctx.rest()
 
     def _check_goes_on(self, generation: object) -> None:
+        _ = self._session  # raises once closed
         if self._generation is not generation:
             raise EntropyKVError(
                 "another call has used this EntropyLlama, which holds one sequence, before this "
@@ -272,9 +289,18 @@ class ReadingLlama(llama_cpp.Llama):
         found = continuing(cached.tolist(), prompt, self._spell, self._tokenize_text)
         return found if found and len(found) < self._n_ctx else None
 
+    def _goes_on_from(self, held: list[int], prompt: list[int]) -> bool:
+        """Tell whether a prompt begins with the text of tokens, however it is spelled."""
+        return continuing(held, prompt, self._spell, self._tokenize_text) is not None
+
     def _spell(self, token: int) -> str:
         piece = self._session.token_bytes(token)
         return spelling(piece) if piece else control_symbol(token)
 
     def _tokenize_text(self, text: bytes) -> list[int]:
         return self.tokenize(text, add_bos=False, special=False)
+
+
+def _check_attached(llm: llama_cpp.Llama) -> None:
+    if not isinstance(llm, ReadingLlama):
+        raise EntropyKVError("the model was detached before this answer was complete; ask again")

@@ -23,6 +23,7 @@ from entropykv.llamacpp.model_options import (
     apply_named_template,
 )
 from entropykv.llamacpp.products import reads_blocks
+from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.model.identity import identity_of
 
@@ -32,6 +33,7 @@ class Model:
 
     _options = LoadOptions()
     _adapters: LoraAdapters | None = None
+    _is_closed = False
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Model:
                 f"{self.geometry.path}: llama.cpp cannot load this file ({last_error(log)}); "
                 "check that it is complete and of an architecture that llama.cpp knows"
             )
+        self._weights = Weights(functools.partial(llama_cpp.llama_model_free, self.handle))
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.handle)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
         if self._options.adapters:
@@ -81,7 +84,8 @@ class Model:
         """Return what the file says under a key of its architecture, as text; None if nothing."""
         buffer = ctypes.create_string_buffer(64)
         name = f"{self.geometry.architecture}.{key}".encode()
-        size = llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
+        with self._weights:
+            size = llama_cpp.llama_model_meta_val_str(self.handle, name, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace") if size >= 0 else None
 
     @property
@@ -98,13 +102,24 @@ class Model:
     def token_trie(self) -> TokenTrie:
         """Return the texts of all tokens, for grammars; they are read once."""
         address = ctypes.cast(self.vocabulary, ctypes.c_void_p).value
-        return TokenTrie.of_vocabulary(address or 0)
+        with self._weights:
+            return TokenTrie.of_vocabulary(address or 0)
+
+    def in_use(self) -> Weights:
+        """Return what keeps the weights within `with`, while a call reads text or samples.
+
+        Entering it raises EntropyKVError once the model is closed.
+        """
+        return self._weights
 
     def close(self) -> None:
-        """Free the weights; contexts made from them must be gone by then."""
-        if self.handle:
-            llama_cpp.llama_model_free(self.handle)
-            self.handle = None
+        """Free the weights when the last call that reads them ends; later ones are refused.
+
+        Contexts made from them must be gone by then.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._weights.release()
 
     def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
         """Return the tokens of a text; `special` reads control tokens such as <|im_start|>."""
@@ -112,9 +127,10 @@ class Model:
         size = len(data) + 16
         while True:
             tokens = (llama_cpp.llama_token * size)()
-            count = llama_cpp.llama_tokenize(
-                self.vocabulary, data, len(data), tokens, size, add_bos, special
-            )
+            with self._weights:
+                count = llama_cpp.llama_tokenize(
+                    self.vocabulary, data, len(data), tokens, size, add_bos, special
+                )
             if count >= 0:
                 return tokens[:count]
             size = -count
@@ -124,7 +140,10 @@ class Model:
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            count = llama_cpp.llama_token_to_piece(self.vocabulary, token, buffer, size, 0, special)
+            with self._weights:
+                count = llama_cpp.llama_token_to_piece(
+                    self.vocabulary, token, buffer, size, 0, special
+                )
             if count >= 0:
                 return buffer.raw[:count]
             size = -count
@@ -145,12 +164,14 @@ class Model:
 
     def is_end(self, token: int) -> bool:
         """Tell whether a token ends the generation."""
-        return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
+        with self._weights:
+            return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
 
     @property
     def adds_bos(self) -> bool:
         """Tell whether texts of this model begin with a BOS token."""
-        return bool(llama_cpp.llama_vocab_get_add_bos(self.vocabulary))
+        with self._weights:
+            return bool(llama_cpp.llama_vocab_get_add_bos(self.vocabulary))
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
         """Return the prompt of one user turn by the model's chat template; None without a template.
@@ -187,6 +208,10 @@ class Model:
         return turn
 
     def _chat(self, messages: list[dict[str, str]]) -> str | None:
+        with self._weights:
+            return self._rendered(messages)
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str | None:
         template = self._options.chat_template
         if template is None:
             own = llama_cpp.llama_model_chat_template(self.handle, None)

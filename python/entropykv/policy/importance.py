@@ -19,8 +19,7 @@ MODIFIERS = {
     "values": "times the norm of the entry's value",
     "distinct": "less where a newer entry's key is similar",
     "echo": "a text is read twice, and queries that repeat it count, too",
-    "predicted": "what a repetition would give to the entry counts, too, predicted from its key and "
-    "value",
+    "predicted": "what a repetition would give counts, too, predicted from key and value",
 }
 
 _OF_OBSERVED = ("window", "exposure", "echo")

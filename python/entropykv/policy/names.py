@@ -12,14 +12,14 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
-"""The default: `profile` where the model has one with loss curves, ranked as the profile says, else
-`adaptive` with echoes; with both a text that the budget does not hold is read twice. `uniform`
-where entries are frozen: what a head needs comes back, and every head needs room for it; `recency`
-on the flat store."""
+"""The default: `profile` where the model has one with loss curves, else `adaptive`. Entries are
+ranked by a predictor of the profile, in the way that the profile says; without a predictor, a text
+that the budget does not hold is read twice. `uniform` where entries are frozen: what a head needs
+comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
-"""The default without echoes: every text is read once."""
-_READ_TWICE = IMPORTANCES[0]
-"""What `auto` ranks entries by, unless a profile says otherwise: a text is read twice for it."""
+"""The default without predictions and echoes: what queries of the text give ranks entries."""
+_READ_TWICE = {"mass+values+predicted": "mass+values+echo", "predicted": "reconstruct"}
+"""What takes the place of a measure of IMPORTANCES without a predictor: a text is read twice."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -152,10 +152,10 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 def policy_help() -> str:
     """Return names, measures and modifiers in a few lines."""
     auto = (
-        f"{AUTO}: profile:{_READ_TWICE}, or the measure that the profile names, where the model "
-        f"has one, else adaptive:{_READ_TWICE}; "
-        f"uniform with --freeze; recency on the flat store; {FAST}: the same without echo, so that "
-        "every text is read once"
+        f"{AUTO}: profile:{IMPORTANCES[0]}, or the measure that the profile names, where the model "
+        f"has a profile with a predictor, else adaptive:{_READ_TWICE[IMPORTANCES[0]]}; "
+        f"uniform with --freeze; recency on the flat store; {FAST}: the same without predicted and "
+        "echo"
     )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
@@ -185,8 +185,8 @@ def policy_named(
     if not isinstance(name, str):
         policy = _own(name)
     elif name in (AUTO, FAST):
-        twice = name == AUTO and not recurrent
-        policy = _parsed(_chosen(profile, store, freezes=freezes, twice=twice))
+        foresees = name == AUTO and not recurrent
+        policy = _parsed(_chosen(profile, store, freezes=freezes, foresees=foresees))
     else:
         policy = _parsed(name)
     if policy.importance.repeats and recurrent:
@@ -204,14 +204,19 @@ def policy_named(
 
 
 def takes_profile(name: str | OwnPolicy) -> bool:
-    """Tell whether a policy of that name shares budgets by the model's profile, if it has one.
+    """Tell whether a policy of that name goes by the model's profile, if it has one.
+
+    It shares budgets by the profile's heads, or ranks entries by the profile's predictor.
 
     An own policy does not count: it may use the profile that it is given.
     """
     if not isinstance(name, str):
         return False
-    base = name.partition(":")[0]
-    return base in (AUTO, FAST) or (base in POLICIES and POLICIES[base].rule.by_profile)
+    base, _, measure = name.partition(":")
+    predicts = "predicted" in measure.split("+")
+    return base in (AUTO, FAST) or (
+        base in POLICIES and (POLICIES[base].rule.by_profile or predicts)
+    )
 
 
 def schedules(name: str | OwnPolicy) -> bool:
@@ -241,15 +246,23 @@ def _check_choice_of_layers(name: str, importance: Importance) -> None:
         )
 
 
-def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, twice: bool) -> str:
+def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, foresees: bool) -> str:
+    """Return the policy that `auto` or `fast` stands for.
+
+    `foresees`: whether entries are ranked by what a repetition of the text would look up, too.
+    """
     if store == "flat":
         return "recency"
     if freezes:
         return "uniform"
     curves = None if profile is None else profile.curves
     name = "adaptive" if curves is None else "profile"
-    importance = (curves and curves.importance) or _READ_TWICE
-    return f"{name}:{importance}" if twice else name
+    if not foresees:
+        return name
+    importance = (curves and curves.importance) or IMPORTANCES[0]
+    if profile is None or profile.predictor is None:
+        importance = _READ_TWICE[importance]
+    return f"{name}:{importance}"
 
 
 def _parsed(text: str) -> Policy:

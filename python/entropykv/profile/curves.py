@@ -18,8 +18,10 @@ RECENT_FRACTION = 0.1
 QUERY_FRACTION = 0.125
 """The last part of the text as a fraction: its queries show what is lost."""
 N_SINKS = 4
-IMPORTANCES = ("mass+values+echo", "reconstruct")
+IMPORTANCES = ("mass+values+predicted", "predicted")
 """What policy auto can rank entries by where there are curves; the first unless they name one."""
+EARLIER_IMPORTANCES = {"mass+values+echo": IMPORTANCES[0], "reconstruct": IMPORTANCES[1]}
+"""What files of earlier versions name, which read a text twice for what is predicted now."""
 
 FloatArray = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]

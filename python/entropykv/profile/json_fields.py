@@ -30,6 +30,8 @@ KNOWN = {"format_version", "model", "source", *REQUIRED, *DERIVED, *PARTS}
 MAX_ENTROPY_BITS = 64.0  # log2 of more positions than any context has
 ADVICE = "calibrate again or use the profile of this model"
 
+_DECIMALS = 6
+
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -201,6 +203,11 @@ def table_in(
         table_in(item, where, f"{field}[{i}]", shape[1:], high) for i, item in enumerate(value)
     ]
     return np.array(parts, dtype=np.float64)
+
+
+def rounded(values: FloatArray) -> Any:
+    """Return nested lists with six decimals: more than any calibration repeats."""
+    return np.round(values, _DECIMALS).tolist()
 
 
 def to_text(data: Mapping[str, Any]) -> str:

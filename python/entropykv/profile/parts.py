@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from entropykv.errors import ProfileError
-from entropykv.profile.curves import IMPORTANCES, MOST_DAMAGE, LossCurves
+from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES, MOST_DAMAGE, LossCurves
 from entropykv.profile.json_fields import (
     ADVICE,
     MAX_ENTROPY_BITS,
@@ -16,6 +14,7 @@ from entropykv.profile.json_fields import (
     integer_in,
     number_in,
     object_in,
+    rounded,
     shown,
     table_in,
     text_in,
@@ -28,7 +27,6 @@ text (the BitNet document), or all rows of every text.
 
 _OPTIONAL = ("layer_damage", "importance")
 """The fields of LossCurves that files of earlier versions do not have."""
-_DECIMALS = 6
 _MOST = 2**31 - 1
 
 
@@ -183,6 +181,7 @@ def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossC
         damage = table_in(data["layer_damage"], where, field, shape[:1], MOST_DAMAGE)
     if "importance" in optional:
         importance = text_in(data["importance"], where, "curves.importance")
+        importance = EARLIER_IMPORTANCES.get(importance, importance)
         if importance not in IMPORTANCES:
             raise ProfileError(
                 f"{where}: curves.importance must be one of {', '.join(IMPORTANCES)}, not "
@@ -196,8 +195,3 @@ def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossC
         importance=importance,
         **numbers,
     )
-
-
-def rounded(values: FloatArray) -> Any:
-    """Return nested lists with six decimals: more than any calibration repeats."""
-    return np.round(values, _DECIMALS).tolist()

@@ -1,9 +1,10 @@
 """Predict how much an entry will be looked at, by a linear function of its key and value.
 
-For every KV head: the logarithm of the largest attention that any query of a repetition of the text
-gives to the entry. That is KVzip's score (Kim et al. 2025, arXiv:2505.23416), for which a text is
-read twice; a linear function that was fitted once on other texts says it while a text is read the
-first time. KVzap (arXiv:2601.07891) predicts it, too, from hidden states instead of keys and values.
+For every KV head, that is the logarithm of the largest attention that any query of a repetition of
+the text gives to the entry: KVzip's score (Kim et al. 2025, arXiv:2505.23416), for which a text is
+read twice. A linear function that was fitted once on other texts says it while a text is read for
+the first time. KVzap (arXiv:2601.07891) predicts it, too, from hidden states instead of keys and
+values.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import numpy.typing as npt
 from entropykv.errors import ProfileError
 from entropykv.profile.json_fields import (
     ADVICE,
+    FloatArray,
     integer_in,
     number_in,
     object_in,
+    rounded,
     shown,
+    table_in,
     text_in,
 )
 
@@ -40,26 +44,31 @@ RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Candidates for the ridge, relative to features of variance 1."""
 DEFAULT_RIDGE = 1e-2
 """The ridge where no texts are held back to choose one."""
+LOOKUP_SHARE = 0.2
+"""Of all entries of a text: those with the highest predicted scores, which `lookups` counts."""
 _LEAST_DEVIATION = 1e-6
 _MOST_FEATURES = 1 << 16
 _MOST_TOKENS = 2**31 - 1
-_NAMES = ("n_features", "n_tokens", "correlation", "weights")
+_NAMES = ("n_features", "n_tokens", "correlation", "lookups", "weights")
 
 
 @dataclass(frozen=True, eq=False)
 class ScorePredictor:
     """Hold the linear functions of all KV heads, and what is known of their quality.
 
-    `weights`: of every attention layer, (n_head_kv, n_features), float32, read-only; the features of
-    an entry are described in _core.pyi. `n_tokens`: tokens of text that they were fitted to.
+    `weights`: of every attention layer, (n_head_kv, n_features), float32, read-only; _core.pyi
+    describes the features of an entry. `n_tokens`: tokens of text that they were fitted to.
     `correlation`: Pearson's r of predicted and true logarithms in texts that were held back, the
-    mean of all KV heads; None where no text was held back. Raises ProfileError for values that are
-    no numbers.
+    mean of all KV heads; None where no text was held back. `lookups`: (n_layer, n_head_kv), what
+    share of a KV head's entries is among the LOOKUP_SHARE of a text's entries, of all KV heads,
+    with the highest predicted scores: much where a head looks things up; None where nobody has
+    counted them. Raises ProfileError for values that are no numbers, and for other shapes.
     """
 
     weights: tuple[Weights, ...]
     n_tokens: int
     correlation: float | None = None
+    lookups: FloatArray | None = None
 
     def __post_init__(self) -> None:
         """Take read-only copies, and check them."""
@@ -74,6 +83,19 @@ class ScorePredictor:
             copy.flags.writeable = False
             copies.append(copy)
         object.__setattr__(self, "weights", tuple(copies))
+        if self.lookups is not None:
+            self._check_lookups()
+
+    def _check_lookups(self) -> None:
+        lookups = np.array(self.lookups, dtype=np.float64)
+        expected = (len(self.shape), max(self.shape, default=0))
+        if lookups.shape != expected or not np.all((lookups >= 0.0) & (lookups <= 1.0)):
+            raise ProfileError(
+                "profile: predictor.lookups must be numbers from 0 to 1, [layer][KV head]; "
+                f"{ADVICE}"
+            )
+        lookups.flags.writeable = False
+        object.__setattr__(self, "lookups", lookups)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +109,7 @@ class ScorePredictor:
             "n_features": [of_layer.shape[1] for of_layer in self.weights],
             "n_tokens": self.n_tokens,
             "correlation": self.correlation,
+            "lookups": None if self.lookups is None else rounded(self.lookups),
             "weights": base64.b64encode(flat).decode("ascii"),
         }
 
@@ -107,11 +130,26 @@ class ScorePredictor:
         correlation = data["correlation"]
         if correlation is not None:
             correlation = number_in(correlation, where, "predictor.correlation", -1.0, 1.0)
+        lookups = data["lookups"]
+        if lookups is not None:
+            lookups = table_in(lookups, where, "predictor.lookups", shape, 1.0)
         return cls(
             _weights_in(data["weights"], where, n_head_kv, n_features),
             integer_in(data["n_tokens"], where, "predictor.n_tokens", 1, _MOST_TOKENS),
             correlation,
+            lookups,
         )
+
+
+def lookups_of(scores: Sequence[Sequence[npt.NDArray[np.float32]]]) -> FloatArray:
+    """Return ScorePredictor.lookups by the predicted scores of a text, [layer][KV head][entry].
+
+    Only their order counts.
+    """
+    threshold = np.quantile(
+        np.concatenate([s for layer in scores for s in layer]), 1 - LOOKUP_SHARE
+    )
+    return np.array([[float(np.mean(s > threshold)) for s in layer] for layer in scores])
 
 
 def _weights_in(
@@ -129,6 +167,10 @@ def _weights_in(
         raise ProfileError(
             f"{where}: predictor.weights has {flat.size} values; {n_head_kv} KV heads of "
             f"{len(n_features)} layers need {n_head_kv * sum(n_features)}; {ADVICE}"
+        )
+    if not np.isfinite(flat).all():
+        raise ProfileError(
+            f"{where}: predictor.weights has values that are no finite numbers; {ADVICE}"
         )
     ends = np.cumsum([n_head_kv * n for n in n_features])[:-1]
     return tuple(
@@ -160,7 +202,7 @@ def fit_predictor(
             if other is not None
         ]
     known = float(np.mean(correlations)) if correlations else None
-    return ScorePredictor(tuple(weights), max(1, max(n for n, _ in lessons)), known)
+    return ScorePredictor(tuple(weights), max(1, *(n for n, _ in lessons)), known)
 
 
 class _Ridge:

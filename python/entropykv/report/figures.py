@@ -12,6 +12,7 @@ from entropykv.evaluation.bench import BenchRow
 from entropykv.evaluation.combination import STOCK
 from entropykv.evaluation.rows import EvalRow
 from entropykv.profile.json_fields import HEAD_TYPE_LIMITS, HEAD_TYPES
+from entropykv.profile.predictor import LOOKUP_SHARE
 from entropykv.profile.profile import EntropyProfile
 from entropykv.report.budgets import budget_tables
 
@@ -35,7 +36,16 @@ def profile_figure(profile: EntropyProfile) -> Any:
     policy = "entropy" if profile.curves is None else "profile"
     figure.suptitle(f"{profile.model or 'entropy profile'}: attention entropy of the query heads")
     _heatmap(figure.add_subplot(grid[:, :2]), profile, figure)
-    _distribution(figure.add_subplot(grid[0, 2:]), profile)
+    lookups = None if profile.predictor is None else profile.predictor.lookups
+    _distribution(figure.add_subplot(grid[0, 2:] if lookups is None else grid[0, 2:4]), profile)
+    if lookups is not None:
+        axes = figure.add_subplot(grid[0, 4])
+        image = axes.imshow(lookups, aspect="auto", vmin=0.0, vmax=1.0, interpolation="nearest")
+        axes.set_title("where things are looked up", fontsize=9)
+        axes.set_xlabel("KV head")
+        _count_in_whole_numbers(axes.xaxis, axes.yaxis)
+        label = f"share among the {LOOKUP_SHARE:.0%} of all entries"
+        figure.colorbar(image, ax=axes, label=label)
     for column, (budget, table) in enumerate(budget_tables(profile, policy).items()):
         axes = figure.add_subplot(grid[1, 2 + column])
         image = axes.imshow(table, aspect="auto", cmap="viridis", interpolation="nearest")

@@ -10,17 +10,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
+from entropykv.errors import SettingsError
+from entropykv.server.admission import Limits
+from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
-from entropykv.server.engine import Engine, Limits
+from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
+from entropykv.server.fields import Name, Tokens
 from entropykv.server.gate import Gate
+from entropykv.server.hosts import Hosts
 from entropykv.server.kv_stream import kv_stream_routes
 from entropykv.server.llama_server_routes import llama_server_routes, text_of
 from entropykv.server.loading import load_llama
@@ -28,11 +33,32 @@ from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
+from entropykv.server.users import Keys, shows_text, user_of
 from entropykv.server.web_page import WebDefaults, web_routes
 
 _DESCRIPTION = (
     "A model inside a KV budget, for clients of OpenAI, llama-server and llama_cpp.server."
 )
+
+
+class _Tokenize(TokenizeInputRequest):
+    """A text, and a name that has a length."""
+
+    model: Name | None = None
+
+
+class _Detokenize(DetokenizeInputRequest):
+    """Tokens of a text, which are checked up to their first error."""
+
+    model: Name | None = None
+    tokens: Tokens
+
+
+_LIMITS = (
+    *("max_jobs", "max_waiting", "max_body", "max_bodies"),
+    *("client_seconds", "request_seconds", "drain_seconds"),
+)
+"""The fields of ServerOptions that are fields of Limits, too."""
 
 
 def create_app(
@@ -43,12 +69,20 @@ def create_app(
     app.state.engine is the Engine: engine.call() does something with the EntropyLlama between two
     requests, engine.before_close() before the shutdown frees it (to save sessions, say).
     `page`: what a conversation of the page at / begins with.
-    Nothing is shared between two apps. Raises what EntropyLlama raises.
+    Nothing is shared between two apps. Raises what EntropyLlama raises, and SettingsError for a
+    file of keys that cannot be read.
     """
+    keys = Keys.of(server)
+    _check_cache(model, server, keys)
     limits = Limits(
-        server.max_waiting, server.request_seconds, server.drain_seconds, model.conversations
+        **{name: getattr(server, name) for name in _LIMITS}, conversations=model.conversations
     )
-    engine = Engine(load_llama(model), interrupt=server.interrupt_requests, limits=limits)
+    engine = Engine(
+        load_llama(model),
+        interrupt=server.interrupt_requests,
+        limits=limits,
+        shared_prefixes=server.shared_prefixes,
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -68,13 +102,13 @@ def create_app(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     app.state.engine = engine
-    _add_middleware(app, server)
+    _add_middleware(app, server, engine, keys)
     add_error_handlers(app)
     app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
     app.include_router(llama_server_routes(engine))
     app.include_router(_extra_routes(engine))
     app.include_router(_figures(engine))
-    app.include_router(kv_stream_routes(engine))
+    app.include_router(kv_stream_routes(engine, show_text=shows_text(server, keys)))
     if server.web:
         app.include_router(web_routes(engine, page or WebDefaults()))
 
@@ -85,9 +119,19 @@ def create_app(
     return app
 
 
-def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
-    """Let requests pass, in this order: the log, CORS (a preflight has no key), the gate."""
-    app.add_middleware(Gate, api_key=server.api_key, max_body=server.max_body)
+def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:
+    """Raise SettingsError for llama-cpp-python's cache, where not all may share prefixes."""
+    if model.cache and (len(keys) > 1 or not server.shared_prefixes):
+        raise SettingsError(
+            "--cache lets every user's prompts begin with those of the others; leave it out, and "
+            "give --checkpoints 64MiB or --parallel for conversations that are kept apart"
+        )
+
+
+def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine, keys: Keys) -> None:
+    """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
+    app.add_middleware(Bodies, admission=engine.admission)
+    app.add_middleware(Gate, keys=keys)
     if server.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -95,26 +139,27 @@ def _add_middleware(app: FastAPI, server: ServerOptions) -> None:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    app.add_middleware(Hosts, host=server.host, allowed=server.allowed_hosts)
     app.add_middleware(RequestLog)
 
 
 def _extra_routes(engine: Engine) -> APIRouter:
     """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
-    router = APIRouter(prefix="/extras", tags=["Extras"])
+    router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
-    def ids(body: TokenizeInputRequest) -> list[int]:
+    def ids(body: _Tokenize) -> list[int]:
         return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
 
     @router.post("/tokenize")
-    def tokenize(body: TokenizeInputRequest) -> dict[str, list[int]]:
-        return {"tokens": ids(body)}
+    def tokenize(body: _Tokenize) -> JSONResponse:
+        return JSONResponse({"tokens": ids(body)})
 
     @router.post("/tokenize/count")
-    def count(body: TokenizeInputRequest) -> dict[str, int]:
+    def count(body: _Tokenize) -> dict[str, int]:
         return {"count": len(ids(body))}
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeInputRequest) -> dict[str, str]:
+    def detokenize(body: _Detokenize) -> dict[str, str]:
         return {"text": text_of(engine, body.tokens)}
 
     return router
@@ -125,8 +170,8 @@ def _figures(engine: Engine) -> APIRouter:
 
     # Ask outside of the event loop: the figures of a pool are those between two steps.
     @router.get("/v1/kv")
-    def kv() -> dict[str, Any]:
-        return as_json(engine)
+    def kv(request: Request) -> dict[str, Any]:
+        return as_json(engine, user_of(request.scope))
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> PlainTextResponse:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import (
+    FIRST_ERROR,
+    MOST_GRAMMAR,
+    MOST_LOGPROBS,
+    MOST_MESSAGES,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    Biases,
+    Description,
+    Name,
+    Seed,
+    Stop,
+    TokenCount,
+)
 from entropykv.server.generations import seeds, with_usage
 from entropykv.server.loading import ServedLlama
 from entropykv.server.messages import Message, template_messages
@@ -28,6 +42,7 @@ from entropykv.server.tool_calls import (
     NamedTool,
     Tool,
     ToolChoice,
+    Tools,
     ToolUse,
     as_deltas,
 )
@@ -38,8 +53,8 @@ class JsonSchema(BaseModel):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str = "answer"
-    description: str | None = None
+    name: Name = "answer"
+    description: Description | None = None
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
 
@@ -69,21 +84,39 @@ class SchemaFormat(BaseModel):
 class ChatRequest(Request, CreateChatCompletionRequest):
     """A chat completion of llama_cpp.server's, as OpenAI's clients know it today."""
 
-    messages: list[Message] = Field(min_length=1)  # type: ignore[assignment]
+    model: Name | None = None
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(  # type: ignore[assignment]
+        min_length=1, max_length=MOST_MESSAGES
+    )
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     """OpenAI's newer name of max_tokens."""
+    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    stop: Stop | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logit_bias: Biases | None = None
+    seed: Seed | None = None
+    user: Name | None = None
+    top_k: int = Field(default=40, ge=0, le=MOST_TOKENS)
+    grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(  # type: ignore[assignment]
         default=None, discriminator="type"
     )
-    tools: list[Tool] | None = None  # type: ignore[assignment]
+    tools: Tools | None = None  # type: ignore[assignment]
     tool_choice: ToolChoice | None = None  # type: ignore[assignment]
-    functions: list[Function] | None = None  # type: ignore[assignment]
+    functions: Annotated[list[Function], FIRST_ERROR] | None = Field(  # type: ignore[assignment]
+        default=None, max_length=MOST_TOOLS
+    )
     """OpenAI's older name of tools."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None  # type: ignore[assignment]
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+
+    @property
+    def n_jobs(self) -> int:
+        """Return how many choices it asks for."""
+        return self.n
 
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice, and return a response or its chunks; raises RequestError."""
@@ -105,8 +138,9 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         if not self.stream:
             legacy = self.functions is not None
             return answer if reader is None else _with_calls(answer, reader, legacy=legacy)
-        chunks = answer if reader is None else _chunks_with_calls(answer, reader)
-        return with_usage(chunks, llama)
+        if reader is not None:
+            answer = _chunks_with_calls(answer, reader, legacy=self.functions is not None)
+        return with_usage(answer, llama)
 
     def parts(self) -> list[ChatRequest]:
         """Return a request for every choice."""
@@ -173,8 +207,13 @@ def _with_calls(answer: dict[str, Any], use: ToolUse, *, legacy: bool) -> dict[s
     return {**answer, "choices": [choice]}
 
 
-def _chunks_with_calls(chunks: Iterator[dict[str, Any]], use: ToolUse) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of an answer, with the calls that are in its text in the end."""
+def _chunks_with_calls(
+    chunks: Iterator[dict[str, Any]], use: ToolUse, *, legacy: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of an answer, with the calls that are in its text in the end.
+
+    With `legacy`, the first call is there as `function_call`, too, as in an answer that is whole.
+    """
     reader = CallReader(use)
     for chunk in chunks:
         choice = chunk["choices"][0]
@@ -187,7 +226,7 @@ def _chunks_with_calls(chunks: Iterator[dict[str, Any]], use: ToolUse) -> Iterat
             continue
         rest, calls = reader.finish()
         deltas = [{"content": text + rest}] if text + rest else []
-        for each in (*deltas, *as_deltas(calls)):
+        for each in (*deltas, *as_deltas(calls, legacy=legacy)):
             yield {**chunk, "choices": [{**choice, "delta": each, "finish_reason": None}]}
         reason = "tool_calls" if calls else reason
         yield {**chunk, "choices": [{**choice, "delta": {}, "finish_reason": reason}]}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.server.shelf import Shelf
+from entropykv.server.users import Caller
 
 _logger = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
@@ -36,23 +37,23 @@ class HoldsOne(Protocol):
 
 @dataclass(frozen=True)
 class OnShelf:
-    """Hold the conversation of a name on the shelf of a pool."""
+    """Hold a caller's conversation on the shelf of a pool."""
 
     shelf: Shelf
-    name: str
+    caller: Caller
 
     @property
     def n_tokens(self) -> int:
         """Return how many tokens it has; 0 where the shelf does not have it."""
-        return self.shelf.length_of(self.name)
+        return self.shelf.length_of(self.caller)
 
     def load_session(self, path: Path) -> None:
         """Put what a file has in the place of what the shelf has."""
-        self.shelf.load(self.name, path)
+        self.shelf.load(self.caller, path)
 
     def save_session(self, path: Path) -> None:
         """Write it to a file; nobody takes it meanwhile."""
-        self.shelf.save(self.name, path)
+        self.shelf.save(self.caller, path)
 
 
 class Conversations:
@@ -72,7 +73,7 @@ class Conversations:
         self._directory = Path(directory)
         self._max_bytes = max_bytes
         self._several = several
-        self._held: dict[str, _Stamp] = {}
+        self._held: dict[Caller, _Stamp] = {}
         """The version of each conversation's file that its holder goes on from."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,31 +83,36 @@ class Conversations:
                 "directory"
             ) from error
 
-    def path(self, name: str) -> Path:
-        """Return where a conversation is: names may hold anything, so the file has their digest."""
-        digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    def path(self, caller: Caller) -> Path:
+        """Return where a caller's conversation is, which has a name.
+
+        Names may hold anything, so the file has their digest, and that of the same name is another
+        one for every user.
+        """
+        name, user = (caller.name or "").encode(), caller.user.encode()
+        digest = hashlib.blake2b(name, key=user, digest_size=16).hexdigest()
         return self._directory / f"{digest}.session"
 
-    def enter(self, holder: HoldsOne, name: str) -> None:
-        """Make the holder hold what a conversation has read, if it does not."""
-        path = self.path(name)
+    def enter(self, holder: HoldsOne, caller: Caller) -> None:
+        """Make the holder hold what a caller's conversation has read, if it does not."""
+        path = self.path(caller)
         stamp = _stamp(path)
-        if stamp is None or (self._held.get(name) == stamp and holder.n_tokens > 0):
+        if stamp is None or (self._held.get(caller) == stamp and holder.n_tokens > 0):
             return
-        self._drop(name)
+        self._drop(caller)
         try:
             holder.load_session(path)
         except EntropyKVError as error:  # it goes on without, since the request has the whole text
             _logger.warning("%s", error)
         else:
-            self._held[name] = stamp
+            self._held[caller] = stamp
 
-    def leave(self, holder: HoldsOne, name: str) -> None:
+    def leave(self, holder: HoldsOne, caller: Caller) -> None:
         """Save a conversation that was just read on; an error costs reading it again, no more."""
-        self._drop(name)
+        self._drop(caller)
         if holder.n_tokens == 0:  # the generation failed, and what the turn before saved is better
             return
-        path = self.path(name)
+        path = self.path(caller)
         try:
             holder.save_session(path)
         except EntropyKVError as error:
@@ -114,16 +120,16 @@ class Conversations:
             return
         stamp = _stamp(path)
         if stamp is not None:
-            self._held[name] = stamp
+            self._held[caller] = stamp
         self._remove_oldest()
 
     def forget(self) -> None:
         """Note that the one holder has read something that is no conversation."""
         self._held.clear()
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, caller: Caller) -> None:
         if self._several:
-            self._held.pop(name, None)
+            self._held.pop(caller, None)
         else:
             self._held.clear()
 

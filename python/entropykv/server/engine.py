@@ -14,42 +14,25 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from entropykv.errors import ContextError
-from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.admission import Admission, Limits, too_late
 from entropykv.server.errors import RequestError, as_request_error
 from entropykv.server.loading import ServedLlama
 from entropykv.server.looks import Looks
 from entropykv.server.shelf import Shelf
-from entropykv.server.slots import figures_of_pool
+from entropykv.server.slots import Moment, figures_of_pool
+from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.stats import SessionStats
 
 _STATS_INTERVAL = 0.25
 """Seconds between two looks at the figures during a generation."""
-_RETRY_AFTER = 5
-"""Seconds that a client is told to wait where too many requests do."""
+_LOOK_AGAIN = 0.05
+"""Seconds after which one who stops a job looks whether it has ended."""
 Result = TypeVar("Result")
 Outcome = Literal["finished", "refused", "failed", "stopped"]
 
 
 class _StoppedError(Exception):
     """Raised where the generation was told to stop; nothing is half-done."""
-
-
-class _LateError(Exception):
-    """Raised where the request has taken longer than it may; nothing is half-done."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Say what requests may take."""
-
-    max_waiting: int | None = None
-    """How many requests may wait while others run; None: any number."""
-    request_seconds: float | None = None
-    """How many seconds a request may take from its arrival to the end of its answer."""
-    drain_seconds: float = 0.0
-    """How many seconds running requests may take after stop()."""
-    conversations: int = 64
-    """How many conversations are kept for their next turn, where several are held."""
 
 
 @dataclass(eq=False)
@@ -59,14 +42,14 @@ class Job:
     call: Callable[[ServedLlama], Any]
     emit: Callable[[Any], None] | None
     note: Callable[[int, int], None] | None
-    conversation: str | None = None
+    caller: Caller = SOMEBODY
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     """The time at which its first chunk was there."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
-        """Raise an error where the request was told to stop, or is late."""
+        """Raise an error where the request was told to stop."""
         if self.stop.is_set():
             raise _StoppedError
 
@@ -90,31 +73,45 @@ class Engine:
     """
 
     def __init__(
-        self, llama: ServedLlama, *, interrupt: bool = False, limits: Limits | None = None
+        self,
+        llama: ServedLlama,
+        *,
+        interrupt: bool = False,
+        limits: Limits | None = None,
+        shared_prefixes: bool = True,
     ) -> None:
-        """Take a loaded model; with `interrupt`, a new request ends streams that are written."""
+        """Take a loaded model; with `interrupt`, a new request ends streams of the same user.
+
+        `shared_prefixes`: whether texts of one key may begin with each other's.
+        """
         self.llama = llama
         """The model, for those who look at the vocabulary only."""
         self.limits = limits or Limits()
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
-        self.waiting = 0
-        """How many requests wait or run."""
         self.first_chunks = 0
         """How many streams had their first chunk sent."""
         self.first_chunk_seconds = 0.0
         """Seconds from the arrival of those streams to their first chunk, all together."""
         self.shelf: Shelf | None = None
         """Where conversations are between two requests, if several are held."""
+        llama.shared_prefixes = shared_prefixes
         self.workers = [llama] if llama.pool is None else self._workers_of(llama)
         self.running: dict[ServedLlama, Job] = {}
         """Which request each model answers."""
+        self._running_lock = threading.Lock()
+        """Held while that changes, and while one is stopped: the next one must not be, instead."""
+        self.admission = Admission(self.limits, len(self.workers))
+        """Counts what requests cost."""
+        self._moment: tuple[float, Moment] | None = None
+        """The latest figures that somebody asked for, and when they were taken."""
+        self._moment_lock = threading.Lock()
         self._free: queue.SimpleQueue[ServedLlama] = queue.SimpleQueue()
         for worker in self.workers:
             self._free.put(worker)
         self._interrupt = interrupt
         self._closing = False
         self._stopped_at = 0.0
-        self._before_close: list[Callable[[EntropyLlama], object]] = []
+        self._before_close: list[Callable[[ServedLlama], object]] = []
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
         self.looks = Looks(llama, self._thread.submit)
@@ -126,13 +123,18 @@ class Engine:
         pool = llama.pool
         if pool is None:
             return []
-        self.shelf = Shelf(pool, self.limits.conversations)
+        self.shelf = Shelf(pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes)
         workers = [llama.another() for _ in range(pool.host.n_sequences)]
         seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
             worker.serve_from(self.shelf)
             worker.set_seed(seeds.randrange(2**32))  # or all would choose by the same numbers
         return workers
+
+    @property
+    def waiting(self) -> int:
+        """Return how many jobs wait or run."""
+        return self.admission.jobs
 
     @property
     def n_slots(self) -> int:
@@ -144,16 +146,16 @@ class Engine:
         call: Callable[[ServedLlama], Any],
         emit: Callable[[Any], None] | None = None,
         note: Callable[[int, int], None] | None = None,
-        conversation: str | None = None,
+        caller: Caller = SOMEBODY,
     ) -> Any:
         """Run a request's call when it is its turn; cancelling stops it within a micro-batch.
 
         With `emit` the call returns an iterator, whose items go to `emit`, in a model's thread.
-        `note` is told in the end how many tokens were read and written for it. `conversation`: its
-        name, where several are held. Raises RequestError for whatever goes wrong; the next request
-        then starts afresh.
+        `note` is told in the end how many tokens were read and written for it. `caller`: whose
+        request it is. Raises RequestError for whatever goes wrong; the next request then starts
+        afresh.
         """
-        (result,) = await self.generate_all([Job(call, emit, note, conversation)])
+        (result,) = await self.generate_all([Job(call, emit, note, caller)])
         return result
 
     async def generate_all(self, jobs: Sequence[Job]) -> list[Any]:
@@ -163,36 +165,29 @@ class Engine:
         """
         if self._closing:
             raise _shutting_down()
-        self._check_waiting()
-        if self._interrupt:
-            self._stop(job for job in self.running.values() if job.emit is not None)
-        self.waiting += len(jobs)
-        try:
-            runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
-            return await asyncio.gather(*runs)
-        finally:
-            self._stop(jobs)
-            self.waiting -= len(jobs)
+        with self.admission.jobs_of(len(jobs)):
+            if self._interrupt:
+                users = {job.caller.user for job in jobs}
+                streams = [job for job in list(self.running.values()) if job.emit is not None]
+                self._stop(job for job in streams if job.caller.user in users)
+            try:
+                runs = [asyncio.wrap_future(self._thread.submit(self._run, job)) for job in jobs]
+                seconds = self.admission.seconds_left(min(job.arrival for job in jobs))
+                return await asyncio.wait_for(asyncio.gather(*runs), seconds)
+            except asyncio.TimeoutError:
+                raise too_late() from None
+            finally:
+                self._stop_for_sure(jobs)
 
-    def _check_waiting(self) -> None:
-        most = self.limits.max_waiting
-        if most is not None and self.waiting >= self.n_slots + most:
-            raise RequestError(
-                429,
-                f"{self.waiting - self.n_slots} requests are waiting already; try again later",
-                code="rate_limit_exceeded",
-                retry_after=_RETRY_AFTER,
-            )
+    def answers(self, caller: Caller) -> bool:
+        """Tell whether a request of a caller's conversation is being answered."""
+        return any(job.caller == caller for job in list(self.running.values()))
 
-    def answers(self, conversation: str) -> bool:
-        """Tell whether a request of a conversation is being answered."""
-        return any(job.conversation == conversation for job in list(self.running.values()))
-
-    async def call(self, function: Callable[[EntropyLlama], Result]) -> Result:
+    async def call(self, function: Callable[[ServedLlama], Result]) -> Result:
         """Do something else with the model, between two requests."""
         return await asyncio.wrap_future(self._thread.submit(function, self.llama))
 
-    def before_close(self, function: Callable[[EntropyLlama], object]) -> None:
+    def before_close(self, function: Callable[[ServedLlama], object]) -> None:
         """Have `function` called with the model, in its thread, before it is freed."""
         self._before_close.append(function)
 
@@ -209,13 +204,27 @@ class Engine:
         """Have jobs end within a micro-batch, also where they wait for that of somebody else."""
         for job in list(jobs):
             job.stop.set()
-            for worker, running in list(self.running.items()):
-                if running is job and worker.shelf is not None:
-                    worker.interrupt()
+            with self._running_lock:
+                for worker, running in self.running.items():
+                    if running is job and worker.shelf is not None:
+                        worker.interrupt()
+
+    def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
+        """Stop jobs, again and again until they have ended.
+
+        One that was about to wait for room in the pool has missed the call that ends its waiting.
+        """
+        self._stop(jobs)
+        if any(job in jobs for job in list(self.running.values())):
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LOOK_AGAIN, self._stop_for_sure, jobs)
 
     def close(self) -> None:
         """Stop, then free the model. May be called twice."""
         self.stop()
+        while running := list(self.running.values()):
+            self._stop(running)
+            time.sleep(_LOOK_AGAIN)
         before, self._before_close = self._before_close, []
         try:
             for function in before:
@@ -230,9 +239,10 @@ class Engine:
 
     def _run(self, job: Job) -> Any:
         worker = self._free.get()
-        self.running[worker] = job
+        with self._running_lock:
+            self.running[worker] = job
         worker.checkpoint = partial(self._checkpoint, job)
-        worker.conversation = job.conversation
+        worker.caller = job.caller
         outcome: Outcome = "finished"
         before = worker.counts()
         try:
@@ -244,9 +254,6 @@ class Engine:
             outcome = "stopped"
             if self._closing:
                 raise _shutting_down() from None
-        except _LateError:
-            outcome = "stopped"
-            raise RequestError(504, "the request took longer than the server lets it") from None
         # The next request must not suffer from an error, whatever it is.
         except Exception as error:
             if job.stop.is_set() and worker.shelf is not None:  # its decode was called off
@@ -258,7 +265,8 @@ class Engine:
             outcome = "refused" if answer.status_code < 500 else "failed"
             raise answer from error
         finally:
-            del self.running[worker]
+            with self._running_lock:
+                del self.running[worker]
             worker.checkpoint = None
             self._free.put(worker)
             self._note(job, outcome, before, worker.counts())
@@ -267,6 +275,7 @@ class Engine:
         self, job: Job, outcome: Outcome, before: tuple[int, int], now: tuple[int, int]
     ) -> None:
         self.outcomes[outcome] += 1
+        self._moment = None
         self.stats = self._figures()
         if job.first is not None:
             self.first_chunks += 1
@@ -280,15 +289,26 @@ class Engine:
             return one
         return figures_of_pool(self.llama.pool, one, [worker.totals for worker in self.workers])
 
+    def moment(self) -> Moment:
+        """Return figures of the pool that are a quarter of a second old, or less.
+
+        Taking them makes all who read and write wait. However many clients ask, it is done once.
+        """
+        with self._moment_lock:
+            last, now = self._moment, time.monotonic()
+            if last is not None and now - last[0] <= _STATS_INTERVAL:
+                return last[1]
+            pool = None if self.llama.pool is None else self.llama.pool.stats()
+            kept = [] if self.shelf is None else self.shelf.conversations()
+            self._moment = now, Moment(pool, kept)
+            return self._moment[1]
+
     def _checkpoint(self, job: Job) -> None:
         job.check()
         self.looks.answer()
         now = time.monotonic()
         if self._closing and now - self._stopped_at >= self.limits.drain_seconds:
             raise _StoppedError
-        seconds = self.limits.request_seconds
-        if seconds is not None and now - job.arrival > seconds:
-            raise _LateError
         if now - self._looked_at > _STATS_INTERVAL:
             self._looked_at = now
             self.stats = self._figures()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,6 +19,10 @@ logger = logging.getLogger("entropykv.server")
 
 _TOO_LONG = "This model's maximum context length is"
 """How OpenAI's servers begin: clients such as litellm tell by it that a prompt is too long."""
+_MOST_ERRORS = 3
+"""How many errors of one body a client is told of."""
+_MOST_PART = 64
+"""Characters of a part of a field's place: a client may have chosen it."""
 
 
 class RequestError(HTTPException):
@@ -62,8 +68,32 @@ def as_request_error(error: BaseException) -> RequestError:
         return RequestError(400, f"the chat template refuses this: {error}", param="messages")
     if isinstance(error, ValueError):
         return RequestError(400, str(error))
+    if isinstance(error, RecursionError):  # a template's macros, say, which follow a tool's schema
+        return RequestError(
+            400,
+            "what the request holds is nested too deeply for the model's chat template; use fewer "
+            "objects and lists within each other",
+        )
     logger.error("a generation failed", exc_info=error)
     return RequestError(500, f"the generation failed: {error}; the server goes on")
+
+
+def invalid(errors: Sequence[Any]) -> RequestError:
+    """Return what a client is told of pydantic's errors: the field and the fault of the first few.
+
+    `errors` are dicts with `loc`, the place in the body, and `msg`.
+    """
+    places = [
+        ".".join(str(part)[:_MOST_PART] for part in each["loc"] if part != "body")
+        for each in errors[:_MOST_ERRORS]
+    ]
+    faults = [
+        f"{place or 'the body'}: {each['msg']}"
+        for place, each in zip(places, errors[:_MOST_ERRORS], strict=True)
+    ]
+    if len(errors) > _MOST_ERRORS:
+        faults.append(f"and {len(errors) - _MOST_ERRORS:,} more")
+    return RequestError(400, "; ".join(faults), param=places[0] or None)
 
 
 class ErrorDetails(BaseModel):
@@ -102,10 +132,5 @@ def add_error_handlers(app: FastAPI) -> None:
         return answer
 
     @app.exception_handler(RequestValidationError)
-    def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
-        if first["type"] == "json_invalid":
-            return RequestError(400, f"the body is no JSON: {first['ctx']['error']}").response()
-        param = ".".join(place) or None
-        return RequestError(400, f"{param or 'the body'}: {first['msg']}", param=param).response()
+    def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
+        return invalid(error.errors()).response()

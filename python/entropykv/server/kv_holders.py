@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.loading import ServedLlama
+from entropykv.server.users import Caller
 from entropykv.session.pool_session import PoolSession, Standing
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
@@ -26,7 +27,7 @@ _COUNTERS = (
 
 
 @contextlib.contextmanager
-def between_steps(llama: EntropyLlama) -> Iterator[None]:
+def between_steps(llama: ServedLlama) -> Iterator[None]:
     """Keep every sequence from reading meanwhile; one that is alone reads in the calling thread."""
     if llama.pool is None:
         yield
@@ -35,14 +36,19 @@ def between_steps(llama: EntropyLlama) -> Iterator[None]:
         yield
 
 
-def conversations(llama: EntropyLlama) -> dict[str, Session]:
-    """Return the sessions that have read something, by the id that routes know them by.
+def conversations(llama: ServedLlama, user: str) -> dict[str, Session]:
+    """Return a user's sessions that have read something, by the id that routes know them by.
 
-    Without a pool there is one, which is there even before it has read anything.
+    Without a pool there is one, which is there even before anybody's text was read.
     """
     if llama.pool is None:
-        return {_ALONE: llama._session}
-    return {f"{each.number}": each for each in llama.pool.sessions() if each.position > 0}
+        is_seen = llama.tenant is None or llama.tenant.user == user
+        return {_ALONE: llama._session} if is_seen else {}
+    return {
+        f"{each.number}": each
+        for each in llama.pool.sessions()
+        if each.position > 0 and isinstance(each.tenant, Caller) and each.tenant.user == user
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +110,10 @@ class Holder:
         }
 
 
-def pool_figures(llama: EntropyLlama, found: list[Holder]) -> dict[str, Any]:
-    """Return what all conversations share, as JSON."""
+def pool_figures(llama: ServedLlama) -> dict[str, Any]:
+    """Return what the conversations of all users share, as JSON: sums that name nobody."""
     if llama.pool is None:
-        stats = found[0].stats
+        stats = llama._session.stats()
         return {
             "budget": stats.kv_bytes_budget,
             "used": stats.kv_bytes_now,

@@ -9,18 +9,18 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.kv_holders import (
     Holder,
     between_steps,
     conversations,
     pool_figures,
 )
+from entropykv.server.loading import ServedLlama
 from entropykv.session.session import Session
 from entropykv.store.protocol import Shares
 
 
-def about(llama: EntropyLlama) -> dict[str, Any]:
+def about(llama: ServedLlama) -> dict[str, Any]:
     """Return what does not change: the model, and how many KV heads each layer has."""
     session = llama._session
     stats = session.stats()
@@ -102,29 +102,30 @@ class Picture:
 
 
 class Camera:
-    """Take pictures for one viewer, who is shown nothing twice."""
+    """Take pictures for one viewer, who is shown nothing twice, and nothing of other users."""
 
-    def __init__(self, window: Window, conversation: str | None = None) -> None:
-        """Look at the `window` of a conversation; None: of the latest, while it is there.
+    def __init__(self, user: str, window: Window, conversation: str | None = None) -> None:
+        """Look at the `window` of a user's conversation; None: of the latest, while it is there.
 
-        The figures of the others are in the picture, too.
+        The figures of the user's others are in the picture, too.
         """
+        self._user = user
         self._window = window
         self._wanted = conversation
         self._look: tuple[Session, Any] | None = None
         self._seen: object = None
 
-    def take(self, llama: EntropyLlama) -> Picture | None:
+    def take(self, llama: ServedLlama) -> Picture | None:
         """Return a picture, or None where nothing has changed since the one before."""
         start = time.thread_time()
         with between_steps(llama):
-            sessions = conversations(llama)
+            sessions = conversations(llama, self._user)
             found = [Holder.of(name, session) for name, session in sessions.items()]
-            seen = [each.key() for each in found]
+            pool = pool_figures(llama)
+            seen = [each.key() for each in found], None if found else pool
             if seen == self._seen:
                 return None
             self._seen = seen
-            pool = pool_figures(llama, found)
             held = self._map(sessions, found)
         return Picture(pool, found, held, time.thread_time() - start)
 

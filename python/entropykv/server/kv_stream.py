@@ -11,11 +11,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_TOKENS as LAST_POSITION
+from entropykv.server.fields import Name
 from entropykv.server.kv_pictures import Camera, Picture, Window, about
 from entropykv.server.kv_text import held_tokens
+from entropykv.server.users import user_of
 
 INTERVAL = 0.25
 """The least seconds between two pictures."""
@@ -28,8 +32,11 @@ _PING_INTERVAL = 15.0
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-def kv_stream_routes(engine: Engine) -> APIRouter:
-    """Return the routes. Without viewers, nothing of them costs the model any time."""
+def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
+    """Return the routes. Without viewers, nothing of them costs the model any time.
+
+    A user sees the conversations of the own key alone, and what they say only with `show_text`.
+    """
     router = APIRouter(tags=["KV cache"])
     viewers = _Viewers(engine)
 
@@ -37,32 +44,44 @@ def kv_stream_routes(engine: Engine) -> APIRouter:
     async def stream(
         request: Request,
         columns: Annotated[int, Query(ge=1, le=MOST_COLUMNS)] = 512,
-        first: Annotated[int, Query(ge=0)] = 0,
-        last: Annotated[int | None, Query(ge=1)] = None,
-        conversation: str | None = None,
+        first: Annotated[int, Query(ge=0, le=LAST_POSITION)] = 0,
+        last: Annotated[int | None, Query(ge=1, le=LAST_POSITION)] = None,
+        conversation: Name | None = None,
     ) -> StreamingResponse:
         """Send server-sent events: `model` once, then `kv` where something has changed.
 
-        Every `kv` has the figures of all conversations, and the `map` of one: of that which is
-        asked for, or the latest. Its `planes` are a byte for every KV head and column of positions,
-        deflated and in base64, of what is held, what is frozen, and what came back since the event
-        before. A conversation that is parked has no map.
+        Every `kv` has the figures of all conversations of the same key, and the `map` of one: of
+        that which is asked for, or the latest. Its `planes` are a byte for every KV head and column
+        of positions, deflated and in base64, of what is held, what is frozen, and what came back
+        since the event before. A conversation that is parked has no map.
         """
-        if viewers.count >= MOST_VIEWERS:
-            raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
-        model = await engine.looks.look(about)
-        camera = Camera(Window(first, last, columns), conversation)
-        events = viewers.events(request, model, camera)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+        camera = Camera(user_of(request.scope), Window(first, last, columns), conversation)
+        viewers.enter()
+        try:
+            model = {**await engine.looks.look(about), "text": show_text}
+        except BaseException:
+            viewers.leave()
+            raise
+        return _Watching(viewers, viewers.events(request, model, camera))
 
     @router.get("/v1/kv/text")
     async def text(
-        conversation: str | None = None,
-        first: Annotated[int, Query(ge=0)] = 0,
+        request: Request,
+        conversation: Name | None = None,
+        first: Annotated[int, Query(ge=0, le=LAST_POSITION)] = 0,
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
     ) -> dict[str, Any]:
-        """Return tokens of a conversation, and how many KV heads hold or have frozen each."""
-        look = partial(held_tokens, name=conversation, first=first, count=count)
+        """Return tokens of a conversation, and how many KV heads hold or have frozen each.
+
+        Only where the server shows texts, which `text` of the stream's first event tells.
+        """
+        if not show_text:
+            raise RequestError(
+                403, "this server does not show what texts say; start it with --show-text true"
+            )
+        look = partial(
+            held_tokens, user=user_of(request.scope), name=conversation, first=first, count=count
+        )
         return (await engine.looks.look(look)).to_json()
 
     return router
@@ -71,13 +90,21 @@ def kv_stream_routes(engine: Engine) -> APIRouter:
 class _Viewers:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.count = 0
+        self._count = 0
+
+    def enter(self) -> None:
+        """Count a viewer before anything is awaited for it; raises RequestError (503)."""
+        if self._count >= MOST_VIEWERS:
+            raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
+        self._count += 1
+
+    def leave(self) -> None:
+        self._count -= 1
 
     async def events(
         self, request: Request, model: dict[str, Any], camera: Camera
     ) -> AsyncIterator[str]:
         """Yield events until the viewer has gone, or the server shuts down."""
-        self.count += 1
         try:
             looks = self._engine.looks
             yield _event("model", model)
@@ -95,11 +122,23 @@ class _Viewers:
                 await asyncio.sleep(max(INTERVAL, spent / MOST_SHARE))
         except RequestError:  # the server shuts down
             return
-        finally:
-            self.count -= 1
 
     def _json(self, picture: Picture) -> dict[str, Any]:
         return {**picture.to_json(), "requests": self._engine.waiting}
+
+
+class _Watching(StreamingResponse):
+    """Send events to a viewer, who has left once they end: also where none was ever sent."""
+
+    def __init__(self, viewers: _Viewers, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._viewers = viewers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._viewers.leave()
 
 
 def _event(name: str, data: Any) -> str:

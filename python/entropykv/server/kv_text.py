@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
 from entropykv.server.kv_holders import between_steps, conversations
+from entropykv.server.loading import ServedLlama
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.session import Session
 
@@ -44,13 +44,15 @@ class HeldTokens:
         }
 
 
-def held_tokens(llama: EntropyLlama, name: str | None, first: int, count: int) -> HeldTokens:
-    """Look at a range of positions; raises RequestError where there is no such conversation.
+def held_tokens(
+    llama: ServedLlama, user: str, name: str | None, first: int, count: int
+) -> HeldTokens:
+    """Look at a range of positions; raises RequestError where a user has no such conversation.
 
-    `name` is the conversation's id; None takes the first that there is.
+    `name` is the conversation's id; None takes the user's first.
     """
     with between_steps(llama):
-        sessions = conversations(llama)
+        sessions = conversations(llama, user)
         session = next(iter(sessions.values()), None) if name is None else sessions.get(name)
         if session is None:
             which = "yet" if name is None else f"{name!r}"

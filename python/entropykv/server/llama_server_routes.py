@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from entropykv import _version
+from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
+from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_PIECES, Tokens
 from entropykv.server.requests import check_tokens
 from entropykv.server.template_traits import template_of
-
-TokenIds = Annotated[list[int], Field(description="Tokens, as numbers.")]
+from entropykv.server.users import user_of
 
 
 class TokenizeRequest(BaseModel):
@@ -28,12 +31,12 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """Tokens of a text."""
 
-    tokens: TokenIds
+    tokens: Tokens = Field(description="Tokens, as numbers.")
 
 
 def llama_server_routes(engine: Engine) -> APIRouter:
     """Return the routes; they only look at the model, and need not wait for their turn."""
-    router = APIRouter(tags=["llama-server"])
+    router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
     @router.get("/health")
     @router.get("/v1/health", include_in_schema=False)
@@ -45,12 +48,14 @@ def llama_server_routes(engine: Engine) -> APIRouter:
         return _props(engine)
 
     @router.get("/slots")
-    async def slots() -> list[dict[str, Any]]:
-        return [_slot(engine, number) for number in range(engine.n_slots)]
+    async def slots(request: Request) -> list[dict[str, Any]]:
+        user = user_of(request.scope)
+        return [_slot(engine, number, user) for number in range(engine.n_slots)]
 
+    # A long answer is written in this thread: FastAPI would do it in the event loop.
     @router.post("/tokenize")
-    def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        return {"tokens": _tokens(engine, body)}
+    def tokenize(body: TokenizeRequest) -> JSONResponse:
+        return JSONResponse({"tokens": _tokens(engine, body)})
 
     @router.post("/detokenize")
     def detokenize(body: DetokenizeRequest) -> dict[str, str]:
@@ -72,6 +77,13 @@ def _tokens(engine: Engine, body: TokenizeRequest) -> list[Any]:
     )
     if not body.with_pieces:
         return ids
+    if len(ids) > MOST_PIECES:
+        raise RequestError(
+            400,
+            f"with_pieces: the text has {len(ids):,} tokens, and {MOST_PIECES:,} are the most; "
+            "leave it out, or send the text in parts",
+            param="with_pieces",
+        )
     return [
         {"id": token, "piece": _piece(llama.detokenize([token], special=True))} for token in ids
     ]
@@ -106,17 +118,21 @@ def _props(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _slot(engine: Engine, number: int) -> dict[str, Any]:
-    """Return what one of those that answer requests is doing, by llama-server's names."""
+def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
+    """Return what one of those that answer requests is doing, by llama-server's names.
+
+    Of those of other users, only whether they are busy: lengths tell what is asked.
+    """
     worker = engine.workers[number]
     busy = worker in engine.running
+    own = busy and worker.caller.user == user
     return {
         "id": number,
         "n_ctx": engine.llama.n_ctx(),
         "speculative": False,
         "is_processing": busy,
-        "n_prompt_tokens": worker.prompt_size if busy else 0,
-        "next_token": [{"n_decoded": worker.generated if busy else 0}],
+        "n_prompt_tokens": worker.prompt_size if own else 0,
+        "next_token": [{"n_decoded": worker.generated if own else 0}],
     }
 
 

@@ -18,12 +18,15 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from entropykv.errors import PoolError, SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
+from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
 from entropykv.server.shelf import Shelf
 from entropykv.server.slots import Totals
 from entropykv.server.template_traits import TemplateTraits, traits_of
+from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
+from entropykv.session.pool_session import PoolSession
 from entropykv.settings.cache_options import CacheOptions
 
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
@@ -44,8 +47,12 @@ class ServedLlama(EntropyLlama):
     """What it has read and written, where it takes conversations from a shelf."""
     shelf: Shelf | None = None
     """Where conversations are between requests; None: it holds its own all the time."""
-    conversation: str | None = None
-    """The name of the conversation that the next request goes on with."""
+    caller: Caller = SOMEBODY
+    """Who asks for the next answer, or for the one that is being written."""
+    shared_prefixes: bool = True
+    """Whether texts of one key may begin with each other's: see Caller.tenant()."""
+    tenant: Caller | None = None
+    """Whose text it holds, where it has no shelf; None: nobody's yet."""
     served_name: str = ""
     """What clients call the model; never a path."""
     prompt_size: int = 0
@@ -58,6 +65,17 @@ class ServedLlama(EntropyLlama):
         """Return what the model's chat template shows of tools."""
         return traits_of(self)
 
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """Return the control tokens of the model's vocabulary."""
+        return ControlTokens.of(self)
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Return the tokens of a text; raises RequestError where reading it would take too long."""
+        if special:
+            self.control_tokens.check(text)
+        return super().tokenize(text, add_bos, special)
+
     def eval(self, tokens: Sequence[int]) -> None:
         """Read tokens; see EntropyLlama.eval."""
         n_ubatch = self._session.n_ubatch
@@ -69,6 +87,8 @@ class ServedLlama(EntropyLlama):
         while True:
             if self.checkpoint is not None:
                 self.checkpoint()
+            if self.shelf is not None and self._session.position == self.n_tokens:
+                self.shelf.reads(cast(PoolSession, self._session), len(tokens))
             try:
                 return super().eval(tokens)
             except PoolError as error:
@@ -92,26 +112,37 @@ class ServedLlama(EntropyLlama):
         self.totals = Totals()
         self._idle = self._session
 
+    def serve_for(self, caller: Caller) -> None:
+        """Forget what another tenant has read: time would tell how much of it a prompt has."""
+        tenant = caller.tenant(shared_prefixes=self.shared_prefixes)
+        if self.tenant is not None and tenant != self.tenant:
+            self.reset()
+        self.tenant = tenant
+
     def _create_completion(self, prompt: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
         """Generate, in the conversation that the prompt goes on with."""
+        caller = self.caller
         if self.shelf is None:
+            self.serve_for(caller)
             yield from super()._create_completion(prompt, *arguments, **options)
             return
-        tokens = [] if self._logits_all else self._tokens_of(prompt)
-        session = self.shelf.take(list(tokens), self.conversation, self.checkpoint)
+        tokens = [] if self._logits_all else list(self._tokens_of(prompt))
+        session = self.shelf.take(
+            tokens, caller, self.checkpoint, lambda held: self._goes_on_from(held, tokens)
+        )
         before = session.stats()
         try:
             self._hold(session)
             yield from super()._create_completion(prompt, *arguments, **options)
         finally:
             self._hold(self._idle)
-            self.shelf.has_read(session)
+            self.shelf.gives_up(session)
             now = session.stats()
             self.totals.add(before, now)
             if self._logits_all or not session.is_whole:
                 session.close()
             else:
-                self.shelf.put(session, self.conversation)
+                self.shelf.put(session, caller)
 
     def generate(
         self,
@@ -130,7 +161,7 @@ class ServedLlama(EntropyLlama):
         ):
             if self.generated == 0 and self.shelf is not None:
                 self._session.note_turn(writes=True)
-                self.shelf.has_read(self._session)
+                self.shelf.has_read(cast(PoolSession, self._session))
             if self.generated == 0:
                 self.tell_what_is_learnt()
             self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)

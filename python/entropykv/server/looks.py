@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
+from entropykv.server.loading import ServedLlama
 
 Result = TypeVar("Result")
 
@@ -21,11 +21,11 @@ class Looks:
     Without any, a step costs one look at an empty queue.
     """
 
-    def __init__(self, llama: EntropyLlama, submit: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, llama: ServedLlama, submit: Callable[[Callable[[], None]], object]) -> None:
         """Take the model; `submit` lets its thread call something once nothing runs."""
         self._llama = llama
         self._submit = submit
-        self._waiting: deque[tuple[Callable[[EntropyLlama], Any], Future[Any]]] = deque()
+        self._waiting: deque[tuple[Callable[[ServedLlama], Any], Future[Any]]] = deque()
         self._is_submitted = False
         self._is_closed = False
 
@@ -33,7 +33,7 @@ class Looks:
         """Let nobody look any more: who watches would keep the server from stopping."""
         self._is_closed = True
 
-    async def look(self, function: Callable[[EntropyLlama], Result]) -> Result:
+    async def look(self, function: Callable[[ServedLlama], Result]) -> Result:
         """Return what the function returns; raises RequestError once the server shuts down."""
         if self._is_closed:
             raise RequestError(503, "the server is shutting down; try again later")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
 from entropykv.server.template_traits import TemplateTraits
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -18,14 +19,14 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 class CalledFunction(BaseModel):
     """A function that the model called before."""
 
-    name: str
+    name: Name
     arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(BaseModel):
     """A call of a tool that the model made before."""
 
-    id: str | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -36,10 +37,16 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")  # templates may show fields that only some clients add
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, min_length=1)
-    tool_call_id: str | None = None
+    content: (
+        str
+        | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+        | None
+    ) = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = Field(
+        default=None, min_length=1, max_length=MOST_TOOLS
+    )
+    tool_call_id: Name | None = None
     function_call: CalledFunction | None = None
 
     def text(self, place: str) -> str | None:
@@ -136,7 +143,7 @@ def _arguments(arguments: str | dict[str, Any], *, as_object: bool) -> Any:
     if isinstance(arguments, str):
         try:
             return json.loads(arguments) if arguments else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
     return arguments
 

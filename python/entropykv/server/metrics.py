@@ -31,8 +31,11 @@ _METRICS = (
 )
 
 
-def as_json(engine: Engine) -> dict[str, Any]:
-    """Return all figures: those of SessionStats, and requests by their outcome."""
+def as_json(engine: Engine, user: str) -> dict[str, Any]:
+    """Return all figures: those of SessionStats, and requests by their outcome.
+
+    They are sums of all users; of conversations, only those of `user` are listed.
+    """
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
     figures: dict[str, Any] = {
         **dataclasses.asdict(engine.stats),
@@ -40,8 +43,13 @@ def as_json(engine: Engine) -> dict[str, Any]:
     }
     if engine.shelf is not None:
         figures["conversations"] = [
-            {"name": name, "live": live, **{key: getattr(stats, key) for key in _OF_CONVERSATION}}
-            for name, stats, live in engine.shelf.conversations()
+            {
+                "name": caller.name,
+                "live": live,
+                **{key: getattr(stats, key) for key in _OF_CONVERSATION},
+            }
+            for caller, stats, live in engine.moment().conversations
+            if caller.user == user
         ]
     return figures
 
@@ -74,9 +82,9 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
     text = "Seconds from a streamed request to its first token."
     yield "first_token_seconds_total", "counter", seconds, text
     yield "first_tokens_total", "counter", count, "Streamed requests that got a first token."
-    if engine.shelf is None or engine.llama.pool is None:
+    pool = engine.moment().pool
+    if engine.shelf is None or pool is None:
         return
-    pool = engine.llama.pool.stats()
     yield "conversations", "gauge", pool.sessions - engine.n_slots - 1, "Conversations kept."
     yield "conversations_live", "gauge", pool.live, "Conversations that hold entries."
     yield "conversations_parked", "gauge", pool.parked, "Conversations kept outside of the pool."

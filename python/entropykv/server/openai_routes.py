@@ -8,13 +8,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_NAME
 from entropykv.server.generations import Choices
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
 from entropykv.server.streaming import Call, stream, whole
+from entropykv.server.users import Caller, user_of
 
 SESSION_HEADER = "x-session-id"
 """The header that names a conversation; without it, the field `user` does."""
@@ -29,18 +32,20 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
     """Return the routes; `ping` keeps silent streams alive by comments."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI V1"])
+    router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
+        caller = Caller(user_of(request.scope), name)
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):
+            engine.admission.check(body.n_jobs)
             calls = [part.call for part in body.parts()]
             choices = Choices(body.n, usage=body.stream_options.include_usage)
         if body.stream:
-            return await stream(request, engine, calls, choices, name, ping=ping)
-        return await whole(request, engine, calls, choices, name)
+            return await stream(request, engine, calls, choices, caller, ping=ping)
+        return await whole(request, engine, calls, choices, caller)
 
     @router.post("/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -85,7 +90,7 @@ def _models(engine: Engine) -> APIRouter:
         if name != llama.served_name:
             raise RequestError(
                 404,
-                f"there is no model {name!r} here; {llama.served_name!r} is",
+                f"there is no model {name[:MOST_NAME]!r} here; {llama.served_name!r} is",
                 param="model",
                 code="model_not_found",
             )

@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
 from entropykv.policy.names import AUTO
+from entropykv.server.admission import Limits
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.options import MOST_THREADS
 
@@ -111,17 +112,63 @@ class ServerOptions(ServerSettings):
         min_length=1,
         description="Every request must bear it (also: environment variable ENTROPYKV_API_KEY)",
     )
-    interrupt_requests: bool = Field(
-        default=False, description="Whether a new request ends the stream that is being written."
-    )
-    max_body: int = Field(default=4 << 20, ge=1, description="Bytes that a request may have.")
-    max_waiting: Optional[int] = Field(  # noqa: UP045
+    api_key_file: Optional[str] = Field(  # noqa: UP045
         default=None,
+        min_length=1,
+        description="File with an API key on every line, each of which is a user of its own; blank "
+        "lines and those that begin with # are skipped.",
+    )
+    show_text: Optional[bool] = Field(  # noqa: UP045
+        default=None,
+        description="Whether the page and /v1/kv/text show a user what the user's own texts in the "
+        "cache say; unless it is given, only a server on this machine's own address without a key "
+        "does.",
+    )
+    shared_prefixes: bool = Field(
+        default=True,
+        description="Whether conversations of one key go on from what another one of it has read; "
+        "with false, only those of one name do.",
+    )
+    interrupt_requests: bool = Field(
+        default=False, description="Whether a new request ends streams of the same key."
+    )
+    max_body: int = Field(
+        default=Limits.max_body,
+        ge=1,
+        description="Bytes that the body of a request may have: 1 MiB is 250,000 tokens of "
+        "English text.",
+    )
+    max_bodies: int = Field(
+        default=Limits.max_bodies,
+        ge=1,
+        description="Bytes that the bodies of all requests may have together, waiting ones too; "
+        "more are answered with 503.",
+    )
+    max_jobs: int = Field(
+        default=Limits.max_jobs,
+        ge=1,
+        description="Choices that one request may ask for: its prompts times n.",
+    )
+    max_waiting: int = Field(
+        default=Limits.max_waiting,
         ge=0,
-        description="Requests that may wait while others run; more are answered with 429.",
+        description="Choices that may wait while others are written; more are answered with 429.",
+    )
+    max_connections: int = Field(
+        default=512,
+        ge=1,
+        description="Connections that there may be at a time; more are answered with 503.",
+    )
+    client_seconds: int = Field(
+        default=int(Limits.client_seconds),
+        ge=1,
+        description="Seconds that a client may take to send the headers of a request, and its body "
+        "(else 408), and to take what was sent to it.",
     )
     request_seconds: Optional[int] = Field(  # noqa: UP045
-        default=None, ge=1, description="Seconds that a request may take, waiting included."
+        default=None,
+        ge=1,
+        description="Seconds that a request may take, waiting included; none unless it is given.",
     )
     drain_seconds: int = Field(
         default=0,
@@ -132,6 +179,11 @@ class ServerOptions(ServerSettings):
         default=None,
         description="Web pages that may use the server from a browser: origins such as "
         "http://localhost:3000, separated by commas, or * for all.",
+    )
+    allowed_hosts: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        description="Names that requests may ask for besides the address: the header Host, such as "
+        "llm.example.com or *.example.com, separated by commas; * for any.",
     )
     web: bool = Field(default=True, description="Whether the page at / is served.")
     log_requests: bool = Field(

@@ -25,6 +25,7 @@ from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.conversations import Conversations
 from entropykv.server.turns import TurnMiddleware
+from entropykv.server.users import Keys
 
 try:
     import ray
@@ -133,6 +134,9 @@ def run_replicas(model: ModelOptions, server: ServerOptions, options: ReplicaOpt
     """
     if server.port == 0:
         raise SettingsError("replicas need a port of their own; give --port")
+    if server.api_key_file is not None:
+        Keys.of(server)  # otherwise only Ray's log would say what is wrong with it
+        server = server.model_copy(update={"api_key_file": os.path.abspath(server.api_key_file)})
     http = {name: getattr(server, name) for name in ("host", "port", "ssl_keyfile", "ssl_certfile")}
     with _sessions(options) as shared:
         # Ray sends reports home unless told not to.

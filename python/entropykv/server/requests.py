@@ -14,6 +14,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import (
+    MOST_GRAMMAR,
+    MOST_LOGPROBS,
+    MOST_SUFFIX,
+    MOST_TOKENS,
+    Biases,
+    Name,
+    Prompt,
+    Seed,
+    Stop,
+    TokenCount,
+)
 from entropykv.server.generations import seeds, with_usage
 from entropykv.server.loading import ServedLlama
 
@@ -49,13 +61,29 @@ class Request(BaseModel):
 class CompletionRequest(Request, CreateCompletionRequest):
     """A completion of llama_cpp.server's, without values that it would misunderstand."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(  # type: ignore[assignment]
+    model: Name | None = None
+    prompt: Prompt = Field(  # type: ignore[assignment]
         description="A text or its tokens, or a list of those."
     )
+    suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    best_of: int | None = Field(default=None, ge=1)
-    max_tokens: int | None = Field(default=16, ge=1)
+    best_of: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    max_tokens: TokenCount | None = 16
+    min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    stop: Stop | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logit_bias: Biases | None = None
+    seed: Seed | None = None
+    user: Name | None = None
+    top_k: int = Field(default=40, ge=0, le=MOST_TOKENS)
+    grammar: str | None = Field(default=None, max_length=MOST_GRAMMAR)
     stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def n_jobs(self) -> int:
+        """Return how many choices it asks for, of all of its prompts."""
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return self.n if one else self.n * len(self.prompt)
 
     def call(self, llama: ServedLlama) -> Any:
         """Generate one choice of one prompt, and return a response or its chunks; RequestError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +20,15 @@ from entropykv.server.chat_request import (
     TextFormat,
 )
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import (
+    FIRST_ERROR,
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Metadata,
+    Name,
+    Seed,
+    TokenCount,
+)
 from entropykv.server.loading import ServedLlama
 from entropykv.server.requests import Request
 from entropykv.server.response_events import call_item, events, message_item, with_end
@@ -48,28 +57,33 @@ class NamedChoice(BaseModel):
     """The one function that the model must call."""
 
     type: Literal["function"]
-    name: str
+    name: Name
 
 
 class ResponsesRequest(Request):
     """A request for a response."""
 
-    model: str | None = None
-    input: str | list[dict[str, Any]] = Field(min_length=1)
+    model: Name | None = None
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES), FIRST_ERROR] = (
+        Field(min_length=1)
+    )
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    seed: int | None = None
+    seed: Seed | None = None
     stream: bool = False
     text: TextSettings = TextSettings()
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = Field(
+        default=None, max_length=MOST_TOOLS
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool = True
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool = False
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
+    user: Name | None = None
+    previous_response_id: Name | None = None
+    conversation: Name | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     background: bool = False
 

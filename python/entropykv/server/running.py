@@ -13,6 +13,7 @@ import uvicorn
 
 from entropykv.errors import SettingsError
 from entropykv.server.app import create_app
+from entropykv.server.connections import protocol_of
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import write_requests_to_stderr
 from entropykv.server.starting import Starting
@@ -37,6 +38,8 @@ def serve(
         app = Starting(lambda: create_app(model, server, page), page=server.web)
         config = uvicorn.Config(
             app,
+            http=protocol_of(server.max_connections, server.client_seconds),
+            ws="none",
             ssl_keyfile=server.ssl_keyfile,
             ssl_certfile=server.ssl_certfile,
             root_path=server.root_path,

@@ -6,46 +6,84 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from entropykv.errors import PoolError
+from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.llama.reading import LEAST_SPARED
+from entropykv.server.users import Caller
 from entropykv.session.pool import Pool
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
-from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
-_GOES_ON = 0.5
-"""A prompt with so much of a conversation's text goes on with it, and not with a copy."""
 _WORTH_WAITING = 64
 """Tokens in common with a prompt that is being read, from which waiting for it is worth it."""
 _LOOK_AGAIN = 0.05
 """Seconds after which one who waits checks whether it still has to."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Conversation:
     session: PoolSession
-    name: str | None
+    caller: Caller
     tokens: list[int]
     last_use: float
+
+
+@dataclass(eq=False)
+class _Newcomer:
+    """Hold a prompt that waits for a copy of what another one has read."""
+
+    tokens: list[int]
+    shared: int
+    """How many tokens both prompts have in common."""
+    done: bool = False
+    """True once it need not wait any more, whether there is a copy or not."""
+    gone: bool = False
+    """True once nobody wants the copy any more."""
+    copy: PoolSession | None = None
+    goes_on_at: int = 0
+    """The position up to which the copy is of use."""
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Hold a prompt that is being read, and those who wait for a part of it."""
+
+    tokens: list[int]
+    newcomers: list[_Newcomer] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Hold the session that reads a prompt, and what is left to do before it does."""
+
+    session: PoolSession
+    is_new: bool = False
+    """True where it has read nothing yet."""
+    near: _Conversation | None = None
+    """The conversation whose copy would spare most, and how many tokens."""
+    spared: int = 0
+    goes_back_to: int | None = None
+    """Where its text parts from the prompt's."""
 
 
 class Shelf:
     """Keep conversations between two requests; the least recently used are forgotten first.
 
     What is forgotten is read again when somebody goes on with it: requests have the whole text.
+    Conversations go on from others of their tenant alone: see Caller.tenant().
     """
 
-    def __init__(self, pool: Pool, most: int) -> None:
+    def __init__(self, pool: Pool, most: int, *, shared_prefixes: bool = True) -> None:
         """Take a pool; `most` conversations of it are kept."""
         self._pool = pool
         self._most = most
+        self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._reading: dict[Session, list[int]] = {}
+        self._reading: dict[PoolSession, _Reading] = {}
         """The prompts that are being read, by their sessions."""
         self._free: list[_Conversation] = []
         self.forgotten = 0
@@ -55,153 +93,315 @@ class Shelf:
         self.resumed = 0
         """How many requests went on with a conversation itself."""
 
+    # --- a prompt comes ---------------------------------------------------------------------------
+
     def take(
-        self, tokens: list[int], name: str | None, check: Callable[[], object] | None = None
+        self,
+        tokens: list[int],
+        caller: Caller,
+        check: Callable[[], object] | None = None,
+        continues: Callable[[list[int]], bool] | None = None,
     ) -> PoolSession:
         """Return the session that a prompt goes on with, or a new one; put() brings it back.
 
-        A conversation with a name goes on under this name alone. Where another prompt that begins
-        the same is just being read, it waits for what both have in common, and asks `check`
-        meanwhile whether it still should. has_read() tells when the prompt was read.
+        A conversation with a name goes on under this name alone. `continues` tells whether the
+        prompt begins with the text of tokens, though it may be spelled with others. Where another
+        prompt that begins the same is just being read, it waits for what both have in common, no
+        longer, and asks `check` meanwhile whether it still should. reads() and has_read() tell how
+        far the prompt was read.
         """
-        with self._changed:
-            while self._is_being_read(tokens, name):
-                self._changed.wait(_LOOK_AGAIN)
-                if check is not None:
-                    check()
-            session = self._taken(tokens, name)
-            self._reading[session] = tokens
-        session.name = name
-        return session
-
-    def _taken(self, tokens: list[int], name: str | None) -> PoolSession:
-        best = self._best(tokens, name)
-        if best is not None and self._goes_on(best, tokens):
-            self._free.remove(best)
-            self.resumed += 1
-            return best.session
-        near = max(self._free, key=lambda each: common_prefix(each.tokens, tokens), default=None)
-        spared = 0 if near is None else self._spared_by_fork(near, tokens)
-        session = self._pool.session()
-        beyond = max(spared, LEAST_SPARED) - 1
-        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
-            self.forked += 1
-        elif near is not None and spared >= LEAST_SPARED:
-            try:
-                fork = near.session.fork()
-            except PoolError:
-                return session  # there is no room for a copy: the text is read
+        start = self._started(tokens, caller, check, continues)
+        session = start.session
+        try:
+            if start.goes_back_to is not None:
+                _go_back(session, start.goes_back_to)
+            elif start.is_new:  # this may take long, and nobody else waits for it
+                session = self._going_on_from_others(start, tokens, caller)
+        except BaseException:
+            self.gives_up(session)
             session.close()
-            near.last_use = time.monotonic()
-            self.forked += 1
-            return fork
+            raise
+        session.name = caller.name
         return session
 
-    def _is_being_read(self, tokens: list[int], name: str | None) -> bool:
-        """Tell whether somebody reads more of a prompt now than anybody has read."""
-        most = max(self._shared_by_those_who_read(tokens), default=0)
-        if most < _WORTH_WAITING:
-            return False
-        best = self._best(tokens, name)
-        known = 0 if best is None else common_prefix(best.tokens, tokens)
-        with self._pool.host.scheduler.between_steps():
-            _, spared = self._pool.host.checkpoints.nearest(tokens, repeatable=True)
-        piece = self._pool.host.recipe.n_ubatch  # up to so many tokens of it are read again
-        return most >= max(known, spared) + max(_WORTH_WAITING, piece)
+    def _started(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        check: Callable[[], object] | None,
+        continues: Callable[[list[int]], bool] | None,
+    ) -> _Start:
+        """Return who reads a prompt, once nobody is waited for; from now on others wait for it."""
+        asked: set[PoolSession] = set()
+        while True:
+            with self._lock:
+                reader, newcomer = self._worth_waiting_for(tokens, caller, asked)
+                if reader is None:
+                    start = self._start(tokens, caller, continues)
+                    self._reading[start.session] = _Reading(tokens)
+                    return start
+                reading = self._reading[reader]
+                reading.newcomers.append(newcomer)
+            asked.add(reader)
+            self._wait(newcomer, reading, check)
+            if newcomer.copy is not None:
+                with self._lock:
+                    self._reading[newcomer.copy] = _Reading(tokens)
+                    self.forked += 1
+                return _Start(newcomer.copy, goes_back_to=newcomer.goes_on_at)
 
-    def _shared_by_those_who_read(self, tokens: list[int]) -> Iterator[int]:
-        """Yield how much of a prompt each of those who read now will have read, for others, too.
+    def _start(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        continues: Callable[[list[int]], bool] | None,
+    ) -> _Start:
+        own = self._going_on(tokens, caller, continues)
+        if own is not None:
+            self._free.remove(own)
+            self.resumed += 1
+            return _Start(own.session)
+        near, spared = self._nearest(tokens, caller)
+        session = self._pool.session(tenant=self._tenant(caller))
+        return _Start(session, is_new=True, near=near, spared=spared)
 
-        In the end there is a checkpoint of all of it, where any are kept. Less is cut off it, which
-        is possible where nothing was evicted and no layer is recurrent.
+    def _going_on_from_others(
+        self, start: _Start, tokens: list[int], caller: Caller
+    ) -> PoolSession:
+        """Return a new session at the checkpoint, or a copy of the conversation, that spares most.
+
+        It is the new session itself where there is neither.
+        """
+        session, beyond = start.session, max(start.spared, LEAST_SPARED) - 1
+        if session.return_to_checkpoint(tokens, beyond, repeatable=True):
+            with self._lock:
+                self.forked += 1
+            return session
+        return self._copy_of_kept(start.near, caller, session) or session
+
+    def _tenant(self, caller: Caller) -> Caller:
+        return caller.tenant(shared_prefixes=self._shared_prefixes)
+
+    def _going_on(
+        self,
+        tokens: list[int],
+        caller: Caller,
+        continues: Callable[[list[int]], bool] | None,
+    ) -> _Conversation | None:
+        """Return the caller's conversation that a prompt goes on with, if it does with any.
+
+        Others may want to go on with it, too. So the prompt must hold all of the conversation, or
+        all but its last answer, which is quickly read again from the checkpoint before it.
         """
         host = self._pool.host
-        keeps = host.checkpoints.limit_bytes > 0 and host.recipe.freezing is None
-        for session, read in self._reading.items():
-            shared = common_prefix(read, tokens)
-            whole = shared == len(read)
-            if (keeps and whole) or not (host.recurrent or session.evicted):
-                yield shared
+        leads_back = host.checkpoints.limit_bytes > 0 and host.recipe.freezing is None
+        best, most = None, 0
+        for each in self._of(caller):
+            shared = common_prefix(each.tokens, tokens)
+            kept = 0
+            if 0 < shared == len(each.tokens) or (shared and continues and continues(each.tokens)):
+                kept = len(each.tokens)
+            elif leads_back and 0 < each.session.end_of_prompt <= shared:
+                kept = shared if each.session.can_return_to(shared) else 0
+            if kept > most:
+                best, most = each, kept
+        return best
 
-    def has_read(self, session: Session) -> None:
-        """Note that the prompt that a session was taken for was read, or will not be."""
+    def _nearest(self, tokens: list[int], caller: Caller) -> tuple[_Conversation | None, int]:
+        """Return the tenant's conversation that shares most with a prompt; what a copy spares."""
+        tenant = self._tenant(caller)
+        those = [each for each in self._free if self._tenant(each.caller) == tenant]
+        near = max(those, key=lambda each: common_prefix(each.tokens, tokens), default=None)
+        if near is None:
+            return None, 0
+        spared = _place_in(near.session, tokens)
+        return (near, spared) if spared >= LEAST_SPARED else (None, 0)
+
+    def _copy_of_kept(
+        self, near: _Conversation | None, caller: Caller, session: PoolSession
+    ) -> PoolSession | None:
+        """Return a copy of a conversation in the place of a new session; None: there is none.
+
+        Where there is no room for a copy, the caller's own conversation itself.
+        """
+        with self._lock:
+            if near is None or near not in self._free:  # somebody else has taken it meanwhile
+                return None
+            near.last_use = time.monotonic()
+            try:
+                found = near.session.fork()
+                self.forked += 1
+            except PoolError:
+                if near.caller != caller:
+                    return None
+                self._free.remove(near)
+                found = near.session
+                self.resumed += 1
+            self._reading[found] = self._reading.pop(session)
+        session.close()
+        return found
+
+    # --- while another one is read ----------------------------------------------------------------
+
+    def _worth_waiting_for(
+        self, tokens: list[int], caller: Caller, asked: set[PoolSession]
+    ) -> tuple[PoolSession | None, _Newcomer]:
+        """Return who reads more of a prompt now than anybody has read, and is not `asked` yet."""
+        host = self._pool.host
+        tenant = self._tenant(caller)
+        reader, most = None, 0
+        for session, reading in self._reading.items():
+            if session in asked or session.tenant != tenant:
+                continue
+            shared = common_prefix(reading.tokens, tokens)
+            # What has passed the place where texts part can be cut there only if it is whole.
+            can_be = shared >= session.position or not (host.recurrent or session.evicted)
+            if can_be and shared > most:
+                reader, most = session, shared
+        newcomer = _Newcomer(tokens, most)
+        if reader is None or most < _WORTH_WAITING:
+            return None, newcomer
+        _, known = self._nearest(tokens, caller)
+        with host.scheduler.between_steps():
+            _, spared = host.checkpoints.nearest(tokens, tenant, repeatable=True)
+        piece = host.recipe.n_ubatch  # up to so many tokens of it are read again
+        worth = most >= max(known, spared) + max(_WORTH_WAITING, piece)
+        return (reader if worth else None), newcomer
+
+    def _wait(
+        self, newcomer: _Newcomer, reading: _Reading, check: Callable[[], object] | None
+    ) -> None:
+        try:
+            while not newcomer.done:
+                with self._changed:
+                    if not newcomer.done:
+                        self._changed.wait(_LOOK_AGAIN)
+                if check is not None:
+                    check()
+        except BaseException:
+            with self._lock:
+                newcomer.gone = True
+                if newcomer in reading.newcomers:
+                    reading.newcomers.remove(newcomer)
+            if newcomer.copy is not None:
+                newcomer.copy.close()
+            raise
+
+    def reads(self, session: PoolSession, n_tokens: int) -> None:
+        """Note, in the thread that reads a prompt, that `n_tokens` more of it are read next.
+
+        Whose prompts part from it before their end get copies of what was read until now.
+        """
+        reading = self._reading.get(session)
+        if reading is not None and reading.newcomers:
+            end = session.position + n_tokens
+            self._hand_over(session, reading, lambda newcomer: newcomer.shared < end)
+
+    def has_read(self, session: PoolSession) -> None:
+        """Note, in the thread that read it, that the prompt of a session was read to its end."""
+        with self._lock:
+            reading = self._reading.pop(session, None)
+        if reading is not None:
+            self._hand_over(session, reading, lambda _: True)
+
+    def gives_up(self, session: PoolSession) -> None:
+        """Note that the prompt that a session was taken for is not read any more, if it was."""
         with self._changed:
-            if self._reading.pop(session, None) is not None:
+            reading = self._reading.pop(session, None)
+            for newcomer in reading.newcomers if reading else ():
+                newcomer.done = True
+            self._changed.notify_all()
+
+    def _hand_over(
+        self, session: PoolSession, reading: _Reading, is_due: Callable[[_Newcomer], bool]
+    ) -> None:
+        with self._lock:
+            due = [each for each in reading.newcomers if is_due(each)]
+            reading.newcomers = [each for each in reading.newcomers if each not in due]
+        try:
+            for newcomer in due:
+                self._give_copy(session, newcomer)
+        finally:
+            with self._changed:
+                for newcomer in due:
+                    newcomer.done = True
                 self._changed.notify_all()
 
-    def _best(self, tokens: list[int], name: str | None) -> _Conversation | None:
-        """Return the one of this name, or the one without a name that has most in common."""
-        own = self._of(name)
-        return max(own, key=lambda each: common_prefix(each.tokens, tokens), default=None)
+    def _give_copy(self, session: PoolSession, newcomer: _Newcomer) -> None:
+        place = _place_in(session, newcomer.tokens, is_read=True)
+        if place < LEAST_SPARED:
+            return
+        try:
+            copy = session.fork()
+        except (EntropyKVError, MemoryError):
+            return  # there is no room for a copy: the newcomer reads by itself
+        with self._lock:
+            if not newcomer.gone:
+                newcomer.copy, newcomer.goes_on_at = copy, place
+                return
+        copy.close()
 
-    def _of(self, name: str | None) -> list[_Conversation]:
-        return [each for each in self._free if each.name == name]
+    # --- between two requests ---------------------------------------------------------------------
 
-    @staticmethod
-    def _goes_on(conversation: _Conversation, tokens: list[int]) -> bool:
-        shared = common_prefix(conversation.tokens, tokens)
-        return shared > 0 and shared >= _GOES_ON * len(conversation.tokens)
+    def _of(self, caller: Caller) -> list[_Conversation]:
+        return [each for each in self._free if each.caller == caller]
 
-    @staticmethod
-    def _spared_by_fork(conversation: _Conversation, tokens: list[int]) -> int:
-        shared = common_prefix(conversation.tokens, tokens)
-        return shared if conversation.session.can_return_to(shared) else 0
-
-    def put(self, session: PoolSession, name: str | None) -> None:
+    def put(self, session: PoolSession, caller: Caller) -> None:
         """Keep a conversation for its next turn."""
         if session.position == 0:
             session.close()
             return
         session.rest()
-        kept = _Conversation(session, name, session.tokens, time.monotonic())
+        kept = _Conversation(session, caller, session.tokens, time.monotonic())
         with self._lock:
             self._free.append(kept)
         while len(self._free) > self._most and self.forget_one():
             pass
 
-    def length_of(self, name: str) -> int:
-        """Return how many tokens the conversation of a name has; 0 where it is not here."""
+    def length_of(self, caller: Caller) -> int:
+        """Return how many tokens a caller's conversation has; 0 where it is not here."""
         with self._lock:
-            last = self._last(name)
+            last = self._last(caller)
             return 0 if last is None else len(last.tokens)
 
-    def save(self, name: str, path: Path) -> None:
-        """Write the conversation of a name to a file; nobody takes it meanwhile.
+    def save(self, caller: Caller, path: Path) -> None:
+        """Write a caller's conversation to a file; nobody takes it meanwhile.
 
         Raises SessionFileError, or PoolError where it is not here any more.
         """
-        with self._named(name) as session:
+        with self._of_caller(caller) as session:
             session.save(path)
 
-    def load(self, name: str, path: Path) -> None:
-        """Put what a file has in the place of the conversation of a name.
+    def load(self, caller: Caller, path: Path) -> None:
+        """Put what a file has in the place of a caller's conversation.
 
         Raises SessionFileError, or PoolError where there is no room for it.
         """
-        session = self._pool.session()
+        session = self._pool.session(tenant=self._tenant(caller))
+        session.name = caller.name
         try:
             session.load(path)
         except BaseException:
             session.close()
             raise
         with self._lock:
-            former = self._of(name)
-            self._free = [each for each in self._free if each.name != name]
+            former = self._of(caller)
+            self._free = [each for each in self._free if each.caller != caller]
         for each in former:
             each.session.close()
-        self.put(session, name)
+        self.put(session, caller)
 
-    def _last(self, name: str) -> _Conversation | None:
-        """Return the last one of a name: an edited text leaves the former one here."""
-        return max(self._of(name), key=lambda each: each.last_use, default=None)
+    def _last(self, caller: Caller) -> _Conversation | None:
+        """Return the last one of a caller: an edited text leaves the former one here."""
+        return max(self._of(caller), key=lambda each: each.last_use, default=None)
 
     @contextmanager
-    def _named(self, name: str) -> Iterator[PoolSession]:
+    def _of_caller(self, caller: Caller) -> Iterator[PoolSession]:
         with self._lock:
-            kept = self._last(name)
+            kept = self._last(caller)
             if kept is None:
                 raise PoolError(
-                    f"the conversation {name!r} was forgotten for others; read it again"
+                    f"the conversation {caller.name!r} was forgotten for others; read it again"
                 )
             self._free.remove(kept)
         try:
@@ -221,13 +421,39 @@ class Shelf:
         oldest.session.close()
         return True
 
-    def conversations(self) -> list[tuple[str | None, SessionStats, bool]]:
-        """Return the name of every one that is kept, its figures, and whether it is in the pool."""
+    def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
+        """Return all that are kept: whose each is, its figures, and whether it is in the pool."""
         with self._lock:
             kept = list(self._free)
-        return [(each.name, each.session.stats(), each.session.is_live) for each in kept]
+        return [(each.caller, each.session.stats(), each.session.is_live) for each in kept]
 
     def close(self) -> None:
         """Forget all conversations."""
         while self.forget_one():
             self.forgotten -= 1
+
+
+def _place_in(session: PoolSession, tokens: list[int], *, is_read: bool = False) -> int:
+    """Return up to which position a copy of a session spares reading tokens; 0: it does not.
+
+    All of them only where it ends with them, since that is where it has logits. `is_read`: the
+    session's own prompt is just being read, and has been cut as any reading of it. With freezing, a
+    text that is cut short is as one that was read from 0 only while nothing of it is frozen.
+    """
+    held = session.tokens
+    shared = common_prefix(held, tokens)
+    if shared == len(held):
+        return shared if shared < len(tokens) or session.logits is not None else 0
+    shared = min(shared, len(tokens) - 1)
+    if is_read and session.freezing is None:
+        return session.cut_before(shared)
+    return session.repeatable_from(shared, len(tokens))
+
+
+def _go_back(copy: PoolSession, position: int) -> None:
+    """Let a copy go back to where texts part; to the start where there is no room for it now."""
+    if position < copy.position:
+        try:
+            copy.truncate(position)
+        except (PoolError, ContextError):
+            copy.truncate(0)

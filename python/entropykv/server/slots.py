@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from entropykv.session.pool import Pool
+from entropykv.server.users import Caller
+from entropykv.session.pool import Pool, PoolStats
 from entropykv.session.stats import SessionStats
 
 
@@ -24,6 +25,16 @@ class Totals:
         for name in vars(self):
             done = getattr(now, name) - getattr(before, name)
             setattr(self, name, getattr(self, name) + done)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Hold the figures of a pool, and of those who are kept in it, between two steps."""
+
+    pool: PoolStats | None
+    """None where there is no pool."""
+    conversations: list[tuple[Caller, SessionStats, bool]]
+    """Of each that is kept: whose it is, its figures, and whether it holds entries of the pool."""
 
 
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:

@@ -12,11 +12,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from entropykv.server.admission import arrival_of
 from entropykv.server.engine import Engine, Job
 from entropykv.server.errors import RequestError
 from entropykv.server.generations import Choices
 from entropykv.server.loading import ServedLlama
 from entropykv.server.request_log import note_tokens
+from entropykv.server.users import SOMEBODY, Caller
 
 _PATIENCE = 5.0
 """Seconds that a stream may take to say 200 or an error: long enough to see a bad request."""
@@ -31,14 +33,15 @@ async def whole(
     engine: Engine,
     calls: Sequence[Call],
     choices: Choices | None,
-    conversation: str | None = None,
+    caller: Caller = SOMEBODY,
 ) -> Response:
     """Return the response of calls, which stop where the client goes.
 
     `choices` joins what they return.
     """
     note = note_tokens(request.scope)
-    jobs = [Job(call, None, note, conversation) for call in calls]
+    arrival = arrival_of(request.scope)
+    jobs = [Job(call, None, note, caller, arrival) for call in calls]
     done, answers = await _unless_gone(request.receive, engine.generate_all(jobs))
     if not done:
         return Response(status_code=_CLIENT_GONE)
@@ -50,7 +53,7 @@ async def stream(
     engine: Engine,
     calls: Sequence[Call],
     choices: Choices | None,
-    conversation: str | None = None,
+    caller: Caller = SOMEBODY,
     *,
     ping: bool,
 ) -> Response:
@@ -68,7 +71,8 @@ async def stream(
 
     note = note_tokens(request.scope)
     emits = _emits(loop, take, len(calls))
-    jobs = [Job(call, emit, note, conversation) for call, emit in zip(calls, emits, strict=True)]
+    arrival = arrival_of(request.scope)
+    jobs = [Job(call, emit, note, caller, arrival) for call, emit in zip(calls, emits, strict=True)]
     work = asyncio.ensure_future(engine.generate_all(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:

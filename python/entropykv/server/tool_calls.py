@@ -6,12 +6,13 @@ import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from llama_cpp.llama_grammar import LlamaGrammar
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import FIRST_ERROR, MOST_TOOLS, Description, Name
 from entropykv.server.schema_grammar import check, definition_names, grammar_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -30,8 +31,8 @@ To call one, write an object with its name and its arguments within <tool_call><
 class Function(BaseModel):
     """A function that the model may call."""
 
-    name: str
-    description: str | None = None
+    name: Name
+    description: Description | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -51,7 +52,7 @@ class Tool(BaseModel):
 class NamedFunction(BaseModel):
     """The name of a function."""
 
-    name: str
+    name: Name
 
 
 class NamedTool(BaseModel):
@@ -61,6 +62,7 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS), FIRST_ERROR]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -141,7 +143,7 @@ class ToolUse:
         """Return the calls that a JSON text is: one, or a list of them; else none."""
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # a model may also write brackets without an end
             return []
         calls = [self._call(item) for item in (value if isinstance(value, list) else [value])]
         return [call for call in calls if call is not None] if all(calls) else []
@@ -187,7 +189,8 @@ def _begun(text: str) -> int:
     return next((size for size in sizes if text.endswith(_BEGIN[:size])), 0)
 
 
-def as_deltas(calls: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the deltas of a stream that make calls."""
+def as_deltas(calls: list[dict[str, Any]], *, legacy: bool) -> Iterator[dict[str, Any]]:
+    """Yield the deltas of a stream that make calls; with `legacy`, the first by both names."""
     for index, call in enumerate(calls):
-        yield {"tool_calls": [{"index": index, **call}]}
+        older = {"function_call": call["function"]} if legacy and index == 0 else {}
+        yield {"tool_calls": [{"index": index, **call}], **older}

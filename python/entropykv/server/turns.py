@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.conversations import Conversations, OnShelf
 from entropykv.server.engine import Engine
+from entropykv.server.errors import RequestError
+from entropykv.server.loading import ServedLlama
 from entropykv.server.request_log import tokens_of
 from entropykv.server.shelf import Shelf
+from entropykv.server.users import Caller, user_of
 
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
+_CLIENT_GONE = 499
 _LOOK_AGAIN = 0.01
 """Seconds after which one who waits for a conversation checks whether it still has to."""
 
@@ -26,10 +30,10 @@ _LOOK_AGAIN = 0.01
 class TurnMiddleware:
     """Load a request's conversation before it is answered, and save it before the answer ends.
 
-    A conversation is what the header X-Session-Id names. A model that holds one of them answers one
-    request at a time; with a pool, only the requests of the same conversation take turns. Every
-    response to a POST says which replica gave it, and, if it is not streamed, how many tokens of
-    the prompt were read for it.
+    A conversation is what the header X-Session-Id of a user names. A model that holds one of them
+    answers one request at a time; with a pool, only the requests of the same conversation take
+    turns. Every response to a POST says which replica gave it, and, if it is not streamed, how many
+    tokens of the prompt were read for it.
     """
 
     def __init__(
@@ -40,9 +44,9 @@ class TurnMiddleware:
         self._engine = engine
         self._conversations = conversations
         self._replica = replica.encode()
-        self._locks: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: defaultdict[Caller | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Of every conversation that has a request; that of None is everybody's."""
-        self._waiting: defaultdict[str | None, int] = defaultdict(int)
+        self._waiting: defaultdict[Caller | None, int] = defaultdict(int)
         """How many requests have or want each lock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,15 +54,19 @@ class TurnMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        name = _name(scope)
-        kind: type[_Turn]
-        alone: AbstractAsyncContextManager[None]
-        if self._engine.shelf is None:
-            kind, alone = _Turn, self._alone(None)
-        else:
-            kind, alone = _PoolTurn, nullcontext() if name is None else self._alone(name)
+        caller = _caller(scope)
+        kind: type[_Turn] = _Turn if self._engine.shelf is None else _PoolTurn
         turn = kind(self._engine, self._conversations, self._replica, scope, send)
-        async with alone:
+        async with AsyncExitStack() as stack:
+            if kind is _Turn or caller.name is not None:
+                client = _Client(receive)
+                receive = client.receive
+                key = None if kind is _Turn else caller
+                try:
+                    await stack.enter_async_context(self._alone(key, arrival_of(scope), client))
+                except RequestError as error:
+                    await error.response()(scope, receive, send)
+                    return
             await turn.begin()
             try:
                 await self._app(scope, receive, turn.send)
@@ -67,16 +75,63 @@ class TurnMiddleware:
             await turn.finish()
 
     @asynccontextmanager
-    async def _alone(self, name: str | None) -> AsyncIterator[None]:
-        """Wait for the requests of a name that came before."""
-        self._waiting[name] += 1
+    async def _alone(
+        self, caller: Caller | None, arrival: float, client: _Client
+    ) -> AsyncIterator[None]:
+        """Wait for the requests of the same conversation that came before; None: for all.
+
+        Raises RequestError where too many wait (429), it takes too long (504), or the client goes.
+        """
+        if self._waiting[caller]:
+            n_waiting = sum(self._waiting.values()) - len(self._locks)
+            self._engine.admission.check_waiting(n_waiting + 1)
+        self._waiting[caller] += 1
+        lock = self._locks[caller]
         try:
-            async with self._locks[name]:
+            await client.wait_for(lock, self._engine.admission.seconds_left(arrival))
+            try:
                 yield
+            finally:
+                lock.release()
         finally:
-            self._waiting[name] -= 1
-            if not self._waiting[name]:
-                del self._waiting[name], self._locks[name]
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller], self._locks[caller]
+
+
+class _Client:
+    """Hear of a client that goes while its request waits, and lose nothing that it has sent."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._heard: deque[Message] = deque()
+
+    async def receive(self) -> Message:
+        """Receive what was sent, in its order."""
+        return self._heard.popleft() if self._heard else await self._receive()
+
+    async def wait_for(self, lock: asyncio.Lock, seconds: float | None) -> None:
+        """Acquire a lock; raises RequestError where it takes longer, or the client goes."""
+        acquired = asyncio.ensure_future(lock.acquire())
+        gone = asyncio.ensure_future(self._gone())
+        has_it = False
+        try:
+            await asyncio.wait(
+                {acquired, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if gone.done():
+                raise RequestError(_CLIENT_GONE, "the client has gone")
+            if not acquired.done():
+                raise too_late()
+            has_it = True
+        finally:
+            gone.cancel()
+            if not acquired.cancel() and not has_it:
+                lock.release()
+
+    async def _gone(self) -> None:
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._heard.append(message)
 
 
 class _Turn:
@@ -92,7 +147,7 @@ class _Turn:
     ) -> None:
         self._engine = engine
         self._conversations = conversations
-        self._name = _name(scope)
+        self._caller = _caller(scope)
         self._replica = replica
         self._scope = scope
         self._send = send
@@ -112,18 +167,19 @@ class _Turn:
         now, _ = await self._engine.call(_counts)
         return now - self._before[0]
 
-    def _enter(self, llama: EntropyLlama) -> None:
-        if self._name is not None:
-            self._conversations.enter(llama, self._name)
+    def _enter(self, llama: ServedLlama) -> None:
+        llama.serve_for(self._caller)
+        if self._caller.name is not None:
+            self._conversations.enter(llama, self._caller)
         self._before = _counts(llama)
 
-    def _leave(self, llama: EntropyLlama) -> None:
+    def _leave(self, llama: ServedLlama) -> None:
         if _counts(llama) == self._before:  # a refused request has left the model as it was
             return
-        if self._name is None:
+        if self._caller.name is None:
             self._conversations.forget()
         else:
-            self._conversations.leave(llama, self._name)
+            self._conversations.leave(llama, self._caller)
 
     async def send(self, message: Message) -> None:
         """Send a message on, but hold the last: a client that has it may ask another replica."""
@@ -150,30 +206,31 @@ class _PoolTurn(_Turn):
     """Hold one request to a model with a pool, whose shelf has the conversations."""
 
     async def begin(self) -> None:
-        if self._name is not None:
-            await self._with_kept(self._conversations.enter, self._name)
+        if self._caller.name is not None:
+            await self._with_kept(self._conversations.enter)
 
     async def end(self) -> None:
-        if self._name is None:
+        if self._caller.name is None:
             return
-        while self._engine.answers(self._name):  # the client has gone, and the answer is not over
+        while self._engine.answers(self._caller):  # the client has gone, and the answer is not over
             await asyncio.sleep(_LOOK_AGAIN)
         if tokens_of(self._scope) != (0, 0):
-            await self._with_kept(self._conversations.leave, self._name)
+            await self._with_kept(self._conversations.leave)
 
-    async def _with_kept(self, function: Callable[[OnShelf, str], None], name: str) -> None:
+    async def _with_kept(self, function: Callable[[OnShelf, Caller], None]) -> None:
         """Do something with the conversation in a thread: the shelf needs none of the workers."""
-        kept = OnShelf(cast(Shelf, self._engine.shelf), name)
-        await asyncio.to_thread(function, kept, name)
+        kept = OnShelf(cast(Shelf, self._engine.shelf), self._caller)
+        await asyncio.to_thread(function, kept, self._caller)
 
     async def tokens_read(self) -> int:
         return tokens_of(self._scope)[0]
 
 
-def _counts(llama: EntropyLlama) -> tuple[int, int]:
+def _counts(llama: ServedLlama) -> tuple[int, int]:
     stats = llama.kv_stats()
     return stats.prompt_tokens, stats.generated_tokens
 
 
-def _name(scope: Scope) -> str | None:
-    return dict(scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1") or None
+def _caller(scope: Scope) -> Caller:
+    name = dict(scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1")
+    return Caller(user_of(scope), name or None)

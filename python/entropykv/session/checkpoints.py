@@ -7,7 +7,7 @@ there, whatever was evicted since; and whoever begins with the same text need no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +32,18 @@ class Checkpoint:
     parked: Parked
     goes_back: bool
     """True where layers can go back to an earlier position, if nothing was evicted since."""
+    tenant: Hashable = None
+    """Whose text it is: sessions of another tenant never go on from it."""
 
     @property
     def position(self) -> int:
         """Return how many tokens were read."""
         return self.sequence.position
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that it takes besides the pool: of entries, and of text and logits."""
+        return self.parked.n_bytes + self.sequence.n_bytes
 
     def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
         """Return how many tokens of a text it can spare reading; all of them only with logits.
@@ -84,12 +91,15 @@ class Checkpoints:
     @property
     def bytes(self) -> int:
         """Return the bytes that they take besides the pool."""
-        return sum(each.parked.n_bytes for each in self._kept)
+        return sum(each.n_bytes for each in self._kept)
 
     def keep(self, checkpoint: Checkpoint) -> None:
-        """Keep one, in the place of one of the same text, and drop what is beyond the limit."""
+        """Keep one, in the place of its tenant's of the same text; drop those beyond the limit."""
         for each in self._kept:
-            if each.sequence.tokens == checkpoint.sequence.tokens:
+            if (
+                each.tenant == checkpoint.tenant
+                and each.sequence.tokens == checkpoint.sequence.tokens
+            ):
                 self._drop(each)
                 break
         self._kept.append(checkpoint)
@@ -97,12 +107,17 @@ class Checkpoints:
             self._drop(self._kept[0])
 
     def nearest(
-        self, tokens: Sequence[int], *, repeatable: bool = False
+        self, tokens: Sequence[int], tenant: Hashable = None, *, repeatable: bool = False
     ) -> tuple[Checkpoint | None, int]:
-        """Return the one that spares most of a text, and how many tokens; None, 0: none does."""
+        """Return the tenant's one that spares most of a text, and how many tokens; None, 0: none.
+
+        Those of others are not looked at, so that no time tells whether they have read the text.
+        """
         text = np.asarray(tokens, np.int32)
         best, most = None, 0
         for each in self._kept:
+            if each.tenant != tenant:
+                continue
             n = each.reaches(text, repeatable=repeatable)
             # No token of this one is beyond the text, so that nothing is cut off.
             if n > most or (n == most > 0 and each.position == n):

@@ -20,6 +20,9 @@ LEAST_TOKENS = 16
 LEAST_STRETCH = 32
 """The shortest stretch: budgets follow what so many tokens show, see policy/online.py."""
 
+APART = 8
+"""Tokens that are written from one echo to the next, where the bytes will soon be full."""
+
 
 class Echo:
     """Make the echoes of one model's text."""
@@ -45,6 +48,14 @@ class Echo:
         if n_tokens >= LEAST_TOKENS:
             return LEAST_TOKENS
         return max(LEAST_TOKENS, min(recent_window, self.stretch))
+
+    def tokens_ahead(self, n_pending: int) -> int:
+        """Return how many tokens before the bytes are full the echoes of written text begin.
+
+        `n_pending`: tokens of text that have no echo yet. Every stretch of them is repeated before
+        another token, so that no token waits for more than one.
+        """
+        return APART * -(-n_pending // self.stretch)
 
     def of(self, text: Sequence[int], stretch: Sequence[int]) -> list[int]:
         """Return the echo of a stretch that follows `text`."""

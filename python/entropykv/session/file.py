@@ -118,10 +118,15 @@ def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> No
         raise SessionFileError(f"{where}: {_other_freezing(theirs.freeze, ours.freeze)}")
     if theirs.sequence_state != ours.sequence_state:
         raise SessionFileError(
-            f"{where}: holds version {theirs.sequence_state} of llama.cpp's state of a sequence "
+            f"{where}: holds {_version_of_state(theirs)} of llama.cpp's state of a sequence "
             f"(llama-cpp-python {theirs.llama_cpp_python}), but {ours.llama_cpp_python} reads "
-            f"version {ours.sequence_state}; {AGAIN}"
+            f"{_version_of_state(ours)} here; {AGAIN}"
         )
+
+
+def _version_of_state(settings: SavedSettings) -> str:
+    version = settings.sequence_state
+    return "nothing" if version is None else f"version {version}"
 
 
 def _other_freezing(theirs: str | None, ours: str | None) -> str:

@@ -53,8 +53,20 @@ class GoingBack(SessionCache):
         """
         if min(end, self.n_ctx) > self.sure_entries:
             return 0
+        return self.cut_before(position)
+
+    def cut_before(self, position: int) -> int:
+        """Return the last place up to `position` where a reading of the text was cut.
+
+        It is 0 where the session cannot return there: see can_return_to().
+        """
         begin = self._sequence.parts.begin_before(position)
         return begin if self.can_return_to(begin) else 0
+
+    @property
+    def end_of_prompt(self) -> int:
+        """Return where the last prompt ended: what follows was written token by token."""
+        return self._sequence.parts.end_of_prompt
 
     def return_to_prompt(self, position: int, end: int) -> bool:
         """Go back to the end of the last prompt, whose logits are those of the session again.
@@ -93,7 +105,7 @@ class GoingBack(SessionCache):
     def _truncate_store(self, position: int) -> None:
         shared = self._host.shared
         if position == 0 and shared is not None:
-            with self._host.scheduler.between_steps():
+            with self._host.at_seat(self._seat):
                 shared.forget(self._seat)
         else:
             with self._host.with_seat(self._seat) as store:

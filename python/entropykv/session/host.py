@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -41,6 +42,8 @@ from entropykv.store.protocol import Part, Store, decode_parts
 _LOOK_AGAIN = 0.02
 """Seconds after which one who waits looks again whether somebody is idle."""
 
+_CLOSED = "the session is closed; make a new one"
+
 
 class Host:
     """Hold the model, its context, and what is shared among the sequences in it."""
@@ -70,7 +73,10 @@ class Host:
         """Sessions of a pool by their numbers, for who looks at all; nothing keeps them here."""
         self._seats_taken = 0
         self._evicted_by_gone = 0
-        self._leaving: list[Seat] = []
+        self._leaving: deque[Seat] = deque()
+        """Seats that are left as soon as nobody makes a step: see leave_later()."""
+        self._ends = False
+        """Whether the host closes as soon as nobody makes a step."""
         self._in_step = False
         self._context: HeadwiseContext | None = None
         self.echo: Echo | None = None
@@ -85,7 +91,9 @@ class Host:
         n_tokens = self._most_tokens() + self.n_sequences - 1
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
         self._threads = Threads(options, fixed=self.recipe.store == "flat")
-        self.scheduler = Scheduler(self._admit, self._step, together=not self.recurrent)
+        self.scheduler = Scheduler(
+            self._admit, self._step, together=not self.recurrent, tidy=self._tidy
+        )
         self.shared: SharedPool | None = None
         """The pages that a pool shares; None for a session that is alone, which has its own."""
         if self._context is not None and self._context.pool is not None:
@@ -155,8 +163,6 @@ class Host:
         if not is_number(weight) or not 0.001 <= weight <= 1000.0:
             raise SettingsError(f"a weight cannot be {weight!r}; use a number from 0.001 to 1000")
         with self.scheduler.between_steps():
-            if self.closed:
-                raise EntropyKVError("the pool is closed; make a new one")
             store, self._spare = self._spare or self._make_store(), None
             if self.recipe.options.learn:
                 self.learner = self.learner or Learner(self.model, self.recipe, store)
@@ -167,18 +173,59 @@ class Host:
             return seat
 
     def leave_seat(self, seat: Seat) -> None:
-        """Free all of a sequence; the others get its share."""
-        if self.scheduler.leads() and self._in_step:  # garbage was collected within a step
-            self._leaving.append(seat)
+        """Free all of a sequence once no step is being made; the others get its share.
+
+        Whoever reads it in another thread gets an EntropyKVError, at the latest with its next
+        micro-batch.
+        """
+        self.refuse(seat)
+        self.leave_later(seat)
+        with self.scheduler.between_steps(even_closed=True):
+            pass  # who comes here tidies up
+
+    def leave_later(self, seat: Seat) -> None:
+        """Free all of a sequence before the next step, without waiting for anybody.
+
+        Garbage may be collected in any thread, and within a step.
+        """
+        seat.gone = True
+        self._leaving.append(seat)
+
+    def refuse(self, seat: Seat) -> None:
+        """Read nothing more of a sequence: who waits for its next tokens gets an error."""
+        seat.gone = True
+        self.scheduler.cancel(seat, _CLOSED)
+
+    def _tidy(self) -> None:
+        """Do what had to wait for the end of a step, or of something between two."""
+        if self._in_step:
             return
+        while self._leaving:
+            self._leave(self._leaving.popleft())
+        if self._ends:
+            self._free()
+
+    def _leave(self, seat: Seat) -> None:
+        if seat not in self.seats:
+            return
+        self.seats.remove(seat)
+        if self.shared is not None:
+            self.shared.forget(seat)
+        self._evicted_by_gone += seat.evicted
+        seat.store.close()
+
+    @contextlib.contextmanager
+    def at_seat(self, seat: Seat) -> Iterator[None]:
+        """Do something with a sequence between two steps.
+
+        Raises EntropyKVError where its session or the pool is closed, and within a step, where a
+        generator may be closed that is garbage.
+        """
         with self.scheduler.between_steps():
-            if seat not in self.seats:
-                return
-            if self.shared is not None:
-                self.shared.forget(seat)
-            self._evicted_by_gone += seat.evicted
-            seat.store.close()
-            self.seats.remove(seat)
+            if self._in_step:
+                raise EntropyKVError("a step is being made; change the session after it")
+            _check_there(seat)
+            yield
 
     @property
     def evictions(self) -> int:
@@ -195,7 +242,7 @@ class Host:
     def with_seat(self, seat: Seat) -> Iterator[Store]:
         """Use a live sequence's store between two steps; raises PoolError without room."""
         while True:
-            with self.scheduler.between_steps():
+            with self.at_seat(seat):
                 if self._is_live_now(seat):
                     yield seat.store
                     return
@@ -210,6 +257,7 @@ class Host:
 
     def _is_live_now(self, seat: Seat) -> bool:
         """Make a sequence live, unless others must go first; raises PoolError if nobody helps."""
+        _check_there(seat)
         if self.shared is None:
             return True
         if seat.live:
@@ -265,8 +313,6 @@ class Host:
                 decode_parts(parts, self._batch, self.model.name)
         finally:
             self._in_step = False
-            while self._leaving:
-                self.leave_seat(self._leaving.pop())
         if self.learner is not None:
             self.learner.leave_if_complete()
         now = time.monotonic()
@@ -280,19 +326,33 @@ class Host:
             self.shared.note_losses([cast(Seat, work.owner) for work in prompts])
 
     def close(self) -> None:
-        """Free everything."""
-        with self.scheduler.between_steps():
-            if self.closed:
-                return
-            self.closed = True
-            self.scheduler.refuse(EntropyKVError("the pool is closed; make a new one"))
-            self.checkpoints.clear()
-            for seat in list(self.seats):
-                with contextlib.suppress(EntropyKVError):
-                    self.leave_seat(seat)
-            if self._spare is not None:
-                self._spare.close()
-                self._spare = None
-            self._batch.close()
-            self._close_context()
-            self.model.close()
+        """Free everything once no step is being made.
+
+        Whoever reads or waits in another thread gets an EntropyKVError. Where garbage is collected
+        within a step, everything is freed at its end.
+        """
+        self._ends = True
+        with self.scheduler.between_steps(even_closed=True):
+            pass  # who comes here tidies up
+
+    def _free(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        in_pool = self.recipe.options.in_pool
+        self.scheduler.close("the pool is closed; make a new one" if in_pool else _CLOSED)
+        self.checkpoints.clear()
+        for seat in list(self.seats):
+            seat.gone = True
+            self._leave(seat)
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        self._batch.close()
+        self._close_context()
+        self.model.close()
+
+
+def _check_there(seat: Seat) -> None:
+    if seat.gone:
+        raise EntropyKVError(_CLOSED)

@@ -50,7 +50,8 @@ class Parked:
     @property
     def n_pages(self) -> int:
         """Return how many pages of the pool it holds, those that others hold as well included."""
-        return 0 if self.pages is None else self.pages.core.pages
+        pages = self.pages  # another thread may take them meanwhile
+        return 0 if pages is None else pages.n_pages
 
 
 class Parking:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,8 @@ class Pool:
     """One model, and one budget of bytes for all sessions that session() makes.
 
     Each session has the interface of Session, and may be used by a thread of its own: the tokens of
-    all that are waiting are read together. `options`, or keyword arguments of the same names: see
+    all that are waiting are read together. The pool lives as long as one of them, unless it is
+    closed. `options`, or keyword arguments of the same names: see
     CacheOptions. `n_sequences`: how many conversations hold entries at a time (4 unless given);
     there may be more sessions, which are parked while they are idle: what they hold goes to `park`,
     `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
@@ -109,26 +110,35 @@ class Pool:
         weight: float = 1.0,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
+        tenant: Hashable = None,
     ) -> PoolSession:
         """Make a session; close() gives its part of the budget to the others.
 
         `weight`: its part, relative to those of the others. `recovery` None: that of the pool.
-        `on_climb`: see Session.
+        `on_climb`: see Session. `tenant`: whose texts it may go on from, such as a user's name: it
+        finds the checkpoints of sessions of the same tenant alone.
         """
         recovery = recovery or self._host.recipe.options.recovery
-        return PoolSession(self._host, weight=weight, recovery=recovery, on_climb=on_climb)
+        return PoolSession(
+            self._host,
+            pool=self,
+            weight=weight,
+            recovery=recovery,
+            on_climb=on_climb,
+            tenant=tenant,
+        )
 
     def sessions(self) -> list[PoolSession]:
         """Return the sessions that are open, in the order in which they came."""
         there = (reference() for reference in self._host.sessions.valuerefs())
         return [each for each in there if each is not None and not each.is_closed]
 
-    def session_for(self, tokens: Sequence[int]) -> PoolSession:
-        """Make a session that goes on from what any other one has read of a text.
+    def session_for(self, tokens: Sequence[int], tenant: Hashable = None) -> PoolSession:
+        """Make a session that goes on from what any other one of the tenant has read of a text.
 
         Its position says how many tokens need not be read: those of the nearest checkpoint.
         """
-        session = self.session()
+        session = self.session(tenant=tenant)
         session.return_to_checkpoint(tokens)
         return session
 
@@ -165,7 +175,11 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Free everything; the sessions cannot be used any more."""
+        """Free everything; the sessions cannot be used any more.
+
+        It waits for the step that is being made. Threads that read, write or wait get an
+        EntropyKVError that says that the pool is closed.
+        """
         if not self._closed:
             self._closed = True
             self._host.close()

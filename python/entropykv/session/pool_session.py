@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -12,6 +12,7 @@ from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.host import Host
 from entropykv.session.parking import Parked
 from entropykv.session.recovery import Climb
+from entropykv.session.sequence import TokenSequence
 from entropykv.session.session import Session
 from entropykv.session.shared_pool import SharedPool
 from entropykv.settings.recovery import Recovery
@@ -47,12 +48,20 @@ class PoolSession(Session):
         self,
         host: Host,
         *,
+        pool: object,
         weight: float = 1.0,
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
         origin: Checkpoint | None = None,
+        tenant: Hashable = None,
     ) -> None:
-        """Take a seat; `origin` is a parked state to go on from, which becomes its own."""
+        """Take a seat; `origin` is a parked state to go on from, which becomes its own.
+
+        `pool` owns the host, and is kept as long as the session.
+        """
+        self._pool = pool
+        self.tenant = tenant
+        """Whose texts it shares: see Pool.session."""
         host.recipe.check_recovery(recovery)
         self._take_part(host, recovery, on_climb, weight=weight, alone=False)
         host.sessions[self.number] = self
@@ -60,7 +69,7 @@ class PoolSession(Session):
             self._go_on_from(origin)
 
     def _go_on_from(self, origin: Checkpoint) -> None:
-        with self._host.scheduler.between_steps():
+        with self._host.at_seat(self._seat):
             self._shared.give(self._seat, origin.parked)
         self._sequence = origin.sequence.copy()
         self._sequence.evicted_before = origin.parked.evicted
@@ -92,14 +101,21 @@ class PoolSession(Session):
         return self._seat.number
 
     def standing(self) -> Standing:
-        """Return how it stands among the others of the pool."""
+        """Return how it stands among the others of the pool, between two steps.
+
+        Only then does what it holds stay where it is: a step may hand its pages to another one.
+        """
+        with self._host.scheduler.between_steps():
+            return self._standing_between_steps()
+
+    def _standing_between_steps(self) -> Standing:
         seat, scheduler, now = self._seat, self._host.scheduler, time.monotonic()
         idle_seconds = now - seat.last_step
-        if seat.parked is not None:
+        parked = seat.parked
+        if parked is not None:
             state: Literal["parked", "waiting"] = (
                 "waiting" if scheduler.is_waiting(seat) else "parked"
             )
-            parked = seat.parked
             return Standing(
                 state,
                 idle_seconds,
@@ -115,7 +131,7 @@ class PoolSession(Session):
     def park(self) -> None:
         """Leave its part of the pool to others until it is used again; raises PoolError."""
         self._check_usable()
-        with self._host.scheduler.between_steps():
+        with self._host.at_seat(self._seat):
             self._shared.park(self._seat)
             self._shared.share()
 
@@ -128,40 +144,45 @@ class PoolSession(Session):
         self._check_usable()
         host, origin = self._host, None
         if self.position:
-            with host.scheduler.between_steps():
-                origin = self._standing_now(self._shared.kept_of(self._seat))
+            with host.at_seat(self._seat):
+                kept = self._shared.kept_of(self._seat)
+                self._sequence.note_evictions(self.evicted)
+                origin = self._checkpoint(self._sequence.copy(), kept)
         return PoolSession(
             host,
+            pool=self._pool,
             weight=self.weight,
             recovery=self.recovery,
             on_climb=self.on_climb,
             origin=origin,
+            tenant=self.tenant,
         )
-
-    def _standing_now(self, parked: Parked) -> Checkpoint:
-        self._sequence.note_evictions(self.evicted)
-        return Checkpoint(self._sequence.copy(), parked, goes_back=not self._host.recurrent)
 
     def keep_checkpoint(self) -> None:
         """Keep where the text stands, to come back to, and for others that begin as it does."""
         checkpoints = self._host.checkpoints
         if checkpoints.limit_bytes == 0 or self.position == 0 or self._broken:
             return
-        with self._host.scheduler.between_steps():
+        with self._host.at_seat(self._seat):
             parked = self._shared.checkpoint_of(self._seat)
             if parked is not None:
-                checkpoints.keep(self._standing_now(parked))
+                self._sequence.note_evictions(self.evicted)
+                checkpoints.keep(self._checkpoint(self._sequence.to_come_back_to(), parked))
+
+    def _checkpoint(self, text: TokenSequence, parked: Parked) -> Checkpoint:
+        goes_back = not self._host.recurrent
+        return Checkpoint(text, parked, goes_back=goes_back, tenant=self.tenant)
 
     def return_to_checkpoint(
         self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
     ) -> bool:
-        """Go back as a Session does, to a checkpoint of any session of the pool.
+        """Go back as a Session does, to a checkpoint of any session of its tenant in the pool.
 
         With a checkpoint of all of the text, the logits are there again.
         """
         host = self._host
-        with host.scheduler.between_steps():
-            found, position = host.checkpoints.nearest(tokens, repeatable=repeatable)
+        with host.at_seat(self._seat):
+            found, position = host.checkpoints.nearest(tokens, self.tenant, repeatable=repeatable)
             if found is None or position <= beyond:
                 return False
             try:

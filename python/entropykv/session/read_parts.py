@@ -7,21 +7,27 @@ beginning of one of its micro-batches is cut as it was before.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+_STRETCH = 256
+"""Tokens of two texts that are compared at once."""
+
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens two sequences have in common at their beginning."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    n = min(len(first), len(second))
+    for begin in range(0, n, _STRETCH):
+        one, other = first[begin : begin + _STRETCH], second[begin : begin + _STRETCH]
+        if one != other:  # lists are compared at once, many tokens in the time of one
+            for index in range(min(len(one), len(other))):
+                if one[index] != other[index]:
+                    return begin + index
+    return n
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,32 @@ class ReadParts:
         self._end_of_prompt = 0
         self._logits: npt.NDArray[np.float32] | None = None
 
-    def note(self, position: int, n_tokens: int, logits: npt.NDArray[np.float32] | None) -> None:
-        """Take down a micro-batch read at `position`, and the logits of its last token, if any."""
+    def note(
+        self,
+        position: int,
+        n_tokens: int,
+        logits: npt.NDArray[np.float32] | None,
+        *,
+        is_prompt: bool = False,
+    ) -> None:
+        """Take down a micro-batch read at `position`, and the logits of its last token, if any.
+
+        `is_prompt`: it is no token that was written. The last micro-batch of a prompt may have one
+        token, too.
+        """
         if n_tokens > 1:
             self._parts.append(_Part(position, position + n_tokens))
+        if n_tokens > 1 or is_prompt:
             self._end_of_prompt, self._logits = position + n_tokens, logits
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that a copy takes, logits not counted."""
+        return sys.getsizeof(self._parts)
+
+    def forget_logits(self) -> None:
+        """Forget the logits of the last prompt, which take 4 bytes for every token known."""
+        self._logits = None
 
     def copy(self) -> ReadParts:
         """Return the same, for a session that was forked."""
@@ -67,6 +94,11 @@ class ReadParts:
             self._parts[-1] = _Part(self._parts[-1].begin, position)
         if self._end_of_prompt > position:
             self._logits = None
+
+    @property
+    def end_of_prompt(self) -> int:
+        """Return the end of the last micro-batch of several tokens; 0 where there was none."""
+        return self._end_of_prompt
 
     def begin_before(self, position: int) -> int:
         """Return the last position up to `position` where a reading of the same text was cut.

@@ -68,14 +68,19 @@ class Scheduler:
         run: Callable[[list[Work]], None],
         *,
         together: bool,
+        tidy: Callable[[], None] = lambda: None,
     ) -> None:
         """`admit` makes a sequence live, or says that it has to wait; `run` does a step.
 
-        `together`: see choose().
+        `together`: see choose(). `tidy` is called before and after every step, and before and after
+        what is done between two: it does what could not be done when it was asked for.
         """
         self._admit = admit
         self._run = run
         self._together = together
+        self._tidy = tidy
+        self._closed: str | None = None
+        """What to tell who comes after close()."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         """Wakes who gathers the works of a step, and who waits for the end of one."""
@@ -105,9 +110,13 @@ class Scheduler:
             return self._arrivals
 
     def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
-        """Have a part read; returns when it was, whatever came of it."""
+        """Have a part read; returns when it was, whatever came of it.
+
+        Raises EntropyKVError after close().
+        """
         work = Work(owner, part, arrival, threading.Condition(self._lock))
         with self._lock:
+            self._check_open()
             self._waiting.append(work)
             self._expected.pop(owner, None)
             if self._gatherer is not None and not self._awaited(self._gatherer):
@@ -142,13 +151,22 @@ class Scheduler:
             if self._expected.pop(owner, None) is not None:
                 self._changed.notify_all()
 
-    def cancel(self, owner: Hashable) -> None:
-        """Call off what waits to be read of an owner: its thread gets PoolError."""
-        self._drop(lambda work: work.owner is owner, PoolError("the decode was called off"))
+    def cancel(self, owner: Hashable, why: str = "the decode was called off") -> None:
+        """Call off what waits to be read of an owner: its thread gets PoolError, which says why."""
+        self._drop(lambda work: work.owner is owner, PoolError(why))
 
-    def refuse(self, error: EntropyKVError) -> None:
-        """Call off everything that waits to be read."""
-        self._drop(lambda _: True, error)
+    def close(self, why: str) -> None:
+        """Call off all that waits, and refuse all that comes: EntropyKVError says why.
+
+        The thread that leads calls it, so that no step is being made.
+        """
+        with self._lock:
+            self._closed = why
+            self._drop(lambda _: True, EntropyKVError(why))
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise EntropyKVError(self._closed)
 
     def _drop(self, concerns: Callable[[Work], bool], error: EntropyKVError) -> None:
         """Take works from those that wait; what is being read is read to its end."""
@@ -170,8 +188,11 @@ class Scheduler:
         return any(work.owner is owner for work in self._waiting)
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Do something with the pool while nobody else does; may be nested."""
+    def between_steps(self, *, even_closed: bool = False) -> Iterator[None]:
+        """Do something with the pool while nobody else does; may be nested.
+
+        Raises EntropyKVError after close(), unless `even_closed`.
+        """
         if self.leads():
             yield
             return
@@ -180,12 +201,18 @@ class Scheduler:
             try:
                 while self._leader is not None:
                     self._changed.wait()
+                if not even_closed:
+                    self._check_open()
                 self._leader = threading.get_ident()
             finally:
                 self._guests -= 1
                 self._hand_over()
         try:
+            self._tidy()
+            if not even_closed:
+                self._check_open()  # which may have been what there was to tidy up
             yield
+            self._tidy()
         finally:
             with self._changed:
                 self._leader = None
@@ -202,8 +229,10 @@ class Scheduler:
         waiting = sorted(self._waiting, key=lambda work: work.arrival)
         self._changed.release()
         try:
+            self._tidy()
             ready = [work for work in waiting if self._admit(work)]
             self._do(ready)
+            self._tidy()
         finally:
             self._changed.acquire()
             done = [work for work in waiting if work in self._step or work.part.error is not None]

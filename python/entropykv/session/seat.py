@@ -24,6 +24,8 @@ class Seat:
         self.weight = weight
         """Its part of the pool, relative to those of the others."""
         self.live = live
+        self.gone = False
+        """True once its session is closed: nothing can be read or held any more."""
         self.parked: Parked | None = None
         self.position = 0
         """How many tokens were read, when it was last between two steps."""

@@ -31,10 +31,13 @@ class TokenSequence:
         self.evicted_before = 0
         """How many entries were evicted when it was last looked."""
 
-    def add(self, tokens: list[int], logits: Logits | None) -> None:
-        """Add a micro-batch that was read; `logits` are those of its last token."""
+    def add(self, tokens: list[int], logits: Logits | None, *, is_prompt: bool) -> None:
+        """Add a micro-batch that was read; `logits` are those of its last token.
+
+        `is_prompt`: it is no token that was written.
+        """
         self.logits = logits
-        self.parts.note(self.position, len(tokens), logits)
+        self.parts.note(self.position, len(tokens), logits, is_prompt=is_prompt)
         self.position += len(tokens)
         self.tokens.extend(tokens)
 
@@ -68,3 +71,21 @@ class TokenSequence:
         other.reusable_from = self.reusable_from
         other.evicted_before = self.evicted_before
         return other
+
+    def to_come_back_to(self) -> TokenSequence:
+        """Return a copy for a checkpoint, with logits only where a prompt ends.
+
+        An answer is asked for again from there. At the end of an answer a longer text goes on, so
+        that nobody needs the logits, which are most of what a copy takes.
+        """
+        other = self.copy()
+        if other.parts.logits_at(other.position) is None:
+            other.logits = None
+            other.parts.forget_logits()
+        return other
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that it takes: tokens, where they were cut, and logits."""
+        logits = 0 if self.logits is None else self.logits.nbytes
+        return self.tokens.itemsize * len(self.tokens) + self.parts.n_bytes + logits

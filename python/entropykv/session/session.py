@@ -100,11 +100,21 @@ class Session(Saving):
         self.close()
 
     def __del__(self) -> None:
-        """Free what nobody has closed."""
-        self.close()
+        """Free what nobody has closed; never wait, since this may happen in any thread."""
+        if self._closed:
+            return
+        if self._alone:
+            self.close()
+        else:
+            self._closed = True
+            self._host.leave_later(self._seat)
 
     def close(self) -> None:
-        """Free the context, the store and the model; the session cannot be used any more."""
+        """Free the context, the store and the model; the session cannot be used any more.
+
+        It waits for the micro-batch that is being read. A thread that reads or writes the session
+        gets an EntropyKVError.
+        """
         if self._closed:
             return
         self._closed = True
@@ -125,18 +135,22 @@ class Session(Saving):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode_micro_batches(
-        self, tokens: Sequence[int], all_logits: bool
+        self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Yield each micro-batch's logits as it is read: None for those that have none."""
+        """Yield each micro-batch's logits as it is read: None for those that have none.
+
+        `writes`: whether they were written, and are not (the rest of) a prompt; None: a single
+        token is taken for a written one.
+        """
         self._check_usable()
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
         self._model.check_tokens(ids)
-        self.note_turn(writes=len(ids) == 1)
+        self.note_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._host.scheduler.arrive()
         self._seat.expected = max(self._seat.expected, self._sequence.position + len(ids))
         echoes = self._echo is not None and self._evicts(len(ids))
-        if echoes:
+        if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
         size = self._echo.stretch if self._echo and echoes else self.recipe.n_ubatch
         for first in range(0, len(ids), size):
@@ -170,7 +184,8 @@ class Session(Saving):
         logits = self._decode(tokens, n_rows, echo, arrival)
         if echo:
             self._sequence.echoed = self._sequence.position + len(tokens)
-        self._sequence.add(tokens, None if logits is None else logits[-1].copy())
+        last = None if logits is None else logits[-1].copy()
+        self._sequence.add(tokens, last, is_prompt=not self._writes)
         self._sequence.note_evictions(self.evicted)
         if self.trajectory:
             counters = self._store.counters()
@@ -202,17 +217,32 @@ class Session(Saving):
                     shared.note_growth(seat)
         return self._sequence.position + n_tokens > self._store.whole_entries
 
+    def _awaits_echoes(self, n_tokens: int) -> bool:
+        """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
+        if self._echo is None or n_tokens >= LEAST_TOKENS:
+            return False
+        room = self._store.whole_entries - self._sequence.position
+        return room <= self._echo.tokens_ahead(self._sequence.position - self._sequence.echoed)
+
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
-        """Read the echoes that are missing, if enough, before `n_tokens` more evict the text."""
+        """Read echoes that are missing, if enough, before `n_tokens` more evict the text.
+
+        Before a written token, no more than one stretch is repeated: the others wait for the next
+        tokens.
+        """
+        sequence = self._sequence
         least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
-        if self._echo is None or self._sequence.position - self._sequence.echoed < least:
+        if self._echo is None or sequence.position - sequence.echoed < least:
             return
-        for first in range(self._sequence.echoed, self._sequence.position, self._echo.stretch):
-            last = min(first + self._echo.stretch, self._sequence.position)
-            if echo := self._echo_of(self._sequence.tokens[first:last], first):
+        while sequence.echoed < sequence.position:
+            first = sequence.echoed
+            last = min(first + self._echo.stretch, sequence.position)
+            if echo := self._echo_of(sequence.tokens[first:last], first):
                 self._decode([], 0, echo, arrival)
                 self._broken = False
-        self._sequence.echoed = self._sequence.position
+            sequence.echoed = last
+            if n_tokens < LEAST_TOKENS:
+                break
         with self._host.with_seat(self._seat) as store:
             store.share_again()
         self._sequence.note_evictions(self.evicted)
@@ -246,10 +276,19 @@ class Session(Saving):
         return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
 
     def _resting(self, stream: Generator[int, None, None]) -> Generator[int, None, None]:
-        """Pass tokens on; in the end, let no other session of the pool wait for more."""
+        """Pass tokens on; in the end, let no other session of the pool wait for more.
+
+        While a token is found, nobody frees the vocabulary that samplers read.
+        """
         try:
             with closing(stream):
-                yield from stream
+                while True:
+                    self._check_open()
+                    with self._model.in_use():
+                        token = next(stream, None)
+                    if token is None:
+                        return
+                    yield token
         finally:
             self.rest()
 
@@ -261,6 +300,13 @@ class Session(Saving):
     def interrupt(self) -> None:
         """Call off a decode that waits for its turn in another thread, which gets PoolError."""
         self._host.scheduler.cancel(self._seat)
+
+    def refuse(self) -> None:
+        """Read nothing more: a decode in another thread ends with its next micro-batch.
+
+        That thread gets an EntropyKVError. What was read can be looked at until close().
+        """
+        self._host.refuse(self._seat)
 
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
         """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.

@@ -44,9 +44,12 @@ class SessionCache(ModelText):
     _broken = False
     """True where a decode has failed half-way."""
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed or self._host.closed:
             raise EntropyKVError("the session is closed; make a new one")
+
+    def _check_usable(self) -> None:
+        self._check_open()
         if self._broken:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
 

@@ -25,6 +25,8 @@ class StoreCheckpoint:
     """The state of recurrent layers, as llama.cpp writes it; empty where there are none."""
     n_bytes: int
     """Bytes that are held besides the pages."""
+    n_pages: int
+    """How many pages are held, those that others hold as well included."""
 
     def copy(self) -> StoreCheckpoint:
         """Return another checkpoint, which holds the same pages on its own."""

@@ -70,7 +70,7 @@ class HeadwiseState:
         seen = None if self._online is None else self._online.state()
         recurrent = b"" if self._recurrent is None else self._recurrent.save()
         n_bytes = core.copied_bytes + len(recurrent) + (0 if seen is None else seen.nbytes)
-        return StoreCheckpoint(core, shift, whole_from, seen, recurrent, n_bytes)
+        return StoreCheckpoint(core, shift, whole_from, seen, recurrent, n_bytes, core.pages)
 
     def go_on_from(
         self, checkpoint: StoreCheckpoint, share: Callable[[], None], *, ends: bool

@@ -28,7 +28,7 @@ export function Budget(): JSX.Element {
           ))}
       </div>
       <dl>
-        {model.shared ? <OfAll /> : <OfOne map={conversations[0]!} />}
+        {model.shared ? <OfAll /> : conversations[0] && <OfOne map={conversations[0]} />}
         <Figure name="Policy" value={model.policy} more={`${model.store}, ${model.kv_type}`} />
       </dl>
     </section>

@@ -9,7 +9,7 @@ import { Charts } from "./charts";
 import { assignColours } from "./colours";
 import { Holders } from "./holders";
 import { MapView, WHOLE } from "./map";
-import { about, type Holder, picture, type Range, watch } from "./stream";
+import { about, type Holder, type Picture, picture, type Range, watch } from "./stream";
 import { ShadedText } from "./text";
 
 // Whether the page can be seen: what nobody sees costs the server nothing.
@@ -75,10 +75,17 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
       {now.map && now.map.id === id ? (
         <MapView map={now.map} range={range} onRange={setRange} at={at} onPoint={setAt} />
       ) : (
-        <p class="unseen">{shown ? whyUnseen(shown) : "Nothing has been read yet."}</p>
+        <p class="unseen">{shown ? whyUnseen(shown) : whyNone(now)}</p>
       )}
       <Charts model={model} now={now} />
-      {shown && <ShadedText key={id} conversation={shown.id} at={at} onPoint={setAt} />}
+      {shown &&
+        (model.text ? (
+          <ShadedText key={id} conversation={shown.id} at={at} onPoint={setAt} />
+        ) : (
+          <p class="unseen">
+            This server does not show what texts say; whoever runs it can start it with --show-text.
+          </p>
+        ))}
     </aside>
   );
 }
@@ -88,6 +95,10 @@ const whyUnseen = (holder: Holder): string =>
     ? "Parked: others needed the room. What its heads hold comes back with its next turn; nothing " +
       "is read again."
     : "Looking at the cache…";
+
+// What others hold is not shown: only how much of the budget it takes.
+const whyNone = (now: Picture): string =>
+  now.pool.used > 0 ? "Nothing of yours is in the cache." : "Nothing has been read yet.";
 
 const columnsWanted = (): number =>
   Math.min(2048, Math.max(64, 2 ** Math.ceil(Math.log2(Math.max(screen.width / 2, 1)))));

@@ -7,13 +7,13 @@ import { about, type HeldMap, type HeldText, heldText } from "./stream";
 const POINTING_MS = 120;
 
 // The text at a position, asked for again where the cache has changed, one request at a time.
-function useTextAt(map: HeldMap, at: number | null): HeldText | null {
+function useTextAt(map: HeldMap, at: number | null, shown: boolean): HeldText | null {
   const [text, setText] = useState<HeldText | null>(null);
   const wanted = useRef({ at, id: map.id });
   const isAsking = useRef(false);
   wanted.current = { at, id: map.id };
   useEffect(() => {
-    if (at === null || isAsking.current) return;
+    if (!shown || at === null || isAsking.current) return;
     isAsking.current = true;
     setTimeout(async () => {
       let asked: typeof wanted.current;
@@ -24,7 +24,7 @@ function useTextAt(map: HeldMap, at: number | null): HeldText | null {
       } while (wanted.current.at !== asked.at);
       isAsking.current = false;
     }, POINTING_MS);
-  }, [at, map]);
+  }, [at, map, shown]);
   return text;
 }
 
@@ -37,11 +37,12 @@ interface Props {
 
 export function Readout({ map, at, row }: Props): JSX.Element {
   const model = useStore(about)!;
-  const text = useTextAt(map, at);
+  const text = useTextAt(map, at, model.text);
   if (at === null)
     return (
       <p class="readout">
-        Point at a position for its token; drag to look closer, or use the arrow keys, + and −.
+        Point at a position{model.text && " for its token"}; drag to look closer, or use the arrow
+        keys, + and −.
       </p>
     );
   const known = text && text.first === at && text.texts.length > 0 ? text : null;

@@ -19,6 +19,8 @@ export interface About {
   n_ctx: number;
   // Whether several conversations share a pool.
   shared: boolean;
+  // Whether the server shows what texts say.
+  text: boolean;
   // KV heads of every layer.
   layers: number[];
 }

@@ -1,0 +1,166 @@
+"""Fit the predictor of a model: read its long texts once more, every stretch with its echo.
+
+The queries of an echo tell how much each entry is looked up when the text is repeated, and that is
+what the predictor learns to say from the entry's key and value. Nothing is evicted meanwhile, so
+that every query finds all of its text. The last text is held back: it chooses the ridge, and shows
+how good the predictor is with a text that it has not seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.llamacpp.batch import MicroBatch
+from entropykv.llamacpp.model import Model
+from entropykv.policy.recipe import resolve
+from entropykv.profile.curves import N_SINKS
+from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
+from entropykv.session.echo import LEAST_TOKENS, Echo
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.store.headwise_context import HeadwiseContext
+from entropykv.store.pooled import PooledStore
+from entropykv.store.protocol import decode_inside
+
+Rows = npt.NDArray[np.float32]
+
+POLICY = "uniform:predicted"
+"""A policy whose store collects lessons."""
+HELD_BACK = 1 / 4
+"""Of a single text: its end, which is held back."""
+
+
+def fitting_tokens(lengths: Sequence[int]) -> int:
+    """Return how many tokens fit_by_echoes() reads of texts of these lengths, but for echoes."""
+    return sum(lengths) + lengths[-1] if lengths else 0
+
+
+def fit_by_echoes(
+    path: str | os.PathLike[str],
+    texts: Sequence[Sequence[int]],
+    *,
+    kv_type: str = "f16",
+    n_threads: int = 0,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> ScorePredictor:
+    """Return the predictor of a GGUF model, fitted to the tokens of `texts`, at least one.
+
+    It is fitted to all texts but the last, or to the first three quarters of a single one; the rest
+    is held back. Memory: the weights, a pool that holds the longest text, and for every KV head the
+    sums of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
+    UnsupportedModelError, and SettingsError for a model whose keys before RoPE are not known.
+    """
+    *others, last = texts
+    split = 0 if others else int(len(last) * (1 - HELD_BACK))
+    with _EchoReader(path, max(map(len, texts)), kv_type, n_threads) as reader:
+        for text in others or [last[:split]]:
+            reader.read(text)
+            on_progress(len(text))
+        lessons = reader.take_lessons()
+        reader.read(last, split)
+        on_progress(len(last) - split)
+        predictor = fit_predictor(lessons, reader.take_lessons())
+        lookups = lookups_of(reader.scores(last, predictor))
+        on_progress(len(last))
+    return replace(predictor, lookups=lookups)
+
+
+class _EchoReader:
+    """Read texts with everything kept, and add up what their echoes look up."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], n_ctx: int, kv_type: str, n_threads: int
+    ) -> None:
+        options = CacheOptions(
+            policy=POLICY,
+            kv_type=kv_type,
+            store="headwise",
+            n_ctx=n_ctx,
+            n_sinks=N_SINKS,
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+        )
+        self._model = Model(path, n_gpu_layers=0, verbose=False)
+        try:
+            recipe = resolve(options, self._model.geometry)
+            self._echo = Echo(self._tokenize_plainly, recipe.n_ubatch)
+            self._context = HeadwiseContext(self._model, recipe, self._echo.n_ubatch)
+        except BaseException:
+            self._model.close()
+            raise
+        self._batch = MicroBatch(self._echo.n_ubatch, self._model.n_vocab)
+        try:
+            self._store = PooledStore(self._model, recipe, host=self._context)
+            self._store.sharing.keep_everything()
+            self._predict(self._nothing())  # a store that predicts reads nothing without weights
+            self._store.prediction.collect_lessons(True)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> _EchoReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        self._batch.close()
+        self._context.close()
+        self._model.close()
+
+    def _tokenize_plainly(self, text: str) -> list[int]:
+        return self._model.tokenize(text, add_bos=False, special=False)
+
+    def _predict(self, weights: Sequence[Rows]) -> None:
+        self._store.prediction.set_predictor(weights)
+
+    def _nothing(self) -> list[Rows]:
+        shapes = zip(self._store.layers, self._store.prediction.n_features, strict=True)
+        return [np.zeros((layer.n_head_kv, n), np.float32) for layer, n in shapes]
+
+    def read(self, tokens: Sequence[int], first: int = 0) -> None:
+        """Read a text from token `first` on; where that is not 0, what is before it was read."""
+        if first == 0:
+            self._store.truncate(0)
+        for start in range(first, len(tokens), self._echo.stretch):
+            stretch = tokens[start : start + self._echo.stretch]
+            echo = self._echo.of(tokens[:start], stretch) if len(stretch) >= LEAST_TOKENS else []
+            self._decode(stretch, start, echo)
+
+    def take_lessons(self) -> Lessons:
+        """Return what was added up since the last call."""
+        lessons = self._store.prediction.lessons()
+        self._store.prediction.clear_lessons()
+        return lessons
+
+    def scores(self, tokens: Sequence[int], predictor: ScorePredictor) -> list[list[Rows]]:
+        """Read a text without echoes; returns what is predicted, [layer][KV head][entry].
+
+        Sinks are left out: every query looks at them, whatever the text.
+        """
+        self._store.prediction.collect_lessons(False)
+        self._store.prediction.adopt(predictor)
+        self._store.truncate(0)
+        for start in range(0, len(tokens), self._echo.stretch):
+            self._decode(tokens[start : start + self._echo.stretch], start, [])
+        return [
+            [self._store.core.importance(number, head)[N_SINKS:] for head in range(layer.n_head_kv)]
+            for number, layer in enumerate(self._store.layers)
+        ]
+
+    def _decode(self, tokens: Sequence[int], position: int, echo: Sequence[int]) -> None:
+        decode_inside(
+            self._store,
+            self._batch,
+            tokens,
+            position,
+            n_rows=0,
+            model_name=self._model.name,
+            echo=echo,
+        )

@@ -1,0 +1,98 @@
+"""Limit connections: how many there are, and how long their clients keep the server waiting.
+
+uvicorn has no limit of the time that headers take, or that a client takes to read. It answers those
+above its own limit of connections only once they have sent a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from entropykv.server.errors import RequestError
+
+
+class LimitedProtocol(H11Protocol):
+    """Speak HTTP as uvicorn does, within limits; h11's own one is 64 KiB for all headers.
+
+    A connection beyond the limit is answered with 503, one whose headers take too long with 408,
+    and closed; so is one whose client does not take what was sent to it.
+    """
+
+    most = 0
+    """How many connections there may be."""
+    seconds = 0.0
+    """Seconds that the headers of a request may take, from the connection or their first byte, and
+    seconds that a full buffer of what was sent may take to empty."""
+    _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or refuse it."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._refuse(503, "Service Unavailable", "the server has too many connections")
+        else:
+            self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; what is read between two requests begins the headers of the next one."""
+        if self._refused:
+            return
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_timer()
+        elif self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Stop writing, and give the client time to take what is there."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on writing."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _start_timer(self) -> None:
+        late = 408, "Request Timeout", f"the headers took longer than {self.seconds:g} seconds"
+        self._timer = self.loop.call_later(self.seconds, self._refuse, *late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: int, reason: str, why: str) -> None:
+        self._refused = True
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        body = json.dumps(RequestError(status, f"{why}; try again later").body).encode()
+        head = (
+            f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def protocol_of(most: int, seconds: float) -> type[asyncio.Protocol]:
+    """Return the protocol with these limits, as uvicorn makes one for every connection."""
+    return type("ServerProtocol", (LimitedProtocol,), {"most": most, "seconds": seconds})

@@ -1,0 +1,97 @@
+"""Predictors that a calibration fits: what they are fitted to, and sessions that take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entropykv import Session
+from entropykv.calibration.fitting import HELD_BACK, fit_by_echoes, fitting_tokens
+from entropykv.calibration.measure import calibrate
+from entropykv.profile.curves import N_SINKS
+from entropykv.profile.predictor import LOOKUP_SHARE
+from entropykv.profile.profile import EntropyProfile
+from entropykv.store.headwise import HeadwiseStore
+from tests.support.architecture_models import MODELS, some, written
+from tests.support.calibration_texts import QUICK, some_texts
+from tests.support.logits import tokens_for
+
+
+@pytest.fixture(scope="module")
+def profile(tiny_llama: Path) -> EntropyProfile:
+    return calibrate(tiny_llama, some_texts(), QUICK)
+
+
+def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:
+    predictor = profile.predictor
+    assert predictor is not None
+    assert predictor.shape == (2, 2, 2)
+    assert predictor.n_tokens == 3 * (96 - N_SINKS)  # the last text is held back
+    assert predictor.correlation is not None
+    assert predictor.correlation > 0.4
+    assert predictor.lookups is not None
+    assert predictor.lookups.mean() == pytest.approx(LOOKUP_SHARE, abs=0.01)
+    assert predictor.lookups.std() > 0.01
+
+
+def test_sessions_rank_by_the_predictor_of_a_file(
+    tiny_llama: Path, profile: EntropyProfile, tmp_path: Path
+) -> None:
+    """What a small budget keeps beyond its floor is what the functions score highest."""
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    tokens = tokens_for(400)  # one micro-batch: all is evicted at once
+    scores, kept, recent = [], [], 0
+    for kv_budget in (1.0, 0.25):
+        with Session(
+            tiny_llama,
+            n_ctx=512,
+            kv_budget=kv_budget,
+            kv_type="f16",
+            policy="uniform:predicted",
+            entropy_config=path,
+            n_threads=1,
+        ) as session:
+            session.decode(tokens)
+            store = session._store
+            assert isinstance(store, HeadwiseStore)
+            scores.append(store.core.importance(1, 1))
+            kept, recent = store.entries(1, 1).tolist(), store.recent_window
+    assert len(scores[0]) == 400
+    chosen = [p for p in kept if N_SINKS <= p < 400 - recent]
+    dropped = sorted(set(range(400)) - set(kept))
+    assert len(chosen) > 20
+    assert scores[0][chosen].min() >= scores[0][dropped].max()
+    assert len(set(scores[0].tolist())) > 50
+
+
+def test_the_end_of_a_single_text_is_held_back(tiny_llama: Path) -> None:
+    read: list[int] = []
+    text = tokens_for(640)  # more than a stretch
+    predictor = fit_by_echoes(tiny_llama, [text], n_threads=2, on_progress=read.append)
+    assert predictor.n_tokens == 640 * (1 - HELD_BACK) - N_SINKS
+    assert predictor.correlation is not None
+    assert sum(read) == fitting_tokens([640]) == 2 * 640
+    assert fitting_tokens([]) == 0
+
+
+def test_the_threads_do_not_change_it(tiny_llama: Path) -> None:
+    texts = [tokens_for(300, seed=seed) for seed in range(2)]
+    one, two = (fit_by_echoes(tiny_llama, texts, n_threads=n).to_json() for n in (1, 2))
+    assert one == two
+
+
+@some("gpt2", "jamba")
+def test_models_whose_keys_cannot_be_turned_back_get_none(name: str, tmp_path: Path) -> None:
+    """Learned positions are in the keys for good, and recurrent layers read no text twice."""
+    announced: list[int] = []
+    read: list[int] = []
+    path = written(MODELS[name], tmp_path)
+    profile = calibrate(path, some_texts(), QUICK, announced.append, read.append)
+    assert profile.curves is not None
+    assert profile.curves.importance is None
+    assert profile.predictor is None
+    assert announced == [sum(read)]
+    assert np.isfinite(profile.head_entropies).all()

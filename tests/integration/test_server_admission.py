@@ -1,0 +1,307 @@
+"""Clients that are slow, many, or ask for too much, beside one whose answers must still come."""
+
+from __future__ import annotations
+
+import json
+import operator
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.running_server import KEY, Server
+from tests.support.served import served
+
+MOST_CONNECTIONS = 60
+VIEWERS = 16
+STALL = 2.0
+"""Seconds that /health may take on a busy machine; it took 20 with a body of half this size."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    limits = ("--client-seconds", 1, "--max-connections", MOST_CONNECTIONS, "--max-waiting", 4)
+    yield from served("--parallel", 2, *limits, "--allowed-hosts", "llm.example", "--api-key", KEY)
+
+
+class Raw(ExitStack):
+    """A connection that sends what a test says, at its pace."""
+
+    def __init__(self, server: Server, text: str = "") -> None:
+        super().__init__()
+        port = int(server.url.rpartition(":")[2])
+        self.socket = self.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        self.send(text)
+
+    def send(self, text: str) -> None:
+        self.socket.sendall(text.encode())
+
+    def answer(self) -> str:
+        """What comes until the server closes the connection."""
+        pieces = []
+        while piece := self.socket.recv(65536):
+            pieces.append(piece)
+        return b"".join(pieces).decode()
+
+    def status(self) -> int:
+        """The status of what comes first."""
+        return int(self.socket.recv(65536).split()[1])
+
+
+def head(path: str, *lines: str, method: str = "POST") -> str:
+    own = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"]
+    return "\r\n".join([*own, "Content-Type: application/json", *lines]) + "\r\n"
+
+
+class Health:
+    """Asks /health in a row, and notes how long the slowest answer took."""
+
+    def __init__(self, server: Server) -> None:
+        self.slowest = 0.0
+        self._url = f"{server.url}/health"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._ended.wait(0.01):
+                start = time.monotonic()
+                assert client.get(self._url).status_code == 200
+                self.slowest = max(self.slowest, time.monotonic() - start)
+
+    def __enter__(self) -> Health:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+# --- what is slow ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_headers_that_do_not_come_end_the_connection(server: Server, text: str) -> None:
+    start = time.monotonic()
+    with Raw(server, text) as slow:
+        assert " 408 " in slow.answer()
+    assert 0.5 < time.monotonic() - start < 10
+
+
+def test_headers_that_trickle_after_an_answer_end_the_connection(server: Server) -> None:
+    with Raw(server, head("/health", method="GET") + "\r\n") as slow:
+        assert slow.status() == 200
+        begun = time.monotonic()
+        while _takes_a_byte(slow):  # none is later than the time of an idle connection
+            assert time.monotonic() - begun < 9
+            time.sleep(0.1)
+
+
+def _takes_a_byte(slow: Raw) -> bool:
+    try:
+        slow.send("G")
+    except OSError:
+        return False
+    return True
+
+
+def test_a_body_that_does_not_come_is_refused(server: Server) -> None:
+    with Raw(server, head("/v1/completions", "Content-Length: 100", "") + '{"prompt"') as slow:
+        start = time.monotonic()
+        assert slow.status() == 408
+        assert 0.5 < time.monotonic() - start < 10
+
+
+def test_connections_have_a_limit(server: Server) -> None:
+    with ExitStack() as stack:
+        many = [stack.enter_context(Raw(server)) for _ in range(MOST_CONNECTIONS + 5)]
+        full = [each for each in many[MOST_CONNECTIONS - 2 :] if " 503 " in each.answer()]
+        assert 3 <= len(full) <= 7  # one of another test may have been there still
+    time.sleep(0.5)
+    assert server.get("/health").status_code == 200
+
+
+# --- what is too much -----------------------------------------------------------------------------
+
+
+def test_viewers_are_counted_when_they_are_let_in(server: Server) -> None:
+    """Of a hundred at once, all were let in: each was counted once its first event was sent."""
+    for _ in range(2):  # those that have gone are not counted any more
+        with ExitStack() as stack:
+            asks = head("/v1/kv/stream", method="GET") + "\r\n"
+            many = [stack.enter_context(Raw(server, asks)) for _ in range(3 * VIEWERS)]
+            statuses = sorted(each.status() for each in many)
+        assert statuses == [200] * VIEWERS + [503] * 2 * VIEWERS
+        deadline = time.monotonic() + 10
+        while True:
+            with Raw(server, asks) as one:
+                if one.status() == 200:
+                    break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1)  # until that one is gone, too
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80"])
+def test_pages_of_other_names_reach_nothing(server: Server, host: str) -> None:
+    for path in ("/", "/health", "/v1/kv", "/docs"):
+        answer = httpx.get(server.url + path, headers={"host": host})
+        assert answer.status_code == 403
+        assert "--allowed-hosts" in answer.json()["error"]["message"]
+    allowed = httpx.get(f"{server.url}/health", headers={"host": "llm.example:80"})
+    assert allowed.status_code == 200
+
+
+@pytest.mark.parametrize("piece", ["{}", "[]", '"a"', "7", "null"])
+def test_nobody_waits_for_a_body_that_is_checked(server: Server, piece: str) -> None:
+    size = (1 << 20) - 100
+    body = '{"prompt":[' + ",".join([piece] * (size // (len(piece) + 1))) + ',"x",{}]}'
+    before = server.rss()
+    with Health(server) as health:
+        answer = server.post("/v1/completions", body)
+    assert answer.status_code == 400
+    assert len(answer.text) < 2_000
+    assert health.slowest < STALL
+    assert server.rss() - before < 200 << 20
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/completions"])
+def test_nothing_that_a_stranger_sends_is_held(server: Server, path: str) -> None:
+    asks = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+    with Raw(server, asks) as stranger:
+        assert stranger.status() == 401  # and not 408, once the body has not come
+
+
+def test_prompts_times_n_are_counted(server: Server) -> None:
+    body = {"prompt": ["a"] * 20_000, "n": 128, "max_tokens": 1}
+    with Health(server) as health:
+        answer = server.post("/v1/completions", json.dumps(body))
+    assert answer.status_code == 400
+    assert "6 are the most here" in answer.json()["error"]["message"]
+    assert health.slowest < STALL
+
+
+def test_pieces_of_tokens_have_a_limit(server: Server) -> None:
+    body = {"content": "a b c " * 50_000}
+    assert len(server.post("/tokenize", json.dumps(body)).json()["tokens"]) > 65_536
+    answer = server.post("/tokenize", json.dumps({**body, "with_pieces": True}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "with_pieces"
+
+
+def test_the_name_of_a_conversation_has_a_length(server: Server) -> None:
+    headers = {"authorization": f"Bearer {KEY}", "x-session-id": "x" * 300}
+    body: Any = {"prompt": "a", "max_tokens": 1}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "X-Session-Id"
+
+
+# --- all of them at once --------------------------------------------------------------------------
+
+
+def _hostile(server: Server, i: int) -> None:
+    """Do one of the things above, and leave."""
+    body = json.dumps({"prompt": "The old garden", "max_tokens": 2_000, "stream": True})
+    whole = head("/v1/completions", f"Content-Length: {len(body)}", "") + body
+    texts = [
+        "",
+        "GET / HT",
+        head("/v1/completions", "Content-Length: 1000", "") + '{"prompt',
+        whole,
+        head("/v1/kv/stream", method="GET") + "\r\n",
+        head("/v1/completions", "Content-Length: 12", "") + '{"prompt":[]',
+        head("/v1/completions", "Transfer-Encoding: chunked", "") + "5\r\n[[[[[\r\n",
+    ]
+    with Raw(server, texts[i % len(texts)]):
+        time.sleep(0.02 * (i % 5))
+
+
+def _files_and_threads(server: Server) -> tuple[int, int]:
+    process = Path(f"/proc/{server.process.pid}")
+    return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
+
+
+def test_nothing_is_lost_beside_hostile_clients(server: Server) -> None:
+    body = json.dumps({"prompt": "The old garden", "max_tokens": 3, "temperature": 0.0})
+    expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    list(ThreadPoolExecutor(8).map(lambda i: _hostile(server, i), range(70)))
+    server.idle_figures(30)
+    before = _files_and_threads(server)
+
+    def right(i: int) -> None:
+        if i % 3 == 0:
+            _hostile(server, i)
+            return
+        while (answer := server.post("/v1/completions", body)).status_code == 429:
+            time.sleep(0.05)
+        assert answer.json()["choices"][0]["text"] == expected
+
+    with ThreadPoolExecutor(6) as clients:
+        list(clients.map(right, range(240)))
+    server.idle_figures(30)
+    deadline = time.monotonic() + 15
+    while any(map(operator.gt, now := _files_and_threads(server), before)):
+        assert time.monotonic() < deadline, (before, now)
+        time.sleep(0.1)
+
+
+# --- who waits for room ---------------------------------------------------------------------------
+
+
+def test_who_waits_for_room_can_leave() -> None:
+    """The bytes of the pool hold one conversation, and another client waits for the next token."""
+    budget = ("--parallel", 2, "--kv-budget", "30KiB", "--policy", "uniform", "--checkpoints", 0)
+    server = Server(*budget, "--request-seconds", 20, ENTROPYKV_API_KEY=KEY)
+    endless: Any = {"max_tokens": 10_000, "min_tokens": 10_000, "stream": True}
+    try:
+        with ExitStack() as stack:
+            for prompt in ("The old garden", "Simon likes"):
+                body = json.dumps({**endless, "prompt": prompt})
+                asks = head("/v1/completions", f"Content-Length: {len(body)}", "") + body
+                client = stack.enter_context(Raw(server, asks))
+                time.sleep(0.5)
+            assert server.kv()["requests"]["waiting"] == 2
+            assert "entropykv_conversations_live 1\n" in server.get("/metrics").text
+            client.close()
+            deadline = time.monotonic() + 5
+            while server.kv()["requests"]["waiting"] == 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        assert server.idle_figures(10)["requests"]["waiting"] == 0
+    finally:
+        assert server.end()[0] == 0
+
+
+# --- what cannot be stopped -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("control", ["<|im_start|>", "<|im_start|><|im_end|>"])
+def test_a_text_of_control_tokens_takes_no_minute(smollm2: Path, control: str) -> None:
+    server = Server("--parallel", 2, model=smollm2, ENTROPYKV_API_KEY=KEY)
+    text = control * (1_000_000 // len(control))
+    chat = [{"role": "user", "content": text}]
+    try:
+        for path, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": chat}),
+            ("/tokenize", {"content": text}),
+            ("/extras/tokenize/count", {"input": text}),
+        ):
+            start = time.monotonic()
+            answer = server.post(path, json.dumps(body))
+            assert answer.status_code == 400
+            assert "control tokens" in answer.json()["error"]["message"]
+            assert time.monotonic() - start < 5
+        few = control * 200
+        assert server.post("/tokenize", json.dumps({"content": few})).status_code == 200
+    finally:
+        assert server.end()[0] == 0

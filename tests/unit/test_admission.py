@@ -1,0 +1,463 @@
+"""What requests may cost, and that nobody else waits for one that is slow, long, or malformed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra server")
+
+from pydantic import BaseModel
+
+from entropykv.server.admission import Admission, Limits
+from entropykv.server.bodies import Bodies, read_body
+from entropykv.server.chat_request import ChatRequest
+from entropykv.server.conversations import Conversations
+from entropykv.server.engine import Engine, Job
+from entropykv.server.errors import RequestError, as_request_error
+from entropykv.server.fields import MOST_VALUES, check_values
+from entropykv.server.hosts import Hosts
+from entropykv.server.llama_server_routes import DetokenizeRequest
+from entropykv.server.requests import CompletionRequest
+from entropykv.server.responses import ResponsesRequest
+from entropykv.server.turns import TurnMiddleware
+
+
+@dataclass(eq=False)
+class FakeLlama:
+    """Holds one conversation, or is one of those that a pool has."""
+
+    checkpoint: Any = None
+    caller: Any = None
+    pool: Any = None
+    shelf: Any = None
+    interrupts: int = 0
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    saved: int = 0
+
+    n_tokens = 1
+
+    def kv_stats(self) -> Any:
+        return SimpleNamespace(prompt_tokens=self.saved, generated_tokens=0)
+
+    def counts(self) -> tuple[int, int]:
+        return 0, 0
+
+    def reset(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def serve_for(self, caller: Any) -> None:
+        self.caller = caller
+
+    def interrupt(self) -> None:
+        self.interrupts += 1
+        if self.interrupts > 1:  # the first one came before it waited
+            self.interrupted.set()
+
+
+def engine_of(llama: FakeLlama, **limits: Any) -> Engine:
+    return Engine(llama, limits=Limits(**limits))  # type: ignore[arg-type]
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+LONG = "x" * 2_000
+FIELDS: list[tuple[type[BaseModel], dict[str, Any], str]] = [
+    (CompletionRequest, {"prompt": "a", "user": LONG}, "user"),
+    (CompletionRequest, {"prompt": "a", "model": LONG}, "model"),
+    (CompletionRequest, {"prompt": "a", "stop": LONG}, "stop"),
+    (CompletionRequest, {"prompt": "a", "stop": ["a"] * 65}, "stop"),
+    (CompletionRequest, {"prompt": "a", "suffix": LONG * 50}, "suffix"),
+    (CompletionRequest, {"prompt": "a", "grammar": LONG * 600}, "grammar"),
+    (CompletionRequest, {"prompt": "a", "logprobs": 1_000}, "logprobs"),
+    (CompletionRequest, {"prompt": "a", "seed": 10**30}, "seed"),
+    (CompletionRequest, {"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(5_000)}}, "logit"),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {LONG: 1}}, "logit_bias"),
+    (ChatRequest, {**CHAT, "user": LONG}, "user"),
+    (ChatRequest, {**CHAT, "model": LONG}, "model"),
+    (ChatRequest, {**CHAT, "stop": [LONG]}, "stop"),
+    (ChatRequest, {"messages": CHAT["messages"] * 5_000}, "messages"),
+    (ChatRequest, {"messages": [{"role": "user", "content": "a", "name": LONG}]}, "messages"),
+    (ChatRequest, {**CHAT, "tools": [{"function": {"name": "a"}}] * 129}, "tools"),
+    (ChatRequest, {**CHAT, "tools": [{"function": {"name": LONG}}]}, "tools"),
+    (ChatRequest, {**CHAT, "functions": [{"name": "a"}] * 129}, "functions"),
+    (ResponsesRequest, {"input": "a", "model": LONG}, "model"),
+    (ResponsesRequest, {"input": "a", "user": LONG}, "user"),
+    (ResponsesRequest, {"input": "a", "metadata": {"a": LONG}}, "metadata"),
+    (ResponsesRequest, {"input": "a", "metadata": {str(i): "a" for i in range(17)}}, "metadata"),
+    (ResponsesRequest, {"input": "a", "tools": [{}] * 129}, "tools"),
+    (ResponsesRequest, {"input": [{}] * 5_000}, "input"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "name"),
+    [pytest.param(*each, id=f"{each[0].__name__}-{each[2]}-{i}") for i, each in enumerate(FIELDS)],
+)
+def test_every_field_has_a_length_and_is_named(
+    model: type[BaseModel], body: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_body(model, json.dumps(body).encode())
+    assert caught.value.status_code == 400
+    assert str(caught.value.body["error"]["param"]).startswith(name)
+    assert len(caught.value.detail) < 1_000
+
+
+PIECES = {
+    "objects": (CompletionRequest, '{"prompt":[%s]}', "{}"),
+    "lists": (CompletionRequest, '{"prompt":[%s]}', "[]"),
+    "texts of no tokens": (CompletionRequest, '{"prompt":[%s,7]}', '""'),
+    "tokens of no texts": (CompletionRequest, '{"prompt":[%s,""]}', "7"),
+    "tokens": (DetokenizeRequest, '{"tokens":[%s]}', '"x"'),
+    "messages": (ChatRequest, '{"messages":[%s]}', "7"),
+    "parts": (ChatRequest, '{"messages":[{"role":"user","content":[%s]}]}', "7"),
+    "calls": (ChatRequest, '{"messages":[{"role":"assistant","tool_calls":[%s]}]}', "7"),
+    "tools": (ChatRequest, '{"messages":[],"tools":[%s]}', "7"),
+    "stops": (ChatRequest, '{"messages":[],"stop":[%s]}', "7"),
+    "items": (ResponsesRequest, '{"input":[%s]}', "7"),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_an_invalid_body_of_any_size_is_refused_by_its_first_errors(name: str) -> None:
+    """A body of 4 MiB took a minute and 5.5 GB: each of its errors was kept and written out."""
+    model, around, piece = PIECES[name]
+    body = (around % ",".join([piece] * (2_000_000 // len(piece)))).encode()
+    start = time.process_time()
+    with pytest.raises(RequestError) as caught:
+        read_body(model, body)
+    assert time.process_time() - start < 5
+    assert len(caught.value.detail) < 1_000
+
+
+def test_members_of_objects_are_counted_before_they_are_checked() -> None:
+    many = {f"{i:x}": 0 for i in range(MOST_VALUES)}
+    with pytest.raises(RequestError, match="50,000 objects, lists and members"):
+        check_values(many)
+    check_values([7] * 500_000)  # a prompt of tokens has as many as the body has room for
+
+
+@pytest.mark.parametrize("depth", [129, 150, 250, 100_000])
+@pytest.mark.parametrize("pair", ["[]", ('{"a":', "}")])
+def test_deep_bodies_are_refused(depth: int, pair: Any) -> None:
+    begin, end = pair
+    deep = begin * depth + "7" + end * depth
+    tools = '"tools":[{"function":{"name":"a","parameters":' + deep + "}}]"
+    body = '{"messages":[{"role":"user","content":"a"}],' + tools + "}"
+    with pytest.raises(RequestError, match="within each other") as caught:
+        read_body(ChatRequest, body.encode())
+    assert caught.value.status_code == 400
+
+
+def test_templates_that_end_in_recursion_are_no_failure_of_the_server() -> None:
+    error = as_request_error(RecursionError("maximum recursion depth exceeded"))
+    assert error.status_code == 400
+    assert "nested too deeply" in error.detail
+
+
+@pytest.mark.parametrize("text", ["{", "", "NaN", '{"prompt": NaN}', '"\\ud800"', "\xff"])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="the body is no JSON"):
+        read_body(CompletionRequest, text.encode("latin-1"))
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def test_a_request_may_have_so_many_jobs() -> None:
+    admission = Admission(Limits(max_jobs=10, max_waiting=100), n_slots=2)
+    admission.check(10)
+    with pytest.raises(RequestError, match="asks for 11 choices") as caught:
+        admission.check(11)
+    assert caught.value.status_code == 400
+    few = Admission(Limits(max_jobs=10, max_waiting=4), n_slots=2)
+    few.check(6)
+    with pytest.raises(RequestError, match="6 are the most here"):
+        few.check(7)  # 429 would tell the client to try again, for ever
+
+
+def test_prompts_times_n_are_jobs() -> None:
+    def n_jobs(prompt: Any, n: int) -> int:
+        return CompletionRequest(prompt=prompt, n=n).n_jobs
+
+    assert n_jobs("a", 3) == 3
+    assert n_jobs([5, 6], 3) == 3
+    assert n_jobs(["a"] * 20_000, 128) == 2_560_000
+    assert n_jobs([[5], [6]], 3) == 6
+
+
+def test_waiting_is_counted_in_jobs() -> None:
+    admission = Admission(Limits(max_waiting=4), n_slots=2)
+    with admission.jobs_of(5):
+        with admission.jobs_of(1):
+            assert admission.jobs == 6
+            with pytest.raises(RequestError) as caught, admission.jobs_of(1):
+                pass
+            assert caught.value.status_code == 429
+            assert caught.value.retry_after
+        with pytest.raises(RequestError), admission.jobs_of(2):
+            pass
+    assert admission.jobs == 0
+
+
+def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
+    """Between its last check and its waiting for room, nobody hears of a call to stop."""
+    llama = FakeLlama(shelf=object())
+    engine = engine_of(llama)
+    engine.shelf = None
+    begun = threading.Event()
+
+    def wait_for_room(_: Any) -> None:
+        begun.set()
+        assert llama.interrupted.wait(10)
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(engine.generate_all([Job(wait_for_room, None, None)]))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        end = time.monotonic() + 5
+        while engine.running and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert not engine.running
+
+    asyncio.run(leave())
+    engine.close()
+
+
+def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends while it is being stopped makes room for another in the same model."""
+    llama = FakeLlama(shelf=object())
+    engine = engine_of(llama)
+    stopped = []
+
+    def interrupt() -> None:
+        time.sleep(0.1)
+        stopped.append(engine.running.get(llama))  # type: ignore[call-overload]
+
+    monkeypatch.setattr(llama, "interrupt", interrupt)
+    first = Job(lambda _: first.stop.wait(10), None, None)
+    second = Job(lambda _: time.sleep(0.3), None, None)
+
+    async def both() -> None:
+        tasks = [asyncio.ensure_future(engine.generate_all([job])) for job in (first, second)]
+        await asyncio.sleep(0.1)
+        tasks[0].cancel()
+        await tasks[1]
+
+    asyncio.run(both())
+    assert stopped
+    assert second not in stopped
+    engine.close()
+
+
+def test_seconds_of_a_request_go_by_while_it_waits() -> None:
+    engine = engine_of(FakeLlama(), request_seconds=0.2)
+    release = threading.Event()
+
+    async def two() -> None:
+        slow = Job(lambda _: release.wait(10), None, None, arrival=time.monotonic() + 60)
+        first = asyncio.ensure_future(engine.generate_all([slow]))
+        await asyncio.sleep(0.01)
+        start = time.monotonic()
+        with pytest.raises(RequestError) as caught:
+            await engine.generate_all([Job(lambda _: None, None, None)])
+        assert caught.value.status_code == 504
+        assert time.monotonic() - start < 5  # and not when its turn has come
+        release.set()
+        await first
+
+    asyncio.run(two())
+    engine.close()
+
+
+def test_figures_of_a_pool_are_taken_once_however_many_ask() -> None:
+    class Pool:
+        taken = 0
+
+        def stats(self) -> int:
+            self.taken += 1
+            return self.taken
+
+    engine = engine_of(FakeLlama())
+    pool = engine.llama.pool = Pool()  # type: ignore[assignment]
+    moments = [engine.moment() for _ in range(1_000)]
+    assert pool.taken < 10
+    assert moments[0] is moments[1]
+    engine.llama.pool = None
+    engine.close()
+
+
+# --- middleware -----------------------------------------------------------------------------------
+
+
+def scope(**headers: str) -> dict[str, Any]:
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "method": "POST", "path": "/", "headers": given}
+
+
+def piece(body: bytes, *, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+async def status_of(app: Any, asked: dict[str, Any], *messages: dict[str, Any]) -> int:
+    """Return the status that an ASGI app answers; the client sends nothing after the messages."""
+    rest, seen = list(messages), []
+
+    async def receive() -> dict[str, Any]:
+        if not rest:
+            await asyncio.sleep(3600)
+        return rest.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    await app(asked, receive, send)
+    return int(seen[0])
+
+
+async def echo(_: Any, receive: Any, send: Any) -> None:
+    body = await receive()
+    assert body["more_body"] is False
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body["body"]})
+
+
+def test_bodies_have_limits_of_bytes_and_seconds() -> None:
+    admission = Admission(Limits(max_body=10, max_bodies=12, client_seconds=0.1), 1)
+    app = Bodies(echo, admission)
+
+    def status(*messages: dict[str, Any], **headers: str) -> int:
+        return asyncio.run(status_of(app, scope(**headers), *messages))
+
+    assert status(piece(b"12345", more=True), piece(b"67890")) == 200
+    assert status(piece(b"12345", more=True), piece(b"678901")) == 413
+    assert status(content_length="11") == 413
+    assert status(content_length="9" * 5_000) in (408, 413)
+    assert status(piece(b"1", more=True)) == 408
+    assert status(piece(b""), x_session_id="a" * 300) == 400
+    with admission.body() as other:
+        other.add(b"1234")
+        assert status(piece(b"123456789")) == 503
+    assert status(piece(b"123456789")) == 200  # nothing of those that were refused is still counted
+
+
+def test_a_slow_upload_holds_nobodys_turn(tmp_path: Path) -> None:
+    """Where one model is for all, their turn was taken before the body had arrived."""
+    engine = engine_of(FakeLlama(), client_seconds=60)
+    conversations = Conversations(tmp_path, 1 << 20)
+    turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
+    app = Bodies(turns, engine.admission)
+
+    async def both() -> None:
+        slow = asyncio.ensure_future(status_of(app, scope(), piece(b"{", more=True)))
+        await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(status_of(app, scope(), piece(b"{}")), 5) == 200
+        slow.cancel()
+
+    asyncio.run(both())
+    engine.close()
+
+
+def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
+    """Its turn came all the same, and its conversation was loaded for it."""
+    engine = engine_of(FakeLlama())
+    release = asyncio.Event()
+    inside = []
+
+    async def slow(_: Any, receive: Any, send: Any) -> None:
+        inside.append((await receive())["body"])
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    conversations = Conversations(tmp_path, 1 << 20)
+    turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
+
+    async def three() -> None:
+        first = asyncio.ensure_future(status_of(turns, scope(), piece(b"1")))
+        await asyncio.sleep(0.05)
+        third = asyncio.ensure_future(status_of(turns, scope(), piece(b"3")))
+        gone = status_of(turns, scope(), piece(b"2"), {"type": "http.disconnect"})
+        assert await asyncio.wait_for(gone, 5) == 499
+        assert not first.done()
+        release.set()
+        assert [await first, await third] == [200, 200]
+        assert inside == [b"1", b"3"]
+
+    asyncio.run(three())
+    engine.close()
+
+
+def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path) -> None:
+    engine = engine_of(FakeLlama(), max_waiting=1, request_seconds=0.3)
+    release = asyncio.Event()
+
+    async def slow(_: Any, __: Any, send: Any) -> None:
+        await release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    conversations = Conversations(tmp_path, 1 << 20)
+    turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
+    app = Bodies(turns, engine.admission)
+
+    async def three() -> None:
+        first, second = (
+            asyncio.ensure_future(status_of(app, scope(), piece(b"{}"))) for _ in range(2)
+        )
+        await asyncio.sleep(0.05)
+        assert await status_of(app, scope(), piece(b"{}")) == 429
+        assert await second == 504
+        release.set()
+        assert await first == 200
+
+    asyncio.run(three())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "given", "status"),
+    [
+        ("127.0.0.1", None, "127.0.0.1:8000", 200),
+        ("127.0.0.1", None, "localhost", 200),
+        ("127.0.0.1", None, "app.localhost:8000", 200),
+        ("::1", None, "[::1]:8000", 200),
+        ("127.0.0.1", None, "192.168.1.5:8000", 200),  # no page's name is an address
+        ("127.0.0.1", None, "evil.example", 403),
+        ("127.0.0.1", None, "evil.example:8000", 403),
+        ("127.0.0.1", None, "localhost.evil.example", 403),
+        ("127.0.0.1", None, "127.0.0.1.evil.example", 403),
+        ("127.0.0.1", None, "", 403),
+        ("0.0.0.0", None, "evil.example", 403),  # noqa: S104
+        ("llm.example.com", None, "LLM.example.com.", 200),
+        ("0.0.0.0", "llm.example.com, other", "other:80", 200),  # noqa: S104
+        ("0.0.0.0", "*.example.com", "llm.example.com", 200),  # noqa: S104
+        ("0.0.0.0", "*.example.com", "evilexample.com", 403),  # noqa: S104
+        ("0.0.0.0", "*", "evil.example", 200),  # noqa: S104
+    ],
+)
+def test_hosts(host: str, allowed: str | None, given: str, status: int) -> None:
+    app = Hosts(echo, host, allowed)
+    assert asyncio.run(status_of(app, scope(host=given), piece(b""))) == status
+
+
+def test_a_server_knows_its_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Machine")
+    for host, status in (("0.0.0.0", 200), ("127.0.0.1", 403)):  # noqa: S104
+        app = Hosts(echo, host, None)
+        assert asyncio.run(status_of(app, scope(host="machine:1"), piece(b""))) == status

@@ -1,0 +1,206 @@
+"""Predictors: the ridge regression by its definition, what a file says, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from entropykv.errors import ProfileError
+from entropykv.profile.predictor import (
+    LOOKUP_SHARE,
+    RIDGES,
+    ScorePredictor,
+    fit_predictor,
+    lookups_of,
+)
+
+Floats = npt.NDArray[np.float64]
+N_FEATURES = 7
+
+
+class Head:
+    """Entries of a KV head: features of different size and mean, and targets that follow them."""
+
+    def __init__(self, n: int, seed: int = 0, noise: float = 0.5, constant: int = -1) -> None:
+        truth = np.random.default_rng(99)  # the same for every head
+        mixing = truth.standard_normal((N_FEATURES, N_FEATURES))
+        slopes = truth.standard_normal(N_FEATURES)
+        random = np.random.default_rng(seed)
+        self.x = random.standard_normal((n, N_FEATURES)) @ mixing * 3.0 + np.arange(N_FEATURES)
+        if constant >= 0:
+            self.x[:, constant] = 5.0
+        self.y = self.x @ slopes / 10 - 4.0 + noise * random.standard_normal(n)
+
+    def sums(self) -> Floats:
+        rows = np.column_stack([self.x, np.ones(len(self.x)), self.y])
+        return np.asarray(rows.T @ rows)
+
+    def ridge_weights(self, ridge: float) -> Floats:
+        """By least squares over entries, and rows that pull standardised weights to 0."""
+        mean, deviation = self.x.mean(axis=0), self.x.std(axis=0)
+        standard = (self.x - mean) / deviation
+        pull = np.sqrt(ridge * len(self.x)) * np.eye(N_FEATURES)
+        targets = np.concatenate([self.y - self.y.mean(), np.zeros(N_FEATURES)])
+        solution, *_ = np.linalg.lstsq(np.concatenate([standard, pull]), targets, rcond=None)
+        slopes = solution / deviation
+        return np.append(slopes, self.y.mean() - slopes @ mean)
+
+    def predicted(self, weights: npt.NDArray[Any]) -> Floats:
+        return np.asarray(np.column_stack([self.x, np.ones(len(self.x))]) @ weights)
+
+
+def lessons(*heads: Head) -> list[tuple[int, Floats]]:
+    """Of one layer."""
+    return [(len(heads[0].x), np.array([head.sums() for head in heads]))]
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1e-2, 3.0])
+def test_weights_are_those_of_ridge_regression(ridge: float) -> None:
+    heads = [Head(200, 1), Head(300, 2)]
+    predictor = fit_predictor(lessons(*heads), ridge=ridge)
+    assert (predictor.n_tokens, predictor.correlation) == (200, None)
+    assert predictor.shape == (2,)
+    for weights, head in zip(predictor.weights[0], heads, strict=True):
+        np.testing.assert_allclose(weights, head.ridge_weights(ridge), rtol=1e-4, atol=1e-5)
+
+
+def test_texts_that_are_held_back_choose_the_ridge_and_show_the_quality() -> None:
+    head, other = Head(30, 1, noise=3.0), Head(400, 2, noise=3.0)
+    predictor = fit_predictor(lessons(head), lessons(other))
+    candidates = [head.ridge_weights(ridge) for ridge in RIDGES]
+    errors = [float(((other.predicted(w) - other.y) ** 2).sum()) for w in candidates]
+    best = candidates[int(np.argmin(errors))]
+    np.testing.assert_allclose(predictor.weights[0][0], best, rtol=1e-4, atol=1e-4)
+    assert max(errors) > 1.01 * min(errors)  # otherwise nothing was chosen
+    r = np.corrcoef(other.predicted(predictor.weights[0][0]), other.y)[0, 1]
+    assert predictor.correlation == pytest.approx(r, abs=1e-4)
+
+
+def test_features_that_do_not_vary_say_nothing() -> None:
+    head, whole = Head(200, 1, constant=3), Head(200, 1)
+    predictor = fit_predictor(lessons(head), lessons(Head(100, 2, constant=3)))
+    weights = predictor.weights[0][0]
+    assert weights[3] == 0.0
+    r = np.corrcoef(head.predicted(weights), head.y)[0, 1]
+    assert r > 0.5
+    assert np.isfinite(fit_predictor(lessons(whole), ridge=0.0).weights[0]).all()
+
+
+def test_targets_that_do_not_vary_are_predicted_and_correlate_with_nothing() -> None:
+    head = Head(200)
+    head.y[:] = -11.5
+    predictor = fit_predictor(lessons(head), lessons(head))
+    np.testing.assert_allclose(head.predicted(predictor.weights[0][0]), -11.5, atol=1e-3)
+    assert predictor.correlation == 0.0
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_few_entries_make_a_predictor_of_finite_numbers(n: int) -> None:
+    """Fewer entries than features: the ridge decides, and without any, the mean."""
+    head = Head(n)
+    for held_back in (None, lessons(Head(50, 1))):
+        predictor = fit_predictor(lessons(head), held_back)
+        assert predictor.n_tokens == max(n, 1)
+        predicted = head.predicted(predictor.weights[0][0])
+        assert np.isfinite(predictor.weights[0]).all()
+        if n == 1:
+            np.testing.assert_allclose(predicted, head.y, rtol=1e-4)
+
+
+def test_lookups_are_shares_among_the_highest_of_all_heads() -> None:
+    """One head has all of the highest scores, one has none, and heads may hold fewer entries."""
+    low, high = np.linspace(0.0, 0.1, 80), np.linspace(0.5, 1.0, 60)
+    scores = [[low, high], [low[:40], low[:20]]]
+    shares = lookups_of([[s.astype(np.float32) for s in layer] for layer in scores])
+    assert shares.shape == (2, 2)
+    np.testing.assert_allclose(shares, [[0.0, LOOKUP_SHARE * 200 / 60], [0.0, 0.0]])
+
+
+def example() -> ScorePredictor:
+    random = np.random.default_rng(3)
+    weights = tuple(random.standard_normal((2, n), np.float32) for n in (5, 3))
+    return ScorePredictor(weights, 1976, 0.75, np.array([[0.0, 0.25], [1.0, 0.125]]))
+
+
+def test_it_survives_json_to_the_bit() -> None:
+    predictor = example()
+    data = predictor.to_json()
+    assert data["n_features"] == [5, 3]
+    loaded = ScorePredictor.from_json(data, "here", (2, 2))
+    for ours, theirs in zip(predictor.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert not theirs.flags.writeable
+    assert (loaded.n_tokens, loaded.correlation) == (1976, 0.75)
+    assert loaded.lookups is not None
+    np.testing.assert_array_equal(loaded.lookups, predictor.lookups)
+    unknown = ScorePredictor(predictor.weights, 1).to_json()
+    loaded = ScorePredictor.from_json(unknown, "here", (2, 2))
+    assert (loaded.correlation, loaded.lookups) == (None, None)
+
+
+def encoded(*values: float) -> str:
+    return base64.b64encode(np.array(values, "<f4").tobytes()).decode()
+
+
+WRONG = [
+    ("n_features", 5, "predictor.n_features must be a list of 2"),
+    ("n_features", [5], "predictor.n_features must be a list of 2"),
+    ("n_features", [5, 0], "predictor.n_features[1]"),
+    ("n_features", [5, 1 << 20], "predictor.n_features[1]"),
+    ("n_features", [5, 4], "predictor.weights has 16 values; 2 KV heads of 2 layers need 18"),
+    ("n_tokens", 0, "predictor.n_tokens"),
+    ("n_tokens", 1.5, "predictor.n_tokens"),
+    ("correlation", 1.5, "predictor.correlation"),
+    ("correlation", float("nan"), "predictor.correlation"),
+    ("correlation", "high", "predictor.correlation"),
+    ("lookups", 0.5, "predictor.lookups must be a list of 2"),
+    ("lookups", [[0.5, 0.5]], "predictor.lookups must be a list of 2"),
+    ("lookups", [[0.5, 0.5], [0.5]], "predictor.lookups[1] must be a list of 2"),
+    ("lookups", [[0.5, 0.5], [0.5, 2]], "predictor.lookups[1][1]"),
+    ("lookups", [[0.5, 0.5], [0.5, float("nan")]], "predictor.lookups[1][1]"),
+    ("weights", [1.0], "predictor.weights must be a text"),
+    ("weights", "AAAA!", "predictor.weights must be base64 of float32 values"),
+    ("weights", "äöü", "predictor.weights must be base64 of float32 values"),
+    ("weights", "AAAA", "predictor.weights must be base64 of float32 values"),
+    ("weights", "", "predictor.weights"),
+    ("weights", encoded(1.0, 2.0), "predictor.weights has 2 values"),
+    ("weights", encoded(*[1.0] * 15, np.nan), "predictor.weights has values that are no finite"),
+    ("weights", encoded(*[1.0] * 15, np.inf), "predictor.weights has values that are no finite"),
+    ("more", 1, "predictor has the unknown key 'more'"),
+    ("n_tokens", ..., "predictor lacks n_tokens"),
+    ("weights", ..., "predictor lacks weights"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_what_is_wrong_in_a_file_is_named(name: str, value: Any, message: str) -> None:
+    data = example().to_json()
+    if value is ...:
+        del data[name]
+    else:
+        data[name] = value
+    with pytest.raises(ProfileError) as caught:
+        ScorePredictor.from_json(data, "here", (2, 2))
+    assert str(caught.value).startswith("here: ")
+    assert message in str(caught.value)
+    assert "calibrate again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "lookups"),
+    [
+        (np.full((2, 3), np.nan), None),
+        (np.zeros(3), None),
+        (np.zeros((2, 3)), np.zeros((1, 3))),
+        (np.zeros((2, 3)), np.zeros((2, 2))),
+        (np.zeros((2, 3)), np.array([[0.0, -0.5]])),
+        (np.zeros((2, 3)), np.array([[0.0, np.nan]])),
+    ],
+)
+def test_impossible_arrays_are_refused(weights: Floats, lookups: Floats | None) -> None:
+    with pytest.raises(ProfileError, match=r"predictor\.(weights|lookups)"):
+        ScorePredictor((weights.astype(np.float32),), 1, None, lookups)
