@@ -66,10 +66,13 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.base_position = base_position;
+    const bool predicts = step_.importance.predicts();
+    // Where scores are predicted, the queries of an echo change no more than the predicted shares;
+    // that of a single token tells nothing.
     step_.observing =
-        step_.importance.measure().observes() &&
+        step_.importance.measure().observes() && (n_text > 0 || !predicts) &&
         (n_tokens > 1 || base_position % store_.parts().common.scoring_interval() == 0);
-    step_.looking_up = n_echo > 0 && step_.importance.predicts();
+    step_.looking_up = n_echo > 0 && n_tokens > 1 && predicts;
     commits_.begin(n_text);
     entropies_.begin(step_);
     queries_.begin(n_tokens);

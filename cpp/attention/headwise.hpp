@@ -19,9 +19,9 @@ struct SequencePool {
     SequencePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
                  int n_sequences);
 
-    // Of the threads that attend, and of what predicts scores.
+    // Of the threads that attend, of what predicts scores, and of what that is fitted to.
     std::size_t scratch_bytes() const {
-        return bytes_of_workers(*workers) + store->predictor().bytes();
+        return bytes_of_workers(*workers) + store->prediction_bytes();
     }
 
     std::shared_ptr<StorePool> store;
@@ -75,7 +75,7 @@ public:
 
     std::size_t scratch_bytes() const {
         return store.parts().scratch_bytes() + attention.scratch_bytes() +
-               (in_pool_ ? 0 : store.share().pool().predictor().bytes());
+               (in_pool_ ? 0 : store.share().pool().prediction_bytes());
     }
 
     const KernelTable& kernels;

@@ -28,7 +28,9 @@ void set_predictor(Headwise& self, int layer, const InputArray<float>& weights) 
 
 // Of the entries in order of their positions.
 py::array_t<float> predicted_shares(const Headwise& self, int layer, int head) {
-    self.shape_of(layer);
+    self.check_head(layer, head);
+    if (!self.store.settings().importance.predicts())
+        throw std::invalid_argument("this store predicts no shares: use the measure predicted");
     std::vector<float> shares = importance_of(self.store.head(layer, head));
     for (float& share : shares) share = PackedImportance(share).share();
     return to_array(shares);

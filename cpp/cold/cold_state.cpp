@@ -136,7 +136,8 @@ void ColdLoader::begin(const std::byte* state, int n_new) {
         head_.spare_.push_back(head_.storage_->take());
 }
 
-int ColdLoader::load(const std::byte* state, const KernelTable& kernels, std::byte* buffer) {
+int ColdLoader::load(const std::byte* state, const ImportanceSettings& settings,
+                     const KernelTable& kernels, std::byte* buffer) {
     const Header header = header_of(state);
     head_.truncate(0);
     head_.pages_.assign(ColdBook::index(header.n_pages), ColdBook::Page{});
@@ -169,7 +170,7 @@ int ColdLoader::load(const std::byte* state, const KernelTable& kernels, std::by
         head_.store(number, head_.packed_.data());
     }
     const int n_frozen = head_.n_frozen_;
-    ImportanceSettings as_saved;
+    ImportanceSettings as_saved = settings;
     as_saved.decay = 1.0f;
     while (head_.is_limited() && head_.n_stored_ > head_.most_pages_)
         head_.drop_page(head_.least_page(as_saved, 0));

@@ -38,7 +38,8 @@ public:
     // Room for load(), and for n_new calls of ColdHead::add() after it.
     void begin(const std::byte* state, int n_new);
     // Returns how many frozen entries the limit dropped: their records are dead.
-    int load(const std::byte* state, const KernelTable& kernels, std::byte* buffer);
+    int load(const std::byte* state, const ImportanceSettings& settings, const KernelTable& kernels,
+             std::byte* buffer);
 
 private:
     void count_records(int page);

@@ -81,8 +81,8 @@ void HeadLoader::load_frozen(const StoreLayer& layer, Head& head, const std::byt
     const std::byte* homes = state + active_bytes(layer, loaded.count());
     const int n_dropped =
         ColdLoader(*head.frozen.cold)
-            .load(homes + home_bytes(parts_, layer, loaded.count()), *parts_.common.kernels,
-                  parts_.workspaces.front().page_read.data());
+            .load(homes + home_bytes(parts_, layer, loaded.count()), parts_.common.importance(),
+                  *parts_.common.kernels, parts_.workspaces.front().page_read.data());
     parts_.common.evicted.fetch_add(index(n_dropped), std::memory_order_relaxed);
     FrozenEntries& frozen = loaded.frozen;
     frozen.counts_detections = head.frozen.counts_detections;

@@ -9,14 +9,16 @@
 namespace entropykv {
 namespace {
 
-void predict_head(const LayerPredictor& predictor, Head& head, int number) {
+// turns of the predictor: of the positions that RoPE sees, from 0 on.
+void predict_head(const LayerPredictor& predictor, Head& head, int number, int n_sinks, int shift) {
     const PageLayout& layout = head.layout();
     float row[kMaxHeadDim];
     head.over_pages({}, [&](std::byte* page, int n, int first) {
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
             load_k(layout, page, i, row);
-            float predicted = predictor.with_key(number, layout.positions(page)[i], row);
+            const int seen = rope_position(layout.positions(page)[i], n_sinks, shift);
+            float predicted = predictor.with_key(number, seen, row);
             if (predictor.shape->v_dim > 0) {
                 load_v(layout, page, i, row);
                 predicted = predictor.with_value(number, predicted, row);
@@ -77,7 +79,7 @@ std::size_t StoreParts::scratch_bytes() const {
     for (const Workspace& workspace : workspaces)
         bytes += workspace.ranking.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
                  bytes_of(workspace.lesson_rows);
-    return bytes + turns.bytes() + (counts_lessons_ ? lessons()->bytes() : 0);
+    return bytes + turns.bytes();
 }
 
 void StoreParts::keep_budgets() {
@@ -127,15 +129,23 @@ LayerPredictor StoreParts::predictor(std::size_t layer) const noexcept {
 }
 
 void StoreParts::predict_stored(std::int32_t n_positions, std::int32_t shift) {
+    if (n_positions < 0 || n_positions > kMostPositions || shift < 0 || shift > kMostPositions)
+        throw std::invalid_argument("positions and shifts go from 0 to 2^30");
+    over_heads([&](const Head& head) {
+        for (int i = 0; i < head.count(); ++i)
+            if (head.position(i) >= n_positions)
+                throw std::invalid_argument("an entry beyond the positions of the text");
+    });
     look_at_features();
+    const int n_sinks = common.settings.protection.n_sinks;
     for (std::size_t i = 0; i < layers.size(); ++i) {
         LayerPredictor predictor = this->predictor(i);
         if (!predictor || predictor.weights == nullptr) continue;
         TurnsBack turns_of_text(predictor.turns->rope());
-        turns_of_text.prepare(-shift, n_positions);
+        turns_of_text.prepare(0, std::max(n_positions - shift, std::min(n_positions, n_sinks + 1)));
         predictor.turns = &turns_of_text;
         for (std::size_t h = 0; h < layers[i].heads.size(); ++h)
-            predict_head(predictor, layers[i].heads[h], static_cast<int>(h));
+            predict_head(predictor, layers[i].heads[h], static_cast<int>(h), n_sinks, shift);
     }
 }
 
@@ -154,7 +164,6 @@ void StoreParts::collect_lessons(bool on) {
         for (std::size_t i = 0; i < layers.size(); ++i)
             sums->add_layer(features_of(i), layers[i].shape.n_head_kv);
         pool.lessons = std::move(sums);
-        counts_lessons_ = true;
     }
     pool.collects_lessons = on;
 }
@@ -163,7 +172,6 @@ void StoreParts::clear_lessons() {
     StorePool& pool = share.pool();
     if (pool.collects_lessons) return pool.lessons->clear();
     pool.lessons.reset();
-    counts_lessons_ = false;
     for (Workspace& workspace : workspaces) std::vector<float>().swap(workspace.lesson_rows);
 }
 

@@ -91,7 +91,8 @@ struct StoreParts {
     // Whether every layer has such functions.
     bool has_predictor() const noexcept;
     // Predicts the shares of entries that were stored before there was a predictor: of a text of
-    // so many positions, which RoPE has seen `shift` positions before their own.
+    // so many positions, which RoPE sees by this shift (rope_position()). Throws
+    // std::invalid_argument where an entry is not of such a text, and as features_of().
     void predict_stored(std::int32_t n_positions, std::int32_t shift);
     // Of all stores of the pool, from the next micro-batch on, or no more; what was collected stays
     // until it is cleared.
@@ -112,9 +113,6 @@ struct StoreParts {
     std::unique_ptr<ColdStorage> storage;
     std::deque<Workspace> workspaces{};
     int most_loaded = 0;  // entries of a head in the states that are being loaded
-
-private:
-    bool counts_lessons_ = false;  // of all stores of the pool, the one that began them
 };
 
 }  // namespace entropykv

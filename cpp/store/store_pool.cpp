@@ -6,6 +6,7 @@
 
 #include "store/checkpoint.hpp"
 #include "store/head_store.hpp"
+#include "store/lesson_sums.hpp"
 
 namespace entropykv {
 namespace {
@@ -40,6 +41,10 @@ StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
                      int n_sequences)
     : StorePool(layers, type, max_tokens, n_sequences, false) {}
+
+std::size_t StorePool::prediction_bytes() const {
+    return predictor_.bytes() + (lessons ? lessons->bytes() : 0);
+}
 
 void StorePool::set_pages(std::size_t pages) {
     if (pages > std::numeric_limits<std::size_t>::max() / pages_.page_bytes())

@@ -35,6 +35,8 @@ public:
     // What it is fitted to: of one part of a micro-batch at a time, since a step has one echo.
     std::shared_ptr<LessonSums> lessons{};
     bool collects_lessons = false;
+    // What the predictor and the lessons take.
+    std::size_t prediction_bytes() const;
     std::size_t shared_pages() const { return shared_pages_; }
 
     // Gives the pool so many pages; what the system gets back of a smaller one is told by

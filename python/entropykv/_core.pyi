@@ -83,7 +83,13 @@ class ImportanceSettings:
         distinct: bool = False,
         future_positions: int = 512,
         expected_lookups: float = 0.0,
-    ) -> None: ...
+    ) -> None:
+        """`observation_window` and `future_positions` in tokens.
+
+        `expected_lookups`: how many later queries count that give an entry the share of attention
+        that its key and value predict; 0: nothing is predicted, and more only for mass and
+        attention. A HeadwiseStore raises ValueError for what is impossible.
+        """
     @property
     def decay(self) -> float:
         """Share of an observation that is left after one token; 1: nothing decays, 0: the last
@@ -567,24 +573,27 @@ class HeadwiseStore:
         """
 
     def set_predictor(self, layer: int, weights: _Floats) -> None:
-        """Score entries of a layer by exp(weights . features) from now on, for measure predicted.
+        """Predict an entry's share of attention as exp(weights . features), from now on.
 
         `weights`: (n_head_kv, predictor_features()), or empty: none; all stores of the pool have
-        them then. Scores lie from 1e-6 to 1, and stay what they were when an entry was read.
-        ValueError for another shape, and for weights that are no finite numbers.
+        them then. Shares lie from 1e-6 to 1, and stay what they were when an entry was read.
+        ValueError for another shape, for weights that are no finite numbers, and for RoPE that does
+        not fit the keys of the layer.
         """
 
     def predict_stored(self, n_positions: int, shift: int) -> None:
         """Predict what entries of a text of `n_positions` tokens will be looked up.
 
-        For those that were read before there was a predictor; `shift`: how far their positions are
-        before what RoPE has seen. A larger share that an echo has shown stays.
+        For entries that were read before there was a predictor. RoPE sees them by `shift`, as
+        rope_position() says. A larger share that an echo has shown stays. ValueError where the
+        store has an entry at `n_positions` or later, and for RoPE that does not fit its keys.
         """
 
     def predicted_shares(self, layer: int, head: int) -> npt.NDArray[np.float32]:
-        """Shares of attention from 2^-20 to 1 that entries are expected to get, by position.
+        """Shares of attention, 2^-20 to 1, that later queries are expected to give: (n_entries,).
 
-        They are of the queries that will look an entry up: predicted, or what an echo has shown.
+        In order of positions; 8 bits precise. Each is the larger of what key and value predict and
+        of what an echo has shown. ValueError for measures that predict nothing.
         """
 
     @property

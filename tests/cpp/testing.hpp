@@ -99,10 +99,11 @@ inline void run_node(int n_threads, const std::function<void(int)>& node) {
     for (std::thread& thread : threads) thread.join();
 }
 
-// Reads a random micro-batch; returns the outputs of every reader.
+// Reads a random micro-batch, whose last n_echo tokens are an echo; returns the outputs of every
+// reader.
 inline std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
                                      std::int32_t position, std::mt19937& random, int n_threads,
-                                     bool sinks = false, bool biased = false) {
+                                     bool sinks = false, bool biased = false, int n_echo = 0) {
     const int n_queries = n * shape.n_head * shape.k_dim;
     const int n_outputs = n * shape.n_head * shape.v_dim;
     const std::vector<float> q = random_rows(random, shape.readers * n_queries);
@@ -117,7 +118,7 @@ inline std::vector<float> read_batch(Attention& attention, const LayerShape& sha
     params.slopes = biased ? slopes.data() : nullptr;
     const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
     const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
-    attention.begin(n, position, position);
+    attention.begin(n - n_echo, position, position, n_echo);
     run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
     if (!shape.latent)
         run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });

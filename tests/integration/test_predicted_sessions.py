@@ -10,6 +10,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.errors import SettingsError
+from entropykv.session.echo import Echo
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.logits import tokens_for
 
@@ -43,7 +44,9 @@ def test_a_model_without_a_predictor_is_refused(tiny_llama: Path) -> None:
         session.decode(TOKENS)
 
 
-@pytest.mark.parametrize("policy", ["uniform:predicted", "adaptive:predicted+values"])
+@pytest.mark.parametrize(
+    "policy", ["uniform:predicted", "adaptive:predicted+values", "adaptive:mass+values+predicted"]
+)
 def test_a_saved_session_goes_on_as_the_one_that_was_saved(
     tiny_llama: Path, tmp_path: Path, policy: str
 ) -> None:
@@ -69,16 +72,37 @@ def test_other_functions_keep_other_entries(tiny_llama: Path) -> None:
     assert kept[0] == kept[1] != kept[2]
 
 
-def test_a_text_that_is_read_twice_teaches(tiny_llama: Path) -> None:
-    with Session(tiny_llama, policy="uniform:reconstruct", **INSIDE) as session:
-        prediction = store_of(session).prediction
-        prediction.collect_lessons(on=True)
-        session.decode(TOKENS)
-        lessons = prediction.lessons()
-    for shape, (count, sums), n in zip(
-        store_of(session).layers, lessons, prediction.n_features, strict=True
-    ):
-        assert 500 < count <= len(TOKENS)
-        assert sums.shape == (shape.n_head_kv, n + 1, n + 1)
-        np.testing.assert_array_equal(sums[:, n - 1, n - 1], count)
-        assert (np.linalg.eigvalsh(sums) > -1e-3 * count).all()
+def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
+    shares = []
+    for echoes in (True, False):
+        with Session(tiny_llama, policy="adaptive:mass+predicted", **INSIDE) as session:
+            predict(session)
+            prediction = store_of(session).prediction
+            prediction.collect_lessons(on=True)
+            read_with_echoes(session, TOKENS[:160], echoes=echoes)
+            lessons = prediction.lessons()
+            shares.append(store_of(session)._store.predicted_shares(0, 0))
+            read_with_echoes(session, TOKENS[160:], echoes=echoes)
+            whole = prediction.lessons()
+            assert session.stats().evictions > 0
+        n_sinks = 4
+        for (count, _), (of_whole, sums), n in zip(
+            lessons, whole, prediction.n_features, strict=True
+        ):
+            assert (count, of_whole) == ((160 - n_sinks, 700 - n_sinks) if echoes else (0, 0))
+            np.testing.assert_array_equal(sums[:, n - 1, n - 1], of_whole)
+            assert (np.linalg.eigvalsh(sums) > -1e-3 * (1 + of_whole)).all()
+    shown, predicted = shares
+    assert (shown >= predicted).all()
+    assert (shown > predicted).any()
+
+
+def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> None:
+    """Read a text as calibration does, each stretch with its echo behind it."""
+    echo = Echo(lambda text: session.tokenize(text, add_bos=False), session.recipe.n_ubatch)
+    sequence = session._sequence
+    for first in range(0, len(tokens), echo.stretch):
+        stretch = tokens[first : first + echo.stretch]
+        session._decode(stretch, 0, echo.of(sequence.tokens, stretch) if echoes else [], first)
+        sequence.add(stretch, None)
+        session._broken = False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from entropykv import _core
-from tests.support.reference import Options, ReferenceHead, Rules
+from tests.support.reference import SHARE_ROUNDING, Options, ReferenceHead, Rules
 from tests.support.stores import (
     HEADS,
     LAYERS,
@@ -53,7 +53,7 @@ class Pair:
             n_threads=1,
             ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
         )
-        if self.rules.score == "predicted":
+        if self.rules.predicts:
             self.set_predictor()
         self.heads = {
             (layer, head): ReferenceHead(
@@ -64,7 +64,7 @@ class Pair:
         self.set_budgets(self.budgets, 0)
 
     def set_predictor(self) -> None:
-        """Weights that make scores of 1e-6 to 1, and some beyond; the same for heads of a layer."""
+        """Weights that make shares of 1e-6 to 1, and some beyond; the same for heads of a layer."""
         for layer, (_, n_head_kv, _, _) in enumerate(SHAPES):
             n = self.store.predictor_features(layer)
             weights = self.random.standard_normal(n, np.float32) * np.float32(0.4)
@@ -131,10 +131,16 @@ class Pair:
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
-            if self.rules.observes or self.rules.score == "predicted":
-                importance = self.store.importance(*key)
-                tolerance = self.rules.tolerance
-                np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
+            if self.rules.observes or self.rules.predicts:
+                expected = self.rules.score_of(oracle.importance, oracle.shares)
+                rtol = self.rules.tolerance
+                # Shares are small numbers, and mass of 1e-4 is little.
+                atol = min(rtol, 1e-4) if self.rules.observes else 1e-7
+                atol = rtol if self.rules.score == "products" else atol
+                np.testing.assert_allclose(self.store.importance(*key), expected, rtol, atol)
+            if self.rules.predicts:
+                shares = self.store.predicted_shares(*key)
+                np.testing.assert_allclose(shares, oracle.shares, 1.1 * SHARE_ROUNDING)
         whole_from = max(oracle.whole_from for oracle in self.heads.values())
         assert self.store.windows_whole_from == whole_from
         assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())

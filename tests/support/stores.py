@@ -33,4 +33,5 @@ def importance_of(rules: Rules) -> _core.ImportanceSettings:
         rules.by_values,
         rules.distinct,
         rules.future_positions,
+        rules.expected_lookups,
     )

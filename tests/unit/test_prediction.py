@@ -10,8 +10,8 @@ import pytest
 from entropykv import _core
 from entropykv.errors import SettingsError
 from entropykv.policy.importance import Importance
-from tests.support.predicted_layers import LAYERS, N_SINKS, ROPES, PredictedLayer
-from tests.support.reference import Rope
+from tests.support.predicted_layers import LAYERS, N_SINKS, ROPES, SHARE_RTOL, PredictedLayer
+from tests.support.reference import LEAST_SHARE, SHARE_ROUNDING, Rope
 
 KERNELS = _core.available_kernels()
 each_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
@@ -26,13 +26,13 @@ def test_a_score_is_what_the_linear_function_says(kernel: str, kv_type: str, rop
     store = PredictedLayer(kernel, kv_type, rope)
     weights = store.weights()
     store.core.set_predictor(0, weights)
-    for n_text, n_echo in [(37, 0), (1, 0), (60, 40), (1, 0), (90, 0)]:
-        store.read(n_text, n_echo)
+    for n_text in (37, 1, 60, 1, 90):
+        store.read(n_text)
     for head in range(2):
         scores = store.core.importance(0, head)
         expected = store.expected(head, weights)
         assert expected.max() > 100 * expected.min()
-        np.testing.assert_allclose(scores, expected, rtol=2e-4)
+        np.testing.assert_allclose(scores, expected, rtol=SHARE_RTOL)
 
 
 @each_kernel
@@ -52,7 +52,7 @@ def test_layers_of_other_shapes_are_predicted_by_what_they_have(
     for head in range(2):
         kept = store.core.positions(0, head)
         expected = store.expected(head, weights)[kept]
-        np.testing.assert_allclose(store.core.importance(0, head), expected, rtol=4e-4)
+        np.testing.assert_allclose(store.core.importance(0, head), expected, rtol=SHARE_RTOL)
 
 
 @pytest.mark.parametrize("by_values", [False, True])
@@ -65,12 +65,18 @@ def test_the_largest_predictions_are_kept_and_do_not_fade(by_values: bool) -> No
     for head in range(2):
         positions = store.core.positions(0, head)
         scores = store.expected(head, weights)
-        np.testing.assert_allclose(store.core.importance(0, head), scores[positions], rtol=2e-4)
+        np.testing.assert_allclose(
+            store.core.importance(0, head), scores[positions], rtol=SHARE_RTOL
+        )
         if by_values:
             scores = scores * np.linalg.norm(store.v[:, head], axis=1)
-        best = np.argsort(scores[N_SINKS:-4])[::-1][:33] + N_SINKS
-        # The last eviction made room for no more than its own micro-batch.
-        assert set(best) <= set(positions.tolist())
+        best = np.sort(scores[N_SINKS:-4])[::-1][:33]
+        # The last eviction made room for no more than its own micro-batch. Of scores that rounding
+        # makes equal, either may be kept.
+        surely = np.flatnonzero(scores > best[-1] * (1 + 2 * SHARE_RTOL))
+        surely = surely[(surely >= N_SINKS) & (surely < len(scores) - 4)]
+        assert len(surely) >= 20
+        assert set(surely) <= set(positions.tolist())
 
 
 def test_scores_are_shares_whatever_is_predicted() -> None:
@@ -80,7 +86,7 @@ def test_scores_are_shares_whatever_is_predicted() -> None:
     store.core.set_predictor(0, weights)
     store.read(20)
     assert set(store.core.importance(0, 0)) == {1.0}
-    np.testing.assert_allclose(store.core.importance(0, 1), 1e-6)
+    np.testing.assert_allclose(store.core.importance(0, 1), 1e-6, rtol=SHARE_ROUNDING)
 
 
 def test_what_is_no_number_gets_the_least_score() -> None:
@@ -91,8 +97,8 @@ def test_what_is_no_number_gets_the_least_score() -> None:
     store.core.attend(0, np.ones((4, 4, 64), np.float32), rows, np.ones_like(rows), 1.0)
     scores = store.core.importance(0, 0)
     assert np.isfinite(scores).all()
-    assert scores[1] == np.float32(1e-6)
-    assert (scores >= np.float32(1e-6)).all()
+    assert scores[1] == pytest.approx(1e-6, rel=SHARE_ROUNDING)
+    assert (scores >= LEAST_SHARE).all()
     assert (scores <= 1.0).all()
 
 
@@ -100,7 +106,7 @@ def test_without_weights_all_entries_are_worth_the_same() -> None:
     store = PredictedLayer()
     assert not store.core.is_predicted
     store.read(30)
-    assert set(store.core.importance(0, 0)) == {np.float32(1e-6)}
+    assert set(store.core.importance(0, 0)) == {LEAST_SHARE}
     store.core.set_predictor(0, store.weights())
     assert store.core.is_predicted
     store.core.set_predictor(0, np.zeros((0, 0), np.float32))
@@ -132,8 +138,19 @@ def test_impossible_weights_are_refused_and_change_nothing(change: Any) -> None:
 
 @pytest.mark.parametrize("rope", [Rope(66), Rope(3)])
 def test_rope_that_does_not_fit_is_refused(rope: Rope) -> None:
-    with pytest.raises(ValueError, match="do not fit the keys"):
-        PredictedLayer(rope=rope)
+    """By those who ask for predictions: a store that never has a predictor works without."""
+    store = PredictedLayer(rope=rope)
+    store.read(20)
+    assert store.core.count(0, 0) == 20
+    for refused in (
+        lambda: store.core.predictor_features(0),
+        lambda: store.core.set_predictor(0, np.zeros((2, 131), np.float32)),
+        lambda: store.core.collect_lessons(on=True),
+    ):
+        with pytest.raises(ValueError, match="do not fit the keys"):
+            refused()
+    store.read(20, 20)
+    assert store.core.count(0, 0) == 40
 
 
 def test_stores_of_a_pool_share_one_predictor() -> None:
@@ -148,9 +165,18 @@ def test_stores_of_a_pool_share_one_predictor() -> None:
     assert second.core.is_predicted
     second.read(40)
     scores = second.expected(0, weights)
-    np.testing.assert_allclose(second.core.importance(0, 0), scores, rtol=2e-4)
+    np.testing.assert_allclose(second.core.importance(0, 0), scores, rtol=SHARE_RTOL)
     first.core.go_on_from(second.core.checkpoint(), ends=False)
     np.testing.assert_array_equal(first.core.importance(0, 0), second.core.importance(0, 0))
+
+
+def test_shares_are_of_stores_that_predict() -> None:
+    store = PredictedLayer(measure="mass")
+    with pytest.raises(ValueError, match="predicts no shares: use the measure predicted"):
+        store.core.predicted_shares(0, 0)
+    for layer, head in [(0, 2), (0, -1), (1, 0)]:
+        with pytest.raises((IndexError, ValueError)):
+            PredictedLayer().core.predicted_shares(layer, head)
 
 
 def test_scores_survive_saving_and_turning_on_of_keys() -> None:
@@ -181,7 +207,7 @@ def test_frozen_entries_come_back_with_their_scores() -> None:
     store.core.restore(300)
     scores = store.expected(0, weights)[store.core.positions(0, 0)]
     assert len(scores) == 81
-    np.testing.assert_allclose(store.core.importance(0, 0), scores, rtol=2e-4)
+    np.testing.assert_allclose(store.core.importance(0, 0), scores, rtol=SHARE_RTOL)
 
 
 def test_losses_are_sums_of_what_is_not_kept() -> None:
@@ -201,8 +227,50 @@ def test_losses_are_sums_of_what_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("modifier", ["window", "exposure", "echo"])
-def test_what_no_query_changes_takes_no_modifier_of_queries(modifier: str) -> None:
+def test_predictions_take_no_modifier_of_queries(modifier: str) -> None:
+    """Neither those that no query changes, nor those that are added to what all of them gave."""
     assert str(Importance.parse("predicted+values")) == "predicted+values"
     assert Importance.parse("predicted").predicts
     with pytest.raises(SettingsError, match=f"predicted .*takes no modifier {modifier}"):
         Importance.parse(f"predicted+{modifier}")
+    with pytest.raises(SettingsError, match=r"adds what is predicted .*use predicted with values"):
+        Importance.parse(f"mass+{modifier}+predicted")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("mass+predicted", "mass+predicted"),
+        ("mass+predicted+values", "mass+values+predicted"),
+        ("attention+distinct+predicted+values", "attention+values+distinct+predicted"),
+    ],
+)
+def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> None:
+    importance = Importance.parse(text)
+    assert str(importance) == name
+    assert importance.predicts
+    assert not importance.of_observed  # which one choice for all heads, and a schedule, go by
+    assert not importance.repeats
+    assert not Importance.parse("mass+values").predicts
+    shape = _core.LayerShape(4, 2, 64, 64)
+    store = _core.HeadwiseStore([shape], "f16", importance.settings(0.0), 4, 4, 16, 64, 1)
+    store.set_budgets([64] * 2, 8, 4, 4)
+    rows = np.ones((9, 2, 64), np.float32)
+    store.attend(0, np.ones((9, 4, 64), np.float32), rows, rows, 1.0)
+    assert store.predicted_shares(0, 0).shape == (9,)
+
+
+@pytest.mark.parametrize("measure", ["products", "reconstruct"])
+def test_predictions_are_not_added_to_what_is_no_sum_of_shares(measure: str) -> None:
+    with pytest.raises(SettingsError, match=f"{measure} adds up no shares.*use it with mass or at"):
+        Importance.parse(f"{measure}+predicted")
+    settings = _core.ImportanceSettings(getattr(_core.ScoreKind, measure), expected_lookups=1.0)
+    with pytest.raises(ValueError, match="go with the measures mass and attention"):
+        _core.HeadwiseStore([_core.LayerShape(4, 2, 64, 64)], "f16", settings, 4, 4, 16, 64, 1)
+
+
+@pytest.mark.parametrize("lookups", [-1.0, float("nan"), float("inf")])
+def test_impossible_lookups_are_refused(lookups: float) -> None:
+    settings = _core.ImportanceSettings(_core.ScoreKind.mass, expected_lookups=lookups)
+    with pytest.raises(ValueError, match="expected_lookups must be 0 or a positive number"):
+        _core.HeadwiseStore([_core.LayerShape(4, 2, 64, 64)], "f16", settings, 4, 4, 16, 64, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
@@ -93,7 +93,20 @@ def test_random_operations_keep_what_the_oracle_keeps(
     by_values=st.booleans(),
     distinct=st.booleans(),
     rope=st.sampled_from(ROPES),
+    expected_lookups=st.sampled_from([0.0, 0.0, 0.5, 4.0]),
     seed=st.integers(0, 2**32 - 1),
+)
+@example(
+    budgets=[40] * 6,
+    todo=[("attend", 96), ("decode", 20)],
+    decay=0.9,
+    observation_window=16,
+    by_exposure=False,
+    by_values=True,
+    distinct=True,
+    rope=ROPES[1],
+    expected_lookups=4.0,
+    seed=1,
 )
 def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     measure: str,
@@ -106,11 +119,14 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     by_values: bool,
     distinct: bool,
     rope: Rope,
+    expected_lookups: float,
     seed: int,
 ) -> None:
     if measure == "expected":
         assume(decay > 0.0 and not by_exposure)
-    assume(measure != "predicted" or not by_exposure)
+    if measure not in ("mass", "attention"):
+        expected_lookups = 0.0
+    assume(not by_exposure or (measure != "predicted" and expected_lookups == 0.0))
     rules = Rules(
         measure,
         kv_type,
@@ -122,6 +138,7 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
         by_values=by_values,
         distinct=distinct,
         rope=rope,
+        expected_lookups=expected_lookups,
     )
     pair = Pair(rules, budgets, seed)
     for operation in todo:

@@ -49,10 +49,10 @@ class ScorePrediction:
         self.set_predictor(predictor.weights)
 
     def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
-        """Score entries that are read from now on, for measure `predicted`.
+        """Score entries that are read from now on, for a measure that predicts.
 
-        `weights`: of every layer, (n_head_kv, n_features). Raises ValueError for another shape, and
-        for what is no finite number.
+        `weights`: of every layer, (n_head_kv, n_features). Raises ValueError for another shape, for
+        what is no finite number, and for RoPE that does not fit the keys.
         """
         for layer, of_layer in zip(self._layers, weights, strict=True):
             self._store.set_predictor(layer, of_layer)
@@ -60,7 +60,7 @@ class ScorePrediction:
     def collect_lessons(self, on: bool) -> None:
         """Add up what echoes show of the entries of their text, from the next micro-batch on.
 
-        Raises ValueError for measures other than `reconstruct`.
+        One sum for all stores of a pool. Raises ValueError for measures that predict nothing.
         """
         self._store.collect_lessons(on)
 

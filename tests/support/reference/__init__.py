@@ -21,7 +21,13 @@ from tests.support.reference.attending import (
 from tests.support.reference.dropped import DroppedScores
 from tests.support.reference.freezing import Detections, FreezingHead, FrozenEntry, Undecided
 from tests.support.reference.heads import ReferenceHead, Rules, Schedule, losses_at
-from tests.support.reference.predicting import features, lesson_sums, predicted
+from tests.support.reference.predicting import (
+    LEAST_SHARE,
+    SHARE_ROUNDING,
+    features,
+    lesson_sums,
+    predicted,
+)
 from tests.support.reference.ranking import (
     CONTEST,
     DECODE_ROOM,
@@ -60,9 +66,11 @@ __all__ = [
     "CONTEST",
     "DECODE_ROOM",
     "F16_LARGEST",
+    "LEAST_SHARE",
     "NEIGHBOURHOOD",
     "QUANT_BLOCK",
     "SCORING_INTERVAL",
+    "SHARE_ROUNDING",
     "SIMILAR",
     "WINDOW_MARGIN",
     "Attention",

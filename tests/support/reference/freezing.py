@@ -47,6 +47,7 @@ class FrozenEntry:
     k: Floats
     v: Floats
     importance: float
+    share: float
     frozen_at: int
     due: int | None = None
 
@@ -153,8 +154,8 @@ class FreezingHead(ReferenceHead):
         for i in np.flatnonzero(chosen):
             position = int(self.positions[i])
             due = (timers or {}).get(position)
-            importance = float(self.importance[i])
-            self.frozen[position] = FrozenEntry(self.k[i], self.v[i], importance, now, due)
+            scores = float(self.importance[i]), float(self.shares[i])
+            self.frozen[position] = FrozenEntry(self.k[i], self.v[i], *scores, now, due)
         self._keep(~chosen)
 
     def _restore(
@@ -173,7 +174,8 @@ class FreezingHead(ReferenceHead):
             self.k = np.concatenate([self.k, entry.k[None]])
             self.v = np.concatenate([self.v, entry.v[None]])
             self.importance = np.append(self.importance, entry.importance * left)
+            self.shares = np.append(self.shares, entry.share)
         order = np.argsort(self.positions)
         self.positions, self.importance = self.positions[order], self.importance[order]
-        self.k, self.v = self.k[order], self.v[order]
+        self.k, self.v, self.shares = self.k[order], self.v[order], self.shares[order]
         return len(wanted)

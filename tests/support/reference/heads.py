@@ -19,7 +19,7 @@ from tests.support.reference.attending import (
     oldest_seen,
 )
 from tests.support.reference.dropped import DroppedScores
-from tests.support.reference.predicting import features, predicted
+from tests.support.reference.predicting import SHARE_ROUNDING, features, predicted
 from tests.support.reference.ranking import (
     QueryStatistics,
     distinctness,
@@ -64,7 +64,9 @@ class Rules:
     own_windows: bool = False
     """Half of a KV head's own budget is for its sinks and recent window."""
     weights: dict[int, Floats] = field(default_factory=dict)
-    """Of the linear functions of measure predicted, by the number of features."""
+    """Of the linear functions that predict shares, by the number of features."""
+    expected_lookups: float = 0.0
+    """How often what is predicted counts beside what queries gave; 0: nothing is predicted."""
     schedule: Schedule | None = None
     """Of what freezes: every query counts then, for every entry."""
 
@@ -74,9 +76,25 @@ class Rules:
         return self.score in ("mass", "attention", "products")
 
     @property
+    def predicts(self) -> bool:
+        """Whether key and value of an entry say a part of its score, or all of it."""
+        return self.score == "predicted" or self.expected_lookups > 0.0
+
+    @property
     def tolerance(self) -> float:
-        """Of scores: q.k of q8_0 is of a query of 16-bit integers, of another rounding."""
+        """Of scores, relative: q.k of q8_0 is of a query of 16-bit integers, of another rounding.
+
+        What is predicted is rounded, and may be squared and times the norm of a value.
+        """
+        if self.predicts:
+            return 4 * SHARE_ROUNDING
         return 2e-3 if (self.score, self.kv_type) == ("products", "q8_0") else 1e-4
+
+    def score_of(self, given: Floats, shares: Floats) -> Floats:
+        """Of what queries gave to entries, and the shares that are predicted of them."""
+        if self.score == "predicted":
+            return shares
+        return given + self.expected_lookups * shares ** (2 if self.score == "mass" else 1)
 
 
 @dataclass
@@ -95,6 +113,9 @@ class ReferenceHead:
     k: Floats = field(init=False)
     v: Floats = field(init=False)
     importance: Floats = field(default_factory=lambda: np.zeros(0))
+    """What queries gave, which decays."""
+    shares: Floats = field(default_factory=lambda: np.zeros(0))
+    """What is predicted, which stays."""
     evicted: int = 0
 
     def __post_init__(self) -> None:
@@ -136,11 +157,12 @@ class ReferenceHead:
         self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
         self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
         rules = self.rules
-        scores = np.zeros(len(k))
-        if rules.score == "predicted":
+        shares = np.zeros(len(k))
+        if rules.predicts:
             told = features(k, v, first_position + np.arange(len(k)), rules.rope)
-            scores = predicted(told, rules.weights[told.shape[1]])
-        self.importance = np.append(self.importance, scores)
+            shares = predicted(told, rules.weights[told.shape[1]])
+        self.importance = np.append(self.importance, np.zeros(len(k)))
+        self.shares = np.append(self.shares, shares)
         if rules.score == "expected":
             self.queries.add(q, first_position, options.scale)
             self.newest_query = first_position + len(q) - 1
@@ -219,7 +241,7 @@ class ReferenceHead:
             return np.array(
                 [recency_score(int(p), newest, rules.variation) for p in self.positions]
             )
-        scores = self.importance.copy()
+        scores = rules.score_of(self.importance, self.shares).copy()
         if rules.score == "expected":
             logits = self.queries.expected_logits(self.k, self.newest_query, rules.future_positions)
             scores = expected_attention(logits, self.positions, rules.n_sinks)
@@ -271,7 +293,7 @@ class ReferenceHead:
 
     def _keep(self, kept: Bools) -> None:
         self.positions, self.importance = self.positions[kept], self.importance[kept]
-        self.k, self.v = self.k[kept], self.v[kept]
+        self.k, self.v, self.shares = self.k[kept], self.v[kept], self.shares[kept]
 
 
 def losses_at(scores: Floats, knots: Sequence[int]) -> Floats:

@@ -13,6 +13,10 @@ from tests.support.reference.values import Floats
 LEAST_PREDICTION = 1e-6
 LEAST_OBSERVED = 1e-5
 LEAST_NORM = 1e-6
+LEAST_SHARE = 2.0**-20
+"""What a stored share is at least; predictions are above it."""
+SHARE_ROUNDING = 2.0**-8
+"""By how much of itself the store rounds a share, at most."""
 
 
 def features(
@@ -32,7 +36,7 @@ def features(
 
 
 def predicted(of_entries: Floats, weights: npt.NDArray[Any]) -> Floats:
-    """Shares of attention, of features [n][n_features] and weights [n_features]."""
+    """Shares of attention, of features [n][n_features] and weights [n_features]; not rounded."""
     logarithms = of_entries @ weights.astype(np.float64)
     return np.exp(np.clip(logarithms, np.log(LEAST_PREDICTION), 0.0))
 
