@@ -76,7 +76,7 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
         ("--n-sequences", 1, _DEFAULTS.n_sequences, "texts to read"),
         ("--max-length", 4, _DEFAULTS.max_length, "tokens to read of each text"),
         ("--seed", 0, _DEFAULTS.seed, "order of the texts"),
-        ("--curve-texts", 0, _DEFAULTS.curve_texts, "texts for the loss curves and the predictor; 0: neither"),
+        ("--curve-texts", 0, _DEFAULTS.curve_texts, "texts for curves and predictor; 0: none"),
         ("--curve-length", 64, _DEFAULTS.curve_length, "tokens of each of them"),
     ):
         group.add_argument(
