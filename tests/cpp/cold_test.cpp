@@ -252,7 +252,14 @@ void test_storage() {
 // the records of a head
 
 constexpr int kPerPage = 16;
-constexpr float kDecay = 1.0f;
+
+// Nothing decays while it is frozen.
+ImportanceSettings settings_of(float expected_lookups) {
+    ImportanceSettings settings;
+    settings.decay = 1.0f;
+    settings.expected_lookups = expected_lookups;
+    return settings;
+}
 
 struct Frozen {
     explicit Frozen(std::size_t most_pages = 0, ColdType type = ColdType::as_stored)
@@ -265,7 +272,8 @@ struct Frozen {
     int add(std::int32_t position, float importance = 1.0f, std::int32_t due = kNever) {
         head.prepare(1);
         return head.add(source.data(), position % kPerPage,
-                        {position, importance, position + 100, due, {}}, kDecay, kKernelsPortable);
+                        {position, importance, position + 100, due, {}}, importance_settings,
+                        kKernelsPortable);
     }
 
     bool has_rows_of(int record, std::int32_t position) {
@@ -281,6 +289,7 @@ struct Frozen {
     ColdLayout layout;
     MemoryStorage storage;
     ColdHead head;
+    ImportanceSettings importance_settings = settings_of(0.0f);
     AlignedBytes source;
     AlignedBytes buffer;
 };
@@ -351,6 +360,18 @@ void test_a_limit_drops_the_least_worthy_page() {
     }
     CHECK(frozen.head.n_pages() <= 5);
     CHECK(frozen.has_rows_of(records[63], 63) && frozen.has_rows_of(records[0], 0));
+}
+
+// Queries gave most to the first page, but the second one is predicted to be looked up.
+void test_a_page_is_worth_what_is_predicted_of_it_too() {
+    Frozen frozen(2);
+    frozen.importance_settings = settings_of(2.0f);
+    const float pages[]{PackedImportance(0.5f, 0.01f).packed(),
+                        PackedImportance(0.1f, 0.9f).packed(),
+                        PackedImportance(0.6f, 0.01f).packed()};
+    for (int i = 0; i < 3 * kPerPage; ++i) frozen.add(i, pages[i / kPerPage]);
+    frozen.add(3 * kPerPage, pages[2]);
+    CHECK(frozen.head.dropped_page() == 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -519,6 +540,7 @@ int main() {
     test_entries_are_frozen_once();
     test_going_back();
     test_a_limit_drops_the_least_worthy_page();
+    test_a_page_is_worth_what_is_predicted_of_it_too();
     test_the_document_s_numbers();
     test_detections_are_counted();
     for (const KernelTable* kernels : available_kernels()) {

@@ -104,5 +104,5 @@ def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> No
     for first in range(0, len(tokens), echo.stretch):
         stretch = tokens[first : first + echo.stretch]
         session._decode(stretch, 0, echo.of(sequence.tokens, stretch) if echoes else [], first)
-        sequence.add(stretch, None)
+        sequence.add(stretch, None, is_prompt=True)
         session._broken = False
