@@ -31,9 +31,9 @@ def decoded_by(llm: EntropyLlama) -> list[int]:
     session = llm._session
     decode = session.decode_micro_batches
 
-    def spy(ids: Any, all_logits: bool) -> Iterator[Any]:
+    def spy(ids: Any, all_logits: bool, **how: Any) -> Iterator[Any]:
         tokens.extend(ids)
-        return decode(ids, all_logits)
+        return decode(ids, all_logits, **how)
 
     session.decode_micro_batches = spy  # type: ignore[method-assign]
     return tokens
