@@ -29,6 +29,8 @@ pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.replicas
 
 N_CTX, BUDGET, MAX_TOKENS = 2048, 64, 4
+N_UBATCH = 128
+"""What a pool reads at a time; what is evicted depends on it."""
 OPENING = "the winding road to the land of the king is far from the sea and " * 6
 MORE = " and then the king said"
 
@@ -104,6 +106,7 @@ def replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica
         "--model": shipped.DEMOS["bitnet"].path,
         "--n_ctx": N_CTX,
         "--kv-budget": BUDGET,
+        "--n_ubatch": N_UBATCH,
         "--n_threads": 1,
         "--n_threads_batch": 1,
         "--verbose": "false",
@@ -157,8 +160,8 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         assert number < 60
 
     llama = EntropyLlama(
-        shipped.DEMOS["bitnet"].path, n_ctx=N_CTX, kv_budget=BUDGET, n_threads=1, n_threads_batch=1,
-        verbose=False,
+        shipped.DEMOS["bitnet"].path, n_ctx=N_CTX, kv_budget=BUDGET, n_ubatch=N_UBATCH, n_threads=1,
+        n_threads_batch=1, verbose=False,
     )  # fmt: skip
     most = new_tokens(llama, MORE)
     for name, replica in [*where.items()] * 4:  # so often, none stays by chance
