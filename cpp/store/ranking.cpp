@@ -80,13 +80,15 @@ void Ranking::note_looked_up(Head& head, const StagedEntries& staged,
 // Positions and importance of all entries.
 void Ranking::gather(const Head& head, const StagedEntries& staged) noexcept {
     newest_ = 0;
+    const ImportanceSettings& settings = common_.importance();
+    const bool predicts = settings.predicts();  // asked once: every entry of every token comes here
     head.over_pages(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         const float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
             newest_ = std::max(newest_, positions[i]);
             positions_[index(first + i)] = positions[i];
-            scores_[index(first + i)] = common_.importance().score_of(importance[i]);
+            scores_[index(first + i)] = predicts ? settings.score_of(importance[i]) : importance[i];
         }
     });
 }

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from entropykv.errors import SettingsError
 from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
-from entropykv.profile.curves import IMPORTANCES
+from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
@@ -18,7 +18,7 @@ that the budget does not hold is read twice. `uniform` where entries are frozen:
 comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
 """The default without predictions and echoes: what queries of the text give ranks entries."""
-_READ_TWICE = {"mass+values+predicted": "mass+values+echo", "predicted": "reconstruct"}
+_READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
 """What takes the place of a measure of IMPORTANCES without a predictor: a text is read twice."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
