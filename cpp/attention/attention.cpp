@@ -174,7 +174,9 @@ void Attention::stage_k(int layer, const RowsView& k, int thread, int n_threads)
         kernels_.store_k(layout, page, slot, key);
         layout.positions(page)[slot] = step_.base_position + token;
         layout.importance(page)[slot] =
-            predictor && token < step_.n_text ? predictor.with_key(head, token, key) : 0.0f;
+            predictor && token < step_.n_text
+                ? predictor.with_key(head, predictor.turns->of(token), key)
+                : 0.0f;
     });
 }
 

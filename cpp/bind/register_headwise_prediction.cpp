@@ -64,6 +64,12 @@ void register_headwise_prediction(py::class_<Headwise>& store) {
         .def(
             "collect_lessons",
             [](Headwise& self, bool on) { self.store.parts().collect_lessons(on); }, py::arg("on"))
+        .def(
+            "teach_stored",
+            [](Headwise& self, std::int32_t begin, std::int32_t end, std::int32_t shift) {
+                self.store.parts().teach_stored(begin, end, shift);
+            },
+            py::arg("begin"), py::arg("end"), py::arg("shift"))
         .def("lessons", &lessons, py::arg("layer"))
         .def("clear_lessons", [](Headwise& self) { self.store.parts().clear_lessons(); });
 }

@@ -16,10 +16,10 @@ struct LayerPredictor {
 
     explicit operator bool() const { return shape != nullptr; }
     // What is kept as the importance of a staged entry, once its key is there, and its value, too;
-    // where the value is a part of the key, at once. token: of the micro-batch.
-    float with_key(int head, int token, const float* key) const noexcept {
+    // where the value is a part of the key, at once. turn: what turns the key back.
+    float with_key(int head, const float* turn, const float* key) const noexcept {
         if (weights == nullptr) return importance_of(kLeastPrediction);
-        const float sum = kernels->predict_key(*shape, of(head), key, turns->of(token));
+        const float sum = kernels->predict_key(*shape, of(head), key, turn);
         return shape->v_dim > 0 ? sum : importance_of(predicted_share(sum));
     }
     float with_value(int head, float sum_of_key, const float* value) const noexcept {

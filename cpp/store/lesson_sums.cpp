@@ -19,7 +19,55 @@ bool is_finite(const float* values, std::size_t n) {
     return std::all_of(values, values + n, [](float value) { return std::isfinite(value); });
 }
 
+// Multiplies rows of a head's features, which are written one by one, many at a time.
+class FeatureRows {
+public:
+    FeatureRows(const FeatureShape& shape, std::size_t n_values, double* sums,
+                const KernelTable& kernels, float* scratch) noexcept
+        : shape_(shape),
+          n_values_(n_values),
+          sums_(sums),
+          kernels_(kernels),
+          rows_(scratch),
+          stride_(padded(n_values)) {
+        std::fill_n(rows_, kRows * stride_, 0.0f);
+    }
+
+    // Adds an entry, whose key a turn turns back, and how much it was looked at.
+    void add(const PageLayout& layout, const std::byte* page, int slot, const float* turn,
+             float observed) noexcept {
+        load_k(layout, page, slot, key_);
+        if (shape_.v_dim > 0) load_v(layout, page, slot, value_);
+        float* row = rows_ + n_rows_ * stride_;
+        kernels_.features(shape_, key_, value_, turn, row);
+        row[n_values_ - 1] = std::log(std::max(observed, kLeastObserved));
+        if (!is_finite(row, n_values_)) return;  // the next entry takes its row
+        if (++n_rows_ == kRows) flush();
+    }
+    void flush() noexcept {
+        if (n_rows_ == 0) return;
+        kernels_.add_products(rows_, static_cast<int>(n_rows_), static_cast<int>(stride_),
+                              static_cast<int>(n_values_), sums_);
+        n_rows_ = 0;
+    }
+
+    static constexpr std::size_t kRows = 64;  // that are multiplied at once, in float
+
+private:
+    const FeatureShape& shape_;
+    std::size_t n_values_;
+    double* sums_;
+    const KernelTable& kernels_;
+    float* rows_;
+    std::size_t stride_;
+    std::size_t n_rows_ = 0;
+    float key_[kMaxHeadDim];
+    float value_[kMaxHeadDim];
+};
+
 }  // namespace
+
+std::size_t LessonSums::scratch_values() const { return FeatureRows::kRows * most_values_; }
 
 void LessonSums::add_layer(const FeatureShape& shape, int n_heads) {
     const std::size_t n = static_cast<std::size_t>(shape.n) + 1;
@@ -33,29 +81,32 @@ void LessonSums::add(std::size_t layer, std::size_t head, const PageLayout& layo
                      const StagedEntries& staged, const TurnsBack& turns, const float* observed,
                      int n_sinks, const KernelTable& kernels, float* scratch) noexcept {
     Layer& of = layers_[layer];
-    const std::size_t stride = padded(of.n_values);
-    std::fill_n(scratch, kRows * stride, 0.0f);
-    std::size_t n_rows = 0;
-    const auto flush = [&] {
-        kernels.add_products(scratch, static_cast<int>(n_rows), static_cast<int>(stride),
-                             static_cast<int>(of.n_values), of.sums[head].data());
-        n_rows = 0;
-    };
-    float key[kMaxHeadDim];
-    float value[kMaxHeadDim];
+    FeatureRows rows(of.shape, of.n_values, of.sums[head].data(), kernels, scratch);
     for (int i = 0; i < staged.count; ++i) {
         const std::byte* page = staged.pages[layout.page_of(i)];
         const int slot = layout.slot_of(i);
         if (layout.positions(page)[slot] < n_sinks) continue;
-        load_k(layout, page, slot, key);
-        if (of.shape.v_dim > 0) load_v(layout, page, slot, value);
-        float* row = scratch + n_rows * stride;
-        kernels.features(of.shape, key, value, turns.of(i), row);
-        row[of.n_values - 1] = std::log(std::max(observed[i], kLeastObserved));
-        if (!is_finite(row, of.n_values)) continue;  // the next entry takes its row
-        if (++n_rows == kRows) flush();
+        rows.add(layout, page, slot, turns.of(i), observed[i]);
     }
-    if (n_rows > 0) flush();
+    rows.flush();
+}
+
+void LessonSums::add_stored(std::size_t layer, std::size_t number, const Head& head,
+                            std::int32_t begin, std::int32_t end, const StoredTurns& turns,
+                            const KernelTable& kernels, float* scratch) noexcept {
+    Layer& of = layers_[layer];
+    FeatureRows rows(of.shape, of.n_values, of.sums[number].data(), kernels, scratch);
+    const PageLayout& layout = head.layout();
+    head.over_pages({}, [&](std::byte* page, int n, int first) {
+        const float* importance = head.importance_of(page, first);
+        for (int i = 0; i < n; ++i) {
+            const std::int32_t position = layout.positions(page)[i];
+            if (position < begin || position >= end) continue;
+            const float share = PackedImportance(importance[i]).share();
+            rows.add(layout, page, i, turns.of(position), share);
+        }
+    });
+    rows.flush();
 }
 
 void LessonSums::clear() {

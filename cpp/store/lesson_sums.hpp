@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "store/head.hpp"
+#include "store/rope_turns.hpp"
 #include "store/store_common.hpp"
 
 namespace entropykv {
@@ -16,13 +18,18 @@ public:
     void add_layer(const FeatureShape& shape, int n_heads);
 
     // Floats that add() works with.
-    std::size_t scratch_values() const { return kRows * most_values_; }
+    std::size_t scratch_values() const;
     // Adds the staged entries of a head, whose keys `turns` turns back; observed: the largest
     // share of attention that a query of the repetition gave to each of them. Those before
     // position n_sinks are left out, and those that are no numbers. scratch: scratch_values().
     void add(std::size_t layer, std::size_t head, const PageLayout& layout,
              const StagedEntries& staged, const TurnsBack& turns, const float* observed,
              int n_sinks, const KernelTable& kernels, float* scratch) noexcept;
+    // Adds the stored entries of a head at the positions from `begin` to before `end`: what an echo
+    // has shown of them is kept in their importance.
+    void add_stored(std::size_t layer, std::size_t number, const Head& head, std::int32_t begin,
+                    std::int32_t end, const StoredTurns& turns, const KernelTable& kernels,
+                    float* scratch) noexcept;
 
     void clear();
     // How many entries a layer's sums are of, and the sums of products of every two of the features
@@ -32,8 +39,6 @@ public:
     std::size_t bytes() const;
 
 private:
-    static constexpr std::size_t kRows = 64;  // that are multiplied at once, in float
-
     struct Layer {
         FeatureShape shape;
         std::size_t n_values;                   // the features and what was observed

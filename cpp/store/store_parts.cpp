@@ -9,16 +9,16 @@
 namespace entropykv {
 namespace {
 
-// turns of the predictor: of the positions that RoPE sees, from 0 on.
-void predict_head(const LayerPredictor& predictor, Head& head, int number, int n_sinks, int shift) {
+void predict_head(const LayerPredictor& predictor, const StoredTurns& turns, Head& head,
+                  int number) {
     const PageLayout& layout = head.layout();
     float row[kMaxHeadDim];
     head.over_pages({}, [&](std::byte* page, int n, int first) {
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
             load_k(layout, page, i, row);
-            const int seen = rope_position(layout.positions(page)[i], n_sinks, shift);
-            float predicted = predictor.with_key(number, seen, row);
+            const float* turn = turns.of(layout.positions(page)[i]);
+            float predicted = predictor.with_key(number, turn, row);
             if (predictor.shape->v_dim > 0) {
                 load_v(layout, page, i, row);
                 predicted = predictor.with_value(number, predicted, row);
@@ -137,16 +137,19 @@ void StoreParts::predict_stored(std::int32_t n_positions, std::int32_t shift) {
                 throw std::invalid_argument("an entry beyond the positions of the text");
     });
     look_at_features();
-    const int n_sinks = common.settings.protection.n_sinks;
     for (std::size_t i = 0; i < layers.size(); ++i) {
-        LayerPredictor predictor = this->predictor(i);
+        const LayerPredictor predictor = this->predictor(i);
         if (!predictor || predictor.weights == nullptr) continue;
-        TurnsBack turns_of_text(predictor.turns->rope());
-        turns_of_text.prepare(0, std::max(n_positions - shift, std::min(n_positions, n_sinks + 1)));
-        predictor.turns = &turns_of_text;
+        const StoredTurns turns_of_text = stored_turns(i, 0, n_positions, shift);
         for (std::size_t h = 0; h < layers[i].heads.size(); ++h)
-            predict_head(predictor, layers[i].heads[h], static_cast<int>(h), n_sinks, shift);
+            predict_head(predictor, turns_of_text, layers[i].heads[h], static_cast<int>(h));
     }
+}
+
+StoredTurns StoreParts::stored_turns(std::size_t layer, std::int32_t begin, std::int32_t end,
+                                     std::int32_t shift) const {
+    const int n_sinks = common.settings.protection.n_sinks;
+    return StoredTurns(layers[layer].turns->rope(), begin, end, n_sinks, shift);
 }
 
 bool StoreParts::has_predictor() const noexcept {
@@ -166,6 +169,23 @@ void StoreParts::collect_lessons(bool on) {
         pool.lessons = std::move(sums);
     }
     pool.collects_lessons = on;
+}
+
+void StoreParts::teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift) {
+    if (!collects_lessons()) throw std::invalid_argument("lessons are not collected");
+    begin = std::max(begin, common.settings.protection.n_sinks);
+    if (end > kMostPositions || shift < 0 || shift > kMostPositions)
+        throw std::invalid_argument("positions and shifts go from 0 to 2^30");
+    if (begin >= end) return;
+    look_at_features();
+    size_workspaces();
+    float* scratch = workspaces.front().lesson_rows.data();
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+        const StoredTurns turns_of_text = stored_turns(i, begin, end, shift);
+        for (std::size_t h = 0; h < layers[i].heads.size(); ++h)
+            share.pool().lessons->add_stored(i, h, layers[i].heads[h], begin, end, turns_of_text,
+                                             *common.kernels, scratch);
+    }
 }
 
 void StoreParts::clear_lessons() {

@@ -97,6 +97,9 @@ struct StoreParts {
     // Of all stores of the pool, from the next micro-batch on, or no more; what was collected stays
     // until it is cleared.
     void collect_lessons(bool on);
+    // Adds lessons of the stored entries at positions from `begin` to before `end`, which an echo
+    // has repeated; those of the sinks are left out. shift: as for predict_stored().
+    void teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift);
     void clear_lessons();
     // Those of the pool, or null.
     const LessonSums* lessons() const { return share.pool().lessons.get(); }
@@ -104,6 +107,10 @@ struct StoreParts {
     // Adds the staged entries of a head that an echo has looked up.
     void teach(std::size_t layer, std::size_t head, const StagedEntries& staged,
                const float* observed, Workspace& workspace) noexcept;
+
+    // Turns for the stored keys of a layer, see StoredTurns. The layer's features are known.
+    StoredTurns stored_turns(std::size_t layer, std::int32_t begin, std::int32_t end,
+                             std::int32_t shift) const;
 
     StoreCommon common;
     PageShare share;

@@ -589,6 +589,14 @@ class HeadwiseStore:
         store has an entry at `n_positions` or later, and for RoPE that does not fit its keys.
         """
 
+    def teach_stored(self, begin: int, end: int, shift: int) -> None:
+        """Add lessons of the stored entries at positions from `begin` to before `end`.
+
+        For text that was stored before an echo repeated it: what that has shown is kept with the
+        entries, 8 bits precise. Sinks are left out. `shift`: as for predict_stored(). ValueError
+        where lessons are not collected.
+        """
+
     def predicted_shares(self, layer: int, head: int) -> npt.NDArray[np.float32]:
         """Shares of attention, 2^-20 to 1, that later queries are expected to give: (n_entries,).
 

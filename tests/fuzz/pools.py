@@ -246,9 +246,14 @@ class _Run:
             require(session.tokens == text, f"session {session.number} has read what it was given")
 
     def _compare(self, session: PoolSession, text: list[int]) -> None:
-        """Compare the logits with those of a fresh reading, where nothing may be evicted."""
+        """Compare the logits with those of a fresh reading, where nothing may be evicted.
+
+        Beyond the trained context they are others: a fresh reading has moved its keys elsewhere.
+        """
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
+            return
+        if len(text) > self._model.n_ctx_train:
             return
         require(session.evicted == 0, "a budget that holds everything evicts nothing")
         fresh.truncate(0)

@@ -17,7 +17,7 @@ from entropykv.calibration.observe import Observer
 from entropykv.errors import SettingsError
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.find import find_profile, profile_beside
-from entropykv.session import learning
+from entropykv.session import learning, predictor_fit
 from entropykv.session.learning import LEAST_TOKENS
 from tests.architectures import ARCHITECTURES
 from tests.support.calibration_texts import WORDS
@@ -53,17 +53,19 @@ def read(model: Path, tokens: list[int], **options: object) -> str | None:
 
 def test_later_sessions_use_it(model: Path) -> None:
     with Session(model, **INSIDE) as session:  # type: ignore[arg-type]
-        assert session.policy.name == "adaptive:mass+values+echo"
+        assert session.policy.name == "adaptive:mass+values+predicted"
         assert session.learner is None
     assert read(model, TOKENS) == (
         f"{profile_beside(model)}: learnt; sessions with this model use it from now on"
     )
-    for policy, name in (("auto", "profile:mass+values+echo"), ("fast", "profile")):
+    for policy, name in (("auto", "profile:mass+values+predicted"), ("fast", "profile")):
         with Session(model, policy=policy, **INSIDE) as session:  # type: ignore[arg-type]
             assert session.policy.name == name
             session.decode(TOKENS)
+            assert session.predictor_fit is None
     profile = learnt(model)
     assert profile.is_learnt
+    assert profile.predictor is not None
     assert profile.source.startswith("entropykv --learn, ")
 
 
@@ -96,6 +98,7 @@ def test_entropies_are_those_of_the_text_s_own_rows(
 ) -> None:
     """In one micro-batch nothing is dropped before a row, and rows of the echo do not count."""
     monkeypatch.setattr(learning, "LEAST_TOKENS", 900)
+    monkeypatch.setattr(predictor_fit, "LEAST_TOKENS", 900)
     tokens = TOKENS[:900]
     read(model, tokens, n_ubatch=N_CTX, kv_type="f16")
     with Observer(model, n_ctx=N_CTX, n_threads=1) as observer:
@@ -110,6 +113,7 @@ def test_it_tells_nothing_of_the_text(model: Path) -> None:
         read(model, tokens)
         found.append(json.loads(profile_beside(model).read_text(encoding="utf-8")))
         profile_beside(model).unlink()
+        assert found[-1]["predictor"].pop("weights")  # of its queries, keys and values together
     assert strings_of(found[0]) == strings_of(found[1])
     assert found[0]["curves"]["output_error"] != found[1]["curves"]["output_error"]
     assert "measurement" not in found[0]

@@ -49,7 +49,7 @@ def test_run_learns(model: Path) -> None:
     again = run(model, "--learn")
     assert again.returncode == 0, again.stderr
     assert "learn" not in again.stderr
-    assert "profile:mass+values+echo" in again.stderr
+    assert "profile:mass+values+predicted" in again.stderr
 
 
 def test_calibration_replaces_what_was_learnt(model: Path) -> None:

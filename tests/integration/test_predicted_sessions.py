@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from entropykv import Session
-from entropykv.errors import SettingsError
 from entropykv.session.echo import Echo
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.logits import tokens_for
@@ -34,14 +33,6 @@ def predict(session: Session, seed: int = 0) -> None:
             for shape, n in zip(store_of(session).layers, prediction.n_features, strict=True)
         ]
     )
-
-
-def test_a_model_without_a_predictor_is_refused(tiny_llama: Path) -> None:
-    with (
-        Session(tiny_llama, policy="uniform:predicted", **INSIDE) as session,
-        pytest.raises(SettingsError, match="this model has no predictor yet; calibrate it"),
-    ):
-        session.decode(TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
 from entropykv.policy.names import (
     POLICIES,
     Policy,
+    learns_predictor,
     policy_help,
     policy_named,
     schedules,
@@ -128,9 +129,11 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
         (entropies, "adaptive"),
         (with_curves(entropies), "profile"),
     ):
-        with_echoes = policy_named("auto", known, "headwise")
-        assert with_echoes.rule is POLICIES[name].rule
-        assert with_echoes.importance.repeats
+        taught = policy_named("auto", known, "headwise")
+        assert taught == named(f"{name}:{IMPORTANCES[0]}")
+        assert learns_predictor(taught, known)
+        unpredictable = policy_named("auto", known, "headwise", predictable=False)
+        assert unpredictable == named(f"{name}:mass+values+echo")
         assert policy_named("auto", known, "headwise", recurrent=True) == POLICIES[name]
         assert policy_named("fast", known, "headwise") == POLICIES[name]
     predictor = ScorePredictor((np.zeros((1, 5), np.float32),), n_tokens=100)
@@ -138,10 +141,13 @@ def test_auto_follows_what_is_known_of_the_model() -> None:
         IMPORTANCES, ("mass+values+echo", "reconstruct"), strict=True
     ):
         best = with_curves(entropies, importance)
-        assert policy_named("auto", best, "headwise") == named(f"profile:{read_twice}")
         known = replace(best, predictor=predictor)
-        assert policy_named("auto", known, "headwise") == named(f"profile:{importance}")
         for each in (best, known):
+            taught = policy_named("auto", each, "headwise")
+            assert taught == named(f"profile:{importance}")
+            assert learns_predictor(taught, each) is (each is best)
+            unpredictable = policy_named("auto", each, "headwise", predictable=False)
+            assert unpredictable == named(f"profile:{read_twice}")
             assert policy_named("auto", each, "headwise", recurrent=True) == POLICIES["profile"]
             assert policy_named("fast", each, "headwise") == POLICIES["profile"]
     without_curves = replace(entropies, predictor=predictor)

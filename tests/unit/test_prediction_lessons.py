@@ -44,6 +44,39 @@ def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
     np.testing.assert_array_equal(sums, np.swapaxes(sums, 1, 2))
 
 
+@each_type
+@pytest.mark.parametrize("shift", [0, 25])
+def test_lessons_of_stored_text_are_those_of_text_that_is_read(kv_type: str, shift: int) -> None:
+    """An echo of older text has shown its shares, wherever RoPE has seen the keys."""
+    store = PredictedLayer(kv_type=kv_type)
+    store.core.collect_lessons(on=True)
+    store.read(40)
+    store.read(60, 80)
+    _, read = store.core.lessons(0)
+    store.core.clear_lessons()
+    if shift > 0:
+        store.core.rebase([_core.RopeParams(**store.rope._asdict())], N_SINKS, 0, shift)
+    store.core.teach_stored(40, 100, shift)
+    count, stored = store.core.lessons(0)
+    assert count == 60
+    np.testing.assert_allclose(stored, read, rtol=TOLERANCE[kv_type], atol=0.5)
+    store.core.teach_stored(0, 3, shift)
+    assert store.core.lessons(0)[0] == 60  # sinks teach nothing
+    store.core.teach_stored(100, 90, shift)
+    assert store.core.lessons(0)[0] == 60
+
+
+def test_stored_text_teaches_nothing_where_lessons_are_not_collected() -> None:
+    store = PredictedLayer()
+    store.read(40)
+    with pytest.raises(ValueError, match="lessons are not collected"):
+        store.core.teach_stored(0, 40, 0)
+    store.core.collect_lessons(on=True)
+    for bounds in ((0, 2**30 + 1, 0), (0, 40, -1)):
+        with pytest.raises(ValueError, match=r"go from 0 to 2\^30"):
+            store.core.teach_stored(*bounds)
+
+
 def test_lessons_leave_sinks_out_and_do_not_ask_what_is_kept() -> None:
     whole, small = PredictedLayer(), PredictedLayer(budget=30)
     for store in (whole, small):

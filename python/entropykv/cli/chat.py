@@ -92,7 +92,7 @@ def _chat(options: argparse.Namespace) -> int:
         if options.load_session is not None:
             conversation.load(options.load_session)
         code = _Terminal(conversation).run()
-        say_learnt(session.learner)
+        say_learnt(session)
         return code
 
 

@@ -6,6 +6,7 @@ import argparse
 
 from entropykv.cli.notes import say
 from entropykv.session.learning import LEAST_TOKENS, Learner
+from entropykv.session.session import Session
 
 
 def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
@@ -26,7 +27,12 @@ def say_obstacle(learner: Learner | None) -> None:
         say(f"--learn: {learner.obstacle}")
 
 
-def say_learnt(learner: Learner | None) -> None:
+def say_learnt(session: Session) -> None:
     """Say in the end what came of it, but for an obstacle, which is known by then."""
-    if learner is not None and learner.obstacle is None and (report := learner.report()):
+    learner, fit = session.learner, session.predictor_fit
+    if learner is not None and learner.obstacle is None:
+        report = learner.report()
+    else:
+        report = fit.report() if fit is not None else None
+    if report:
         say(report)

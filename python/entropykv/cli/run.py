@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
             _save(session, options.save_session, answer, chat=chat)
         elif loaded and not tokens and not answer.tokens:
             say("the saved answer was complete; give a new prompt with -p")
-        say_learnt(session.learner)
+        say_learnt(session)
     return EXIT_INTERRUPTED if answer.interrupted else 0
 
 

@@ -13,13 +13,14 @@ from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
 """The default: `profile` where the model has one with loss curves, else `adaptive`. Entries are
-ranked by a predictor of the profile, in the way that the profile says; without a predictor, a text
-that the budget does not hold is read twice. `uniform` where entries are frozen: what a head needs
-comes back, and every head needs room for it; `recency` on the flat store."""
+ranked by a predictor, in the way that the profile says: that of the profile, or one that is fitted
+to the first texts, which are read twice for it. Where a model's keys before RoPE are not known,
+nothing can be predicted, and all texts are read twice. `uniform` where entries are frozen: what a
+head needs comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
 """The default without predictions and echoes: what queries of the text give ranks entries."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
-"""What takes the place of a measure of IMPORTANCES without a predictor: a text is read twice."""
+"""What takes the place of a measure of IMPORTANCES where nothing can be predicted."""
 ENTROPY_CLAMP = (0.3, 2.5)
 """The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
 
@@ -153,9 +154,8 @@ def policy_help() -> str:
     """Return names, measures and modifiers in a few lines."""
     auto = (
         f"{AUTO}: profile:{IMPORTANCES[0]}, or the measure that the profile names, where the model "
-        f"has a profile with a predictor, else adaptive:{_READ_TWICE[IMPORTANCES[0]]}; "
-        f"uniform with --freeze; recency on the flat store; {FAST}: the same without predicted and "
-        "echo"
+        f"has a profile, else adaptive:{IMPORTANCES[0]}, whose predictor the first texts teach; "
+        f"uniform with --freeze; recency on the flat store; {FAST}: the same without predicted"
     )
     policies = "; ".join(f"{p.name}: {p.summary}" for p in POLICIES.values())
     measured = ", ".join(p.name for p in POLICIES.values() if not p.importance.by_position)
@@ -174,25 +174,29 @@ def policy_named(
     *,
     freezes: bool = False,
     recurrent: bool = False,
+    predictable: bool = True,
 ) -> Policy:
     """Return the policy of that name, which may be `auto` or `fast`, or that of an own policy.
 
-    `freezes`: what is evicted is frozen; `recurrent`: the model has recurrent layers, which cannot
-    read a text twice. `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its
-    modifiers in the order of MODIFIERS, and without a measure that is the default. Raises
-    SettingsError for a name that does not exist or that the store cannot follow.
+    `freezes`: what is evicted is frozen. `recurrent`: the model has recurrent layers, which cannot
+    read a text twice. `predictable`: its keys before RoPE are known, which predictors need.
+    `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
+    order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
+    that does not exist or that the store cannot follow.
     """
     if not isinstance(name, str):
         policy = _own(name)
     elif name in (AUTO, FAST):
         foresees = name == AUTO and not recurrent
-        policy = _parsed(_chosen(profile, store, freezes=freezes, foresees=foresees))
+        policy = _parsed(
+            _chosen(profile, store, freezes=freezes, foresees=foresees, predictable=predictable)
+        )
     else:
         policy = _parsed(name)
-    if policy.importance.repeats and recurrent:
+    if recurrent and (policy.importance.repeats or learns_predictor(policy, profile)):
         raise SettingsError(
-            f"policy {policy.name} reads every stretch of text twice, which would change the state "
-            "of the model's recurrent layers; use measure mass"
+            f"policy {policy.name} reads text twice, which would change the state of the model's "
+            "recurrent layers; use measure mass"
         )
     if store == "flat" and not policy.flat:
         possible = " or ".join(p.name for p in POLICIES.values() if p.flat)
@@ -201,6 +205,12 @@ def policy_named(
             f"{policy.name}; use --policy {possible}, or --store headwise"
         )
     return policy
+
+
+def learns_predictor(policy: Policy, profile: EntropyProfile | None) -> bool:
+    """Tell whether a policy predicts, and nobody has fitted a predictor to the model yet."""
+    known = profile is not None and profile.predictor is not None
+    return policy.importance.predicts and not known
 
 
 def takes_profile(name: str | OwnPolicy) -> bool:
@@ -246,7 +256,14 @@ def _check_choice_of_layers(name: str, importance: Importance) -> None:
         )
 
 
-def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, foresees: bool) -> str:
+def _chosen(
+    profile: EntropyProfile | None,
+    store: str,
+    *,
+    freezes: bool,
+    foresees: bool,
+    predictable: bool,
+) -> str:
     """Return the policy that `auto` or `fast` stands for.
 
     `foresees`: whether entries are ranked by what a repetition of the text would look up, too.
@@ -260,7 +277,7 @@ def _chosen(profile: EntropyProfile | None, store: str, *, freezes: bool, forese
     if not foresees:
         return name
     importance = (curves and curves.importance) or IMPORTANCES[0]
-    if profile is None or profile.predictor is None:
+    if not predictable:
         importance = _READ_TWICE[importance]
     return f"{name}:{importance}"
 

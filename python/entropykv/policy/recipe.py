@@ -14,7 +14,14 @@ from entropykv import _core
 from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.names import Policy, policy_named, schedules, takes_profile
+from entropykv.policy.names import (
+    AUTO,
+    Policy,
+    learns_predictor,
+    policy_named,
+    schedules,
+    takes_profile,
+)
 from entropykv.policy.plan import (
     FlatPlan,
     HeadwisePlan,
@@ -70,6 +77,16 @@ class Recipe:
         """Return the variation of the profile's entropies, for position scores; 0 without one."""
         return self.profile.coefficient_of_variation if self.profile else 0.0
 
+    @property
+    def learns_predictor(self) -> bool:
+        """Tell whether the first texts are read twice, to fit a predictor that nobody has yet."""
+        return learns_predictor(self.policy, self.profile)
+
+    @property
+    def reads_twice(self) -> bool:
+        """Tell whether the text that the budget does not hold is read twice, or its beginning."""
+        return self.policy.importance.repeats or self.learns_predictor
+
     def headwise_plan(
         self,
         budget: Budget | None = None,
@@ -122,6 +139,15 @@ class Recipe:
             )
         return resolve(self.options, self.geometry, flat_because=why)
 
+    def without_prediction(self) -> Recipe:
+        """Return the recipe for a model whose keys before RoPE are not known.
+
+        Another one for policy `auto` alone: a measure that was asked for by name stays.
+        """
+        if self.options.policy != AUTO or not self.policy.importance.predicts:
+            return self
+        return resolve(self.options, self.geometry, predictable=False)
+
     def check_recovery(self, recovery: Recovery | None) -> None:
         """Raise SettingsError for a ladder that has nothing to restore, or goes back too far."""
         if recovery is None:
@@ -153,14 +179,18 @@ class Recipe:
 
 
 def resolve(
-    options: CacheOptions, geometry: ModelGeometry, *, flat_because: str | None = None
+    options: CacheOptions,
+    geometry: ModelGeometry,
+    *,
+    flat_because: str | None = None,
+    predictable: bool = True,
 ) -> Recipe:
     """Say what options mean for a model, before anything of it is loaded but the file's header.
 
     `flat_because`: why the flat store must serve the model, although headwise or auto was asked
-    for. Raises SettingsError for options that do not go together or that the model or its store
-    cannot follow, ContextError for too many sinks, and ProfileError for a profile that cannot be
-    read.
+    for. `predictable`: the model's keys before RoPE are known, which only its graph can tell.
+    Raises SettingsError for options that do not go together or that the model or its store cannot
+    follow, ContextError for too many sinks, and ProfileError for a profile that cannot be read.
     """
     flat = options.store == "flat" or flat_because is not None
     if flat and options.in_pool:
@@ -176,6 +206,7 @@ def resolve(
         "flat" if flat else "headwise",
         freezes=freezing is not None,
         recurrent=geometry.recurrent,
+        predictable=predictable,
     )
     check_freezing(freezing, options.store, options.kv_type)
     n_ctx = options.n_ctx or geometry.n_ctx_train

@@ -168,10 +168,13 @@ class ServedLlama(EntropyLlama):
             yield token
 
     def tell_what_is_learnt(self) -> None:
-        """Say on stderr, once, that a profile was left, or why none is learnt."""
-        learner = self._session.learner
-        if learner is not None and (news := learner.news()) is not None:
-            sys.stderr.write(f"entropykv: --learn: {news}\n")
+        """Say on stderr, once, that a profile was left, why none is learnt, or what was fitted."""
+        learner, fit = self._session.learner, self._session.predictor_fit
+        if learner is not None:
+            if (news := learner.news()) is not None:
+                sys.stderr.write(f"entropykv: --learn: {news}\n")
+        elif fit is not None and (news := fit.news()) is not None:
+            sys.stderr.write(f"entropykv: {news}\n")
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
         """Return what leaves only tokens that a grammar allows; raises RequestError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -19,6 +20,11 @@ from entropykv.server.request_log import write_requests_to_stderr
 from entropykv.server.starting import Starting
 from entropykv.server.web_page import WebDefaults
 
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+"""Names of glibc's settings, from its malloc.h."""
+_LARGE_BLOCK = 256 << 10
+"""Bytes from which on a block of memory has a mapping of its own."""
+_ARENAS = 2
 _SECONDS_TO_FINISH = 10
 """Seconds that a client may take to read the end of its answer."""
 
@@ -35,6 +41,7 @@ def serve(
     model is loaded.
     """
     with _listening_socket(server) as listener:
+        _give_memory_back()
         app = Starting(lambda: create_app(model, server, page), page=server.web)
         config = uvicorn.Config(
             app,
@@ -55,6 +62,18 @@ def serve(
     if app.loaded is None:  # a thread is inside llama.cpp, which an orderly exit would pull away
         sys.stderr.flush()
         os._exit(0)
+
+
+def _give_memory_back() -> None:
+    """Let the system have the memory of large texts back as soon as they are gone.
+
+    Otherwise glibc keeps what large requests have taken, once for every thread that read one.
+    Other C libraries have no such settings.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        set_option(_M_ARENA_MAX, _ARENAS)
 
 
 class _Server(uvicorn.Server):

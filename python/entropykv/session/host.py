@@ -28,6 +28,7 @@ from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
 from entropykv.session.learning import Learner
 from entropykv.session.parking import Parking
+from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.seat import Seat
 from entropykv.session.shared_pool import SharedPool
@@ -50,6 +51,8 @@ class Host:
 
     learner: Learner | None = None
     """What learns the model's profile from its sequences; None: nobody asked for it."""
+    fit: PredictorFit | None = None
+    """What fits the model's predictor to its first texts; None: it is known, or not needed."""
 
     def __init__(
         self, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
@@ -124,18 +127,33 @@ class Host:
             return self._make_store()
 
     def _make_store(self) -> Store:
-        recipe = self.recipe
-        repeats = recipe.policy.importance.repeats
-        self.echo = Echo(self._tokenize_plainly, recipe.n_ubatch) if repeats else None
         try:
-            if recipe.store == "flat":
-                return FlatStore(self.model, recipe, self.budget)
+            if self.recipe.store == "flat":
+                self._prepare_echo()
+                return FlatStore(self.model, self.recipe, self.budget)
             if self._context is None:
-                self._context = HeadwiseContext(self.model, recipe, self._most_tokens())
+                self._context = self._make_context()
+            recipe = self.recipe
             kind = PooledStore if recipe.options.in_pool else HeadwiseStore
             return kind(self.model, recipe, self.budget, host=self._context)
         except MemoryError:
             raise self.too_large(self.budget) from None
+
+    def _make_context(self) -> HeadwiseContext:
+        """Make the context; a model whose keys before RoPE are not known predicts nothing."""
+        self._prepare_echo()
+        context = HeadwiseContext(self.model, self.recipe, self._most_tokens())
+        recipe = self.recipe.without_prediction() if context.hook.rope_obstacle else self.recipe
+        if recipe is self.recipe:
+            return context
+        context.close()
+        self.recipe = recipe
+        return self._make_context()
+
+    def _prepare_echo(self) -> None:
+        recipe = self.recipe
+        twice = recipe.reads_twice
+        self.echo = Echo(self._tokenize_plainly, recipe.n_ubatch) if twice else None
 
     def _tokenize_plainly(self, text: str) -> list[int]:
         return self.model.tokenize(text, add_bos=False, special=False)
@@ -164,6 +182,9 @@ class Host:
             raise SettingsError(f"a weight cannot be {weight!r}; use a number from 0.001 to 1000")
         with self.scheduler.between_steps():
             store, self._spare = self._spare or self._make_store(), None
+            if self.recipe.learns_predictor and isinstance(store, HeadwiseStore):
+                self.fit = self.fit or PredictorFit()
+                self.fit.watch(store)
             if self.recipe.options.learn:
                 self.learner = self.learner or Learner(self.model, self.recipe, store)
                 self.learner.watch(store)
@@ -313,17 +334,31 @@ class Host:
                 decode_parts(parts, self._batch, self.model.name)
         finally:
             self._in_step = False
-        if self.learner is not None:
-            self.learner.leave_if_complete()
         now = time.monotonic()
         for work in works:
             seat = cast(Seat, work.owner)
             seat.last_step = now
             if work.part.error is None:
                 seat.position = work.part.position + len(work.part.tokens)
+        self._learn(sum(len(p.tokens) for p in parts if p.echo and p.error is None))
         if self.shared is not None:
             prompts = [work for work in works if not work.is_single and work.part.error is None]
             self.shared.note_losses([cast(Seat, work.owner) for work in prompts])
+
+    def teach(self, seat: Seat, begin: int, end: int) -> None:
+        """Learn from what an echo has just shown of older text of a sequence: these positions."""
+        with self.with_seat(seat) as store:
+            if self.fit is None or self.fit.predictor is not None:
+                return
+            cast(HeadwiseStore, store).prediction.teach_stored(begin, end, store.shift)
+            self._learn(end - begin)
+
+    def _learn(self, n_tokens: int) -> None:
+        """Fit the predictor and leave a profile, once enough tokens were read twice."""
+        if self.fit is not None and self.fit.note(n_tokens, self.seats):
+            self.echo = None  # from now on, texts are read once
+        if self.learner is not None:
+            self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
 
     def close(self) -> None:
         """Free everything once no step is being made.

@@ -12,6 +12,7 @@ from entropykv.policy.names import BudgetRule
 from entropykv.policy.recipe import Recipe
 from entropykv.profile.belongs import fingerprint_of
 from entropykv.profile.find import find_profile, profile_beside
+from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import LEARNT, EntropyProfile
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import Store
@@ -34,6 +35,7 @@ class Learner:
         self._target = profile_beside(model.geometry.path)
         self._lessons: Lessons | None = None
         self._told = False
+        self._awaits_predictor = recipe.learns_predictor
         try:
             if find_profile(model.geometry) is None:
                 self._lessons = self._begin(recipe, store)
@@ -45,7 +47,7 @@ class Learner:
         policy = recipe.policy
         if not isinstance(store, HeadwiseStore):
             raise ProfileError("the flat store follows no entropy profile, and none is learnt")
-        if policy.rule is not BudgetRule.LOSSES or not policy.importance.repeats:
+        if policy.rule is not BudgetRule.LOSSES or not recipe.reads_twice:
             why = (
                 "recurrent layers cannot read one twice; make a profile with `entropykv calibrate`"
                 if recipe.geometry.recurrent
@@ -78,9 +80,14 @@ class Learner:
         if self._lessons is not None and isinstance(store, HeadwiseStore):
             store.sharing.teach(self._lessons)
 
-    def leave_if_complete(self) -> None:
-        """Write the profile once enough was seen; one that is there by now stays."""
+    def leave_if_complete(self, predictor: ScorePredictor | None) -> None:
+        """Write the profile once enough was seen; one that is there by now stays.
+
+        `predictor`: what was fitted to the same texts; None before that, and where nothing is.
+        """
         if self._lessons is None or self._lessons.n_tokens < LEAST_TOKENS:
+            return
+        if self._awaits_predictor and predictor is None:
             return
         if self.path is not None or self.obstacle is not None:
             return
@@ -88,13 +95,13 @@ class Learner:
             self.obstacle = f"{self._target}: is there by now, and stays as it is"
             return
         try:
-            self._profile(self._lessons).save(self._target)
+            self._profile(self._lessons, predictor).save(self._target)
         except ProfileError as error:
             self.obstacle = str(error)
         else:
             self.path = self._target
 
-    def _profile(self, lessons: Lessons) -> EntropyProfile:
+    def _profile(self, lessons: Lessons, predictor: ScorePredictor | None) -> EntropyProfile:
         curves, entropies = lessons.curves(), lessons.entropies()
         return EntropyProfile(
             n_layer=len(entropies),
@@ -106,6 +113,7 @@ class Learner:
             source=f"{LEARNT}, {lessons.n_tokens} tokens",
             fingerprint=fingerprint_of(self._model.geometry),
             curves=curves,
+            predictor=predictor,
         )
 
     def news(self) -> str | None:

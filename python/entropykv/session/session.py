@@ -76,7 +76,6 @@ class Session(Saving):
         self._model = host.model
         self.recipe = host.recipe
         """What was asked for, and what it means for the model."""
-        self._echo = host.echo
         try:
             self._seat = host.take_seat(weight)
         except BaseException:
@@ -152,15 +151,22 @@ class Session(Saving):
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
-        size = self._echo.stretch if self._echo and echoes else self.recipe.n_ubatch
-        for first in range(0, len(ids), size):
-            part = ids[first : first + size]
-            last = first + len(part) == len(ids)
-            echo = self._echo_of(part) if echoes and len(part) >= LEAST_TOKENS else []
-            n_rows = len(part) if all_logits else int(last)
+        while ids:
+            # Echoes may end within the text: once they have taught the predictor enough.
+            repeats = self._echo if echoes else None
+            size = repeats.stretch if repeats else self._largest_chunk(len(ids))
+            part, ids = ids[:size], ids[size:]
+            echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
+            n_rows = len(part) if all_logits else int(not ids)
             yield self._decode_micro_batch(part, n_rows, echo, arrival)
-            if not last:
+            if ids:
                 self._note_interval(len(part))
+
+    def _largest_chunk(self, n_tokens: int) -> int:
+        """Return how many of so many tokens to read at once."""
+        return min(
+            self.recipe.n_ubatch, self._store.whole_before(self._sequence.position, n_tokens)
+        )
 
     def _check_room(self, n_tokens: int) -> None:
         if n_tokens == 0:
@@ -240,8 +246,9 @@ class Session(Saving):
             if echo := self._echo_of(sequence.tokens[first:last], first):
                 self._decode([], 0, echo, arrival)
                 self._broken = False
+                self._host.teach(self._seat, first, last)
             sequence.echoed = last
-            if n_tokens < LEAST_TOKENS:
+            if n_tokens < LEAST_TOKENS or self._echo is None:
                 break
         with self._host.with_seat(self._seat) as store:
             store.share_again()

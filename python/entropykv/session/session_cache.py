@@ -17,6 +17,7 @@ from entropykv.session.echo import Echo
 from entropykv.session.host import Host
 from entropykv.session.learning import Learner
 from entropykv.session.model_text import ModelText
+from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.seat import Seat
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.stats import SessionStats, peak_rss_bytes
@@ -38,7 +39,6 @@ class SessionCache(ModelText):
     _store: Store
     _sequence: TokenSequence
     _counts: SessionCounts
-    _echo: Echo | None
     _closed = True
     """True until it holds something, so that close() works even where __init__ raises."""
     _broken = False
@@ -52,6 +52,11 @@ class SessionCache(ModelText):
         self._check_open()
         if self._broken:
             raise EntropyKVError("the last decode failed half-way; call reset() first")
+
+    @property
+    def _echo(self) -> Echo | None:
+        """Return what makes the echoes of texts; None where they are read once, or from now on."""
+        return self._host.echo
 
     @property
     def position(self) -> int:
@@ -95,6 +100,11 @@ class SessionCache(ModelText):
     def learner(self) -> Learner | None:
         """Return what learns the model's profile, and tells what it has left; None without it."""
         return self._host.learner
+
+    @property
+    def predictor_fit(self) -> PredictorFit | None:
+        """Return what fits the model's predictor to its first texts; None where it is known."""
+        return self._host.fit
 
     @property
     def freezing(self) -> Freezing | None:

@@ -33,6 +33,8 @@ class HeadwiseStore(Store):
     name = "headwise"
     shift = 0
     rebases = 0
+    predicts_loaded = False
+    """Whether entries that are loaded may be older than the predictor, and are predicted then."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class HeadwiseStore(Store):
             self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
             plan = self.plan_of(recipe.options.budget if budget is None else budget)
             self._store = _core_of(recipe, self._host, self.cold, plan)
-            self.prediction = ScorePrediction(self._store, len(self.layers), policy)
+            self.prediction = ScorePrediction(self._store, len(self.layers))
             if policy.importance.predicts and recipe.profile and recipe.profile.predictor:
                 self.prediction.adopt(recipe.profile.predictor)
             self.way_back = WayBack(model, self._store, self.layers, self._recurrent)
@@ -110,7 +112,6 @@ class HeadwiseStore(Store):
     def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
-        self.prediction.check()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
         if shift != self.shift:
             ropes = [node.rope for node in self.hook.nodes]
@@ -121,6 +122,10 @@ class HeadwiseStore(Store):
         with self.cold.growing():
             rope_position = self.rope_position(position)
             self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)
+
+    def whole_before(self, position: int, n_tokens: int) -> int:
+        """Return how many tokens to read before budgets are shared: see HeadwiseBudgets."""
+        return self.sharing.whole_before(position, n_tokens)
 
     def after(self, n_tokens: int, position: int) -> None:  # noqa: ARG002
         """Share the budget again, where the policy follows the text."""
@@ -207,7 +212,20 @@ class HeadwiseStore(Store):
         with self.sharing.expecting(state.position):
             self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
+        self.note_loaded(state.position)
         self.way_back.await_state(state.position)
+
+    def note_loaded(self, n_tokens: int) -> None:
+        """Predict what was loaded of a text of so many tokens, if it was not when it was read."""
+        if self.predicts_loaded:
+            self.predict_held(n_tokens)
+
+    def predict_held(self, n_tokens: int) -> None:
+        """Predict the scores of all entries that are held of a text of so many tokens.
+
+        For those that were read before there was a predictor; larger scores of an echo stay.
+        """
+        self._store.predict_stored(n_tokens, self.shift)
 
     @property
     def evicted(self) -> int:

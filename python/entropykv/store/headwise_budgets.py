@@ -160,6 +160,17 @@ class HeadwiseBudgets:
         if self._online:
             self._online.prepare(budgets_change=self._budgets_change, growth=self._growth())
 
+    def whole_before(self, position: int, n_tokens: int) -> int:
+        """Return how many of the next `n_tokens`, from `position` on, to read at once.
+
+        Where budgets follow the losses of the text and all of it is still there, it is what the
+        bytes hold whole: so that what they show shares the budget before anything is evicted.
+        """
+        room = self.whole_entries - position
+        if self._recipe.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:
+            return room
+        return n_tokens
+
     def _growth(self) -> float:
         """Return how many times as long, beyond the floor, all of the text will be that is read.
 

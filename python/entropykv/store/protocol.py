@@ -95,6 +95,14 @@ class Store(Protocol):
         """Return where RoPE sees a position of the text."""
         return _core.rope_position(position, self.rope.n_sinks, self.shift)
 
+    def whole_before(self, position: int, n_tokens: int) -> int:  # noqa: ARG002
+        """Return how many of the next tokens to read at once, from `position` on.
+
+        Fewer than `n_tokens` where budgets should follow what the text has shown before it is
+        evicted.
+        """
+        return n_tokens
+
     def begin_step(self) -> None:
         """Begin a micro-batch, before the stores of all its sequences make room for it."""
         return  # a store that is alone in its context need not tell it

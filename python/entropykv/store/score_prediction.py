@@ -8,27 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.errors import ProfileError, SettingsError
-from entropykv.policy.names import Policy
+from entropykv.errors import ProfileError
 from entropykv.profile.predictor import ScorePredictor
 
 
 class ScorePrediction:
     """Hold the predictor of a store: of all stores that share its pool of pages, too."""
 
-    def __init__(self, store: _core.HeadwiseStore, n_layers: int, policy: Policy) -> None:
+    def __init__(self, store: _core.HeadwiseStore, n_layers: int) -> None:
         """Serve a store of `n_layers` attention layers."""
         self._store = store
         self._layers = range(n_layers)
-        self._policy = policy
-
-    def check(self) -> None:
-        """Raise SettingsError where the policy needs a predictor, and a layer has none."""
-        if self._policy.importance.predicts and not self._store.is_predicted:
-            raise SettingsError(
-                f"policy {self._policy.name} predicts scores from keys and values, and this model "
-                "has no predictor yet; calibrate it, or use measure mass"
-            )
 
     @property
     def n_features(self) -> list[int]:
@@ -63,6 +53,13 @@ class ScorePrediction:
         One sum for all stores of a pool. Raises ValueError for measures that predict nothing.
         """
         self._store.collect_lessons(on)
+
+    def teach_stored(self, begin: int, end: int, shift: int) -> None:
+        """Add lessons of text that was read before an echo repeated it, positions `begin` to `end`.
+
+        `shift`: that of the store. Raises ValueError where lessons are not collected.
+        """
+        self._store.teach_stored(begin, end, shift)
 
     def lessons(self) -> list[tuple[int, npt.NDArray[np.float64]]]:
         """Return of every layer how many entries were added up, and their sums of products.

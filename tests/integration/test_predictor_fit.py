@@ -1,0 +1,216 @@
+"""Models without a predictor: their first texts are read twice, and teach one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entropykv import EntropyProfile, Pool, Session
+from entropykv.errors import SettingsError
+from entropykv.profile.find import profile_beside
+from entropykv.session import predictor_fit
+from entropykv.session.predictor_fit import LEAST_TOKENS, PredictorFit
+from entropykv.store.headwise import HeadwiseStore
+from tests.architectures import ARCHITECTURES
+from tests.support.command import entropykv
+from tests.support.logits import tokens_for
+from tests.support.releases import write_known
+from tests.support.tiny_models import write_gpt2
+
+N_CTX = 2048
+TOKENS = tokens_for(N_CTX - 64)
+INSIDE: dict[str, Any] = {"n_ctx": N_CTX, "kv_budget": 0.2, "n_threads": 1}
+LEAST_SHARE = 2.0**-20
+
+
+def store_of(session: Session) -> HeadwiseStore:
+    store = session._store
+    assert isinstance(store, HeadwiseStore)
+    return store
+
+
+def fit_of(session: Session) -> PredictorFit:
+    assert session.predictor_fit is not None
+    return session.predictor_fit
+
+
+def shares(session: Session) -> np.ndarray:
+    """The predicted shares of all entries that are held, but for the sinks."""
+    core = store_of(session).core
+    return np.concatenate(
+        [
+            core.predicted_shares(layer, head)[4:]
+            for layer, shape in enumerate(store_of(session).layers)
+            for head in range(shape.n_head_kv)
+        ]
+    )
+
+
+def echoes_in(session: Session, tokens: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Read a text; returns how many of its micro-batches had an echo."""
+    found = []
+    before = HeadwiseStore.before
+
+    def note(self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0) -> None:
+        found.append(n_echo > 0)
+        before(self, n_tokens, position, n_echo)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadwiseStore, "before", note)
+        session.decode(tokens)
+    return sum(found)
+
+
+def test_texts_are_read_once_after_the_first(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predictor is fitted in the middle of a text, whose rest is read once."""
+    with Session(tiny_llama, **INSIDE) as session:
+        assert session.policy.name == "adaptive:mass+values+predicted"
+        stretch = session.n_ubatch
+        assert echoes_in(session, TOKENS, monkeypatch) == -(-LEAST_TOKENS // stretch)
+        fit = fit_of(session)
+        assert LEAST_TOKENS <= fit.n_tokens < LEAST_TOKENS + stretch
+        assert fit.predictor is not None
+        assert session.n_ubatch == 512
+        assert (shares(session) > 2 * LEAST_SHARE).mean() > 0.9
+        assert store_of(session).core.is_predicted
+        session.reset()
+        assert echoes_in(session, TOKENS, monkeypatch) == 0
+        assert fit.n_tokens < LEAST_TOKENS + stretch
+        assert session.stats().evictions > 0
+
+
+def test_a_text_that_fits_teaches_nothing(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session(tiny_llama, **{**INSIDE, "kv_budget": 1.0}) as session:
+        assert echoes_in(session, TOKENS, monkeypatch) == 0
+        assert fit_of(session).n_tokens == 0
+        assert fit_of(session).report() is None
+
+
+def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
+    """Another session of the pool has read a text that fits: nobody had predicted it."""
+    with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=1200, n_sequences=3, n_threads=1) as pool:
+        live, parked, reader = (pool.session() for _ in range(3))
+        for session in (live, parked):
+            session.decode(TOKENS[:100])
+            assert shares(session).max() < 2 * LEAST_SHARE
+        pool.host.shared.park(parked._seat)  # type: ignore[union-attr]
+        while fit_of(reader).predictor is None:
+            reader.decode(TOKENS[:600])
+            if reader.position > 1200:
+                reader.reset()
+        assert (shares(live) > 2 * LEAST_SHARE).mean() > 0.9
+        parked.decode(TOKENS[100:101])
+        np.testing.assert_array_equal(shares(parked)[:90], shares(live)[:90])
+
+
+def test_written_text_teaches_too(tiny_llama: Path) -> None:
+    """Token by token, echoes are those of stored text."""
+    with Session(tiny_llama, n_ctx=N_CTX, kv_budget=300, n_threads=1) as session:
+        for token in TOKENS:
+            session.decode([token])
+            if fit_of(session).predictor is not None:
+                break
+        assert fit_of(session).predictor is not None
+        assert session.position < 2 * LEAST_TOKENS
+        before = fit_of(session).n_tokens
+        for token in TOKENS[:300]:
+            session.decode([token])
+        assert fit_of(session).n_tokens == before
+
+
+def test_it_is_the_predictor_that_calibration_would_fit(smollm2: Path, prose: str) -> None:
+    """Of SmolLM2 under another name: what it predicts goes with what the shipped one does."""
+    with Session(smollm2, n_ctx=2048, kv_budget=0.3, n_threads=2) as known:
+        tokens = known.tokenize(prose)[:1400]
+        assert known.predictor_fit is None
+        nothing = EntropyProfile(30, 9, 3, 2048, np.ones((30, 9)))
+        shipped = known.profile
+    assert shipped is not None
+    assert shipped.predictor is not None
+    with Session(
+        smollm2, n_ctx=2048, kv_budget=0.3, n_threads=2, entropy_config=nothing
+    ) as session:
+        session.decode(tokens)
+        fitted = shares(session)
+        store_of(session).prediction.adopt(shipped.predictor)
+        session.reset()
+        session.decode(tokens[:600])
+        by_shipped = shares(session)
+        fit = fit_of(session).predictor
+        assert fit is not None
+        store_of(session).prediction.adopt(fit)
+        session.reset()
+        session.decode(tokens[:600])
+        by_fitted = shares(session)
+    assert len(fitted) > 0
+    assert np.corrcoef(np.log(by_shipped), np.log(by_fitted))[0, 1] > 0.7
+
+
+def test_more_features_take_more_tokens(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor_fit, "TOKENS_PER_FEATURE", 50)
+    with Session(tiny_llama, **INSIDE) as session:
+        n_features = store_of(session).prediction.n_features
+        assert fit_of(session).n_needed == 50 * max(n_features) > LEAST_TOKENS
+
+
+def test_keys_that_are_not_known_before_rope_are_read_twice_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "learned-positions.gguf"
+    write_gpt2(model, n_ctx_train=N_CTX)
+    with Session(model, **INSIDE) as session:
+        assert session.policy.name == "adaptive:mass+values+echo"
+        assert session.predictor_fit is None
+        assert echoes_in(session, TOKENS, monkeypatch) > LEAST_TOKENS // session.n_ubatch + 1
+    with pytest.raises(SettingsError, match="its position embeddings are learned"):
+        Session(model, policy="uniform:predicted", **INSIDE)
+
+
+def test_recurrent_layers_cannot_be_taught(tmp_path: Path) -> None:
+    model = tmp_path / "hybrid.gguf"
+    write_known(model, ARCHITECTURES["hybrid"][0])
+    with pytest.raises(SettingsError, match="reads text twice"):
+        Session(model, policy="uniform:predicted", kv_budget=0.5, n_threads=1)
+
+
+def test_run_says_what_happened(tiny_llama: Path) -> None:
+    options = ("-n", 2, "-t", 1, "-c", N_CTX, "--kv-budget", 0.2, "--no-chat", "-f", "-")
+    words = "the and of to in that is was for it with as his on be at by had not are " * 38
+    result = entropykv("run", "-m", tiny_llama, *options, stdin=words)
+    assert result.returncode == 0, result.stderr
+    assert "beyond the budget were read twice, to learn what this model looks up" in result.stderr
+    assert "--learn keeps" in result.stderr
+    assert not profile_beside(tiny_llama).exists()
+
+
+def test_micro_batches_end_where_the_bytes_are_full(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So budgets that follow the text know it before anything of it is evicted."""
+    sizes = []
+    before = HeadwiseStore.before
+
+    def note(self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0) -> None:
+        sizes.append((position, n_tokens))
+        before(self, n_tokens, position, n_echo)
+
+    monkeypatch.setattr(HeadwiseStore, "before", note)
+    with Session(tiny_llama, policy="adaptive", **INSIDE) as session:
+        whole = store_of(session).whole_entries
+        session.decode(TOKENS[:1500])
+    assert whole < 512
+    assert sizes[0] == (0, whole) or sizes[0][1] < 512
+    assert sum(n for _, n in sizes) == 1500
+    assert sizes[1][0] == sizes[0][1]
+    sizes.clear()
+    with Session(tiny_llama, policy="uniform", **INSIDE) as session:
+        session.decode(TOKENS[:1500])
+    assert [n for _, n in sizes] == [512, 512, 476]
