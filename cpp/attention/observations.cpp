@@ -15,8 +15,8 @@ void take_larger(float* total, const float* more, int n) {
 
 void Observations::begin(const Room& room) {
     longest_ = room.longest;
-    second_turn_ = room.single ? room.rows * longest_ : 0;
-    grow(observed_, second_turn_ + room.rows * longest_);
+    odd_layers_at_ = room.single ? room.rows * longest_ : 0;
+    grow(observed_, odd_layers_at_ + room.rows * longest_);
     grow(logits_, room.logits * longest_);
 }
 

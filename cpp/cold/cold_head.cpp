@@ -13,7 +13,7 @@ ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
 
 ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages,
                    bool timed)
-    : ColdBook(layout.page, timed),
+    : ColdIndex(layout.page, timed),
       cold_(&layout),
       storage_(&storage),
       most_pages_(most_pages),
@@ -24,10 +24,10 @@ ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t m
 void ColdHead::prepare(int n_new) {
     const std::size_t n_pages = index(n_new / per_page() + 2);
     reserve(n_pages);
-    const std::size_t n_slabs = (pages_.size() + n_pages - 1) / index(kSketchesOfSlab) + 1;
+    const std::size_t n_slabs = (pages_.size() + n_pages - 1) / index(kSketchesPerSlab) + 1;
     make_room(sketches_, n_slabs);
     while (sketches_.size() < n_slabs)
-        sketches_.emplace_back(index(kSketchesOfSlab) * cold_->sketch.page_bytes());
+        sketches_.emplace_back(index(kSketchesPerSlab) * cold_->sketch.page_bytes());
     make_room(spare_, pages_.capacity());
     const std::size_t room = is_limited() ? most_pages_ - n_stored_ : n_pages;
     while (spare_.size() < std::min(n_pages, room)) spare_.push_back(storage_->take());
@@ -45,8 +45,7 @@ std::size_t ColdHead::overhead_bytes() const {
            heap_bytes(keys_) + packed_.heap_bytes() + open_rows_.heap_bytes() - open_entries;
 }
 
-// ------------------------------------------------------------------------------------------------
-// entries
+// The following functions add, freeze and restore entries.
 
 int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record,
                   const ImportanceSettings& settings, const KernelTable& kernels) noexcept {
@@ -69,7 +68,8 @@ void ColdHead::close_open(const KernelTable& kernels) noexcept {
     store(open_, packed_.data());
 }
 
-// Into packed_. The sketch is of what is read back: the same for a session that is loaded.
+// Packs a page into packed_, and makes its sketch from what would be read back, so that a session
+// that was saved and loaded has the same sketch.
 void ColdHead::pack(int page, std::byte* rows, const KernelTable& kernels) noexcept {
     cold_->codec.pack(rows, packed_.data());
     if (!cold_->codec.as_stored()) cold_->codec.unpack(packed_.data(), kernels, rows);
@@ -99,21 +99,21 @@ void ColdHead::take(const std::byte* rows, int record, const KernelTable& kernel
         cold_->codec.unpack(rows, entry, kernels, page, slot);
 }
 
-void ColdHead::ask_for_due(std::int32_t now) const noexcept {
-    records_.ask_for_all();
+void ColdHead::prefetch_due(std::int32_t now) const noexcept {
+    records_.prefetch_all();
     if (!storage_->in_place()) return;
     for (int page = 0; page < n_pages(); ++page) {
         if (n_frozen(page) == 0 || page == open_ || records_.count_due(page, now) == 0) continue;
         const std::byte* packed = storage_->read(pages_[index(page)].place, nullptr);
         for (int slot = 0; slot < per_page(); ++slot)
             if (records_.due(page, slot, now))
-                ask_for(cold_->codec.rows(packed, slot), cold_->codec.entry_bytes());
+                prefetch(cold_->codec.rows(packed, slot), cold_->codec.entry_bytes());
     }
 }
 
 void ColdHead::products(const KernelTable& kernels, int page, const QueryRows& queries,
                         float* out) const noexcept {
-    if (page + 1 < n_pages()) ask_for(sketch_of(page + 1), cold_->sketch.page_bytes());
+    if (page + 1 < n_pages()) prefetch(sketch_of(page + 1), cold_->sketch.page_bytes());
     if (page == open_)
         kernels.products(cold_->page, open_rows_.data(), queries.data, queries.n, out, per_page());
     else
@@ -121,8 +121,7 @@ void ColdHead::products(const KernelTable& kernels, int page, const QueryRows& q
                                 per_page());
 }
 
-// ------------------------------------------------------------------------------------------------
-// what goes
+// The following functions drop entries.
 
 void ColdHead::drop_page(int page) noexcept {
     dropped_page_ = page;
@@ -139,7 +138,7 @@ void ColdHead::truncate(std::int32_t from) {
     }
 }
 
-// A page without records, if it is not free already.
+// Frees a page without records, unless it is free already.
 void ColdHead::release_page(int page) {
     if (page == open_) {
         n_open_ = 0;

@@ -1,9 +1,9 @@
-// The frozen entries of one KV head. An entry that is frozen gets a record, and its K and V are
-// written once: where it is restored, the record stays, so that freezing it again moves nothing.
-// Records lie in pages; the last one is open, and is written to storage when it is full. Every full
-// page has a sketch of its keys, which queries are compared with: see key_sketch.hpp. (A page's
-// bounds of q.k, as in Quest, Tang et al. 2024, arXiv:2406.10774, or the means of clusters of its
-// keys promise too much: nearly every page would have to be read.)
+// Holds the frozen entries of one KV head. When an entry is frozen for the first time, it gets a
+// record, and its K and V are written to storage. When it is restored, the record stays, so
+// freezing it again moves no data. Records lie in pages. The last page is open, and goes to storage
+// when it is full. Every full page has a sketch of its keys, which queries are compared with: see
+// key_sketch.hpp. (Bounds of q.k per page, as in Quest, Tang et al. 2024, arXiv:2406.10774, or
+// means of clusters of keys select far too many pages: nearly every page would have to be read.)
 #pragma once
 
 #include <cmath>
@@ -13,15 +13,15 @@
 #include <string>
 #include <vector>
 
-#include "cold/cold_book.hpp"
 #include "cold/cold_codec.hpp"
+#include "cold/cold_index.hpp"
 #include "cold/cold_storage.hpp"
 #include "kernels/kernels.hpp"
 #include "platform/aligned_bytes.hpp"
 
 namespace entropykv {
 
-// What all heads of a layer share.
+// Holds what the cold storage of all heads of a layer has in common.
 struct ColdLayout {
     ColdLayout(ColdType type, const PageLayout& page);
     PageLayout page;
@@ -29,19 +29,20 @@ struct ColdLayout {
     ColdCodec codec;
 };
 
-// Queries of a micro-batch, all of one KV head, scaled; rows are padded to the stride of its keys.
+// Refers to the scaled queries of a micro-batch for one KV head; rows are padded to the stride of
+// its keys.
 struct QueryRows {
     const float* data;
     int n;
     int stride;
     float softcap;
     const std::int32_t* positions;
-    const float* slopes;  // what a logit falls by per position of distance (ALiBi), or null
+    const float* slopes;  // the slope of each row (ALiBi), or null
     const float* row(int r) const {
         return data + static_cast<std::size_t>(r) * static_cast<std::size_t>(stride);
     }
     bool adjusts() const { return softcap > 0.0f || slopes != nullptr; }
-    // The logit of query r and an entry at a position, of their product.
+    // Returns the logit of query r with an entry at a position, given their dot product.
     float adjusted(int r, float product, std::int32_t position) const {
         const float logit = softcap > 0.0f ? softcap * std::tanh(product / softcap) : product;
         if (slopes == nullptr) return logit;
@@ -49,68 +50,69 @@ struct QueryRows {
     }
 };
 
-class ColdHead : public ColdBook {
+class ColdHead : public ColdIndex {
 public:
-    // most_pages: of storage; 0: no limit. timed: see ColdRecords.
+    // most_pages: the limit of pages in storage; 0: none. timed: see ColdRecords.
     ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages, bool timed);
 
-    // Before add() is called up to n_new times: nothing of it allocates. Throws what
-    // ColdStorage::take() throws, and nothing has changed.
+    // Must be called before add() is called up to n_new times, so that add() allocates nothing.
+    // Throws what ColdStorage::take() throws, and then changes nothing.
     void prepare(int n_new);
 
-    // Takes in an entry that has no record, frozen; returns the record. Where the limit is reached,
-    // the page that is worth least is dropped first: see dropped_page().
+    // Adds an entry without a record, and returns its new record. If the limit is reached, the page
+    // whose entries are worth least is dropped first: see dropped_page().
     int add(const std::byte* page, int slot, const ColdRecord& record,
             const ImportanceSettings& settings, const KernelTable& kernels) noexcept;
 
-    // K and V of a page of records as take() takes them, in place or in `buffer` (a page of
-    // storage); null where storage failed.
+    // Returns the packed K and V of a page of records, for take(): either in place, or in `buffer`,
+    // which has room for a page of storage. Returns null if storage failed.
     const std::byte* read(int page, std::byte* buffer) const noexcept;
-    // K and V of a record whose page was read, to a slot of a page of the store.
+    // Copies K and V of one record, whose page was read, to a slot of a page of the store.
     void take(const std::byte* rows, int record, const KernelTable& kernels, std::byte* page,
               int slot) const noexcept;
 
-    // Asks for K and V of what is due, where it is in memory, and for what freeze() changes: a step
-    // that freezes and restores many entries then waits for few of them.
-    void ask_for_due(std::int32_t now) const noexcept;
+    // Prefetches K and V of entries that are due, and the records that freeze() will change, so
+    // that a step that moves many entries waits less for memory.
+    void prefetch_due(std::int32_t now) const noexcept;
 
-    // q.k of all slots of a page, by its sketch; out [queries][per_page()]. Asks for what comes
-    // next, too: page + 1.
+    // Estimates q.k for all slots of a page from its sketch; out is [queries][per_page()]. Also
+    // prefetches the sketch of the next page.
     void products(const KernelTable& kernels, int page, const QueryRows& queries,
                   float* out) const noexcept;
 
-    // Calls change(page, slot, position) for every entry that has a record, and writes it back.
-    // buffer: as read()'s, and layout.page.bytes.
+    // Calls change(page, slot, position) for every entry that has a record, and writes the entry
+    // back. buffer: has room for a page of storage and layout.page.bytes.
     template <typename Change>
     void rewrite(const KernelTable& kernels, std::byte* buffer, Change change);
 
-    // Forgets records at positions >= from; timers end as if time had gone back to it.
+    // Drops records at positions >= from. Timers end as if time had gone back to `from`.
     void truncate(std::int32_t from);
-    // Whether a page that was read stays where it is while entries are added.
+    // Tells whether the data of a page that was read stays where it is while entries are added.
     bool stays(int page) const { return page != open_ && !is_limited() && storage_->in_place(); }
 
-    // Whether pages of records are dropped where storage has no more room.
+    // Tells whether pages of records are dropped when the limit of storage is reached.
     bool is_limited() const { return most_pages_ != 0; }
 
-    // Page of records that the last add() dropped, or kNone.
+    // Returns the page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
     int n_dropped() const { return n_dropped_; }
-    // What sketches take of the heap, those that will be drawn next, too; and all that is neither
-    // sketches nor entries: records, lists, and what pages are packed with.
+    // sketch_bytes() counts the memory of sketches, including those allocated in advance.
+    // overhead_bytes() counts all memory that is neither sketches nor entries: records, lists and
+    // buffers.
     std::size_t sketch_bytes() const;
     std::size_t overhead_bytes() const;
 
 private:
     friend class ColdLoader;
     friend class ColdSaver;
-    static constexpr int kSketchesOfSlab = 4;
+    static constexpr int kSketchesPerSlab = 4;
 
     void close_open(const KernelTable& kernels) noexcept;
     void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;
     void store(int page, const std::byte* packed) noexcept;
     std::byte* sketch_of(int page) {
-        return sketches_[index(page / kSketchesOfSlab)].data() +
-               index(page % kSketchesOfSlab) * cold_->sketch.page_bytes();
+        return sketches_[index(page / kSketchesPerSlab)].data() +
+               index(page % kSketchesPerSlab) * cold_->sketch.page_bytes();
     }
     const std::byte* sketch_of(int page) const {
         return const_cast<ColdHead*>(this)->sketch_of(page);
@@ -121,11 +123,11 @@ private:
     const ColdLayout* cold_;
     ColdStorage* storage_;
     std::size_t most_pages_;
-    std::vector<std::uint32_t> spare_;    // taken from storage, not in use
-    AlignedBytes open_rows_;              // of the open page
-    AlignedBytes packed_;                 // it, as storage takes it
-    std::vector<AlignedBytes> sketches_;  // of kSketchesOfSlab pages each
-    std::vector<float> keys_;             // [kGroupEntries][k_dim], of what is sketched
+    std::vector<std::uint32_t> spare_;    // taken from storage, not yet used
+    AlignedBytes open_rows_;              // rows of the open page
+    AlignedBytes packed_;                 // the packed form of one page
+    std::vector<AlignedBytes> sketches_;  // each has sketches of kSketchesPerSlab pages
+    std::vector<float> keys_;             // keys to be sketched, [kGroupEntries][k_dim]
     int dropped_page_ = kNone;
     int n_dropped_ = 0;
 };

@@ -14,12 +14,12 @@ constexpr std::uint64_t kNoEnd = GrammarWriter::kNoEnd;
 
 using Sequence = GrammarWriter::Sequence;
 
-// A rule, or a group in one, whose end was not read yet.
+// Is a rule, or a group in a rule, whose end was not read yet.
 struct Open {
     std::uint32_t rule = 0;
     std::vector<Sequence> alternatives;
     Sequence sequence;
-    std::size_t item = 0;  // where the part begins that a repetition would repeat
+    std::size_t item = 0;  // where the latest item begins, which a repetition repeats
 };
 
 class Parser {
@@ -50,7 +50,7 @@ private:
         text_.skip_space(true);
     }
 
-    // Parses what is next within a rule; returns whether anything was.
+    // Parses the next part of a rule; returns whether there was one.
     bool parse_part() {
         const char c = text_.peek();
         if (c == '"') {
@@ -156,7 +156,7 @@ private:
         repeat(least, most);
     }
 
-    // Replaces the latest item by `least` of it, and then up to `most`, or any number of it.
+    // Replaces the latest item by `least` to `most` of it, or by any number of it.
     void repeat(std::uint64_t least, std::uint64_t most) {
         Open& open = open_.back();
         if (open.item == open.sequence.size()) text_.fail("there is nothing before a repetition");
@@ -167,7 +167,7 @@ private:
         open.sequence.insert(open.sequence.end(), parts.begin(), parts.end());
     }
 
-    // --- what is being written -------------------------------------------------------------------
+    // The following functions build the rule that is being parsed.
 
     Open opened(std::uint32_t rule) {
         Open open;

@@ -19,7 +19,7 @@ int whole_groups(int entries) {
     return (entries + kGroupEntries - 1) / kGroupEntries * kGroupEntries;
 }
 
-// Copies n units of so many bytes that lie `apart` units from each other.
+// Copies n units of `bytes` bytes that lie `apart` units from each other.
 template <typename Unit>
 void copy_strided(const std::byte* from, std::byte* to, int n, std::size_t apart) {
     const Unit* source = reinterpret_cast<const Unit*>(from);

@@ -1,4 +1,4 @@
-// What the CPU that runs this has: which of the kernels that CMake compiled may be called.
+// Tells what the CPU supports, that is, which of the compiled kernels may be called.
 #pragma once
 
 namespace entropykv {

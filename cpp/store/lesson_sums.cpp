@@ -9,7 +9,7 @@ namespace entropykv {
 namespace {
 
 constexpr float kLeastObserved = 1e-5f;
-constexpr std::size_t kRowUnit = 16;  // rows are whole vectors of every instruction set
+constexpr std::size_t kRowUnit = 16;  // Rows are padded to whole vectors of every instruction set.
 
 std::size_t padded(std::size_t n) { return (n + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
@@ -30,8 +30,9 @@ void LessonSums::add_layer(const FeatureShape& shape, int n_heads) {
 }
 
 void LessonSums::add(std::size_t layer, std::size_t head, const PageLayout& layout,
-                     const StagedEntries& staged, const TurnsBack& turns, const float* observed,
-                     int n_sinks, const KernelTable& kernels, float* scratch) noexcept {
+                     const StagedEntries& staged, const InverseRope& inverse_rope,
+                     const float* observed, int n_sinks, const KernelTable& kernels,
+                     float* scratch) noexcept {
     Layer& of = layers_[layer];
     const std::size_t stride = padded(of.n_values);
     std::fill_n(scratch, kRows * stride, 0.0f);
@@ -50,9 +51,9 @@ void LessonSums::add(std::size_t layer, std::size_t head, const PageLayout& layo
         load_k(layout, page, slot, key);
         if (of.shape.v_dim > 0) load_v(layout, page, slot, value);
         float* row = scratch + n_rows * stride;
-        kernels.features(of.shape, key, value, turns.of(i), row);
+        kernels.features(of.shape, key, value, inverse_rope.of(i), row);
         row[of.n_values - 1] = std::log(std::max(observed[i], kLeastObserved));
-        if (!is_finite(row, of.n_values)) continue;  // the next entry takes its row
+        if (!is_finite(row, of.n_values)) continue;  // the next entry overwrites its row
         if (++n_rows == kRows) flush();
     }
     if (n_rows > 0) flush();
@@ -63,7 +64,7 @@ void LessonSums::clear() {
         for (std::vector<double>& sums : layer.sums) std::fill(sums.begin(), sums.end(), 0.0);
 }
 
-// The feature that is always 1 counts the entries.
+// The last feature is always 1, so its sum of squares is the number of entries.
 std::size_t LessonSums::count(std::size_t layer) const {
     const Layer& of = layers_.at(layer);
     double most = 0.0;

@@ -271,10 +271,10 @@ void test_moves(const KernelTable& kernels, Entries& entries) {
 
 void test_cosines(const KernelTable& kernels, std::mt19937& random) {
     constexpr int kKeys = 37, kDim = 24;
-    std::vector<float> keys(index(kDim * kContest)), cosines(kKeys);
+    std::vector<float> keys(index(kDim * kComparedKeys)), cosines(kKeys);
     for (int i = 0; i < kKeys; ++i) {
         const std::vector<float> key = random_rows(random, kDim);
-        for (int d = 0; d < kDim; ++d) keys[index(d * kContest + i)] = key[index(d)] / 5;
+        for (int d = 0; d < kDim; ++d) keys[index(d * kComparedKeys + i)] = key[index(d)] / 5;
     }
     kernels.newer_cosines(keys.data(), kKeys, kDim, cosines.data());
     for (int i = 0; i < kKeys - 1; ++i) {
@@ -282,7 +282,8 @@ void test_cosines(const KernelTable& kernels, std::mt19937& random) {
         for (int j = i + 1; j < kKeys; ++j) {
             double product = 0.0;
             for (int d = 0; d < kDim; ++d)
-                product += double{keys[index(d * kContest + i)]} * keys[index(d * kContest + j)];
+                product +=
+                    double{keys[index(d * kComparedKeys + i)]} * keys[index(d * kComparedKeys + j)];
             exact = std::max(exact, product);
         }
         const float found = cosines[index(i)];  // with zeros only where they fill the last vector
@@ -294,11 +295,12 @@ void test_cosines(const KernelTable& kernels, std::mt19937& random) {
 void test_features(const KernelTable& kernels, const RopeParams& rope, int k_dim, int v_dim,
                    bool latent, std::mt19937& random) {
     const FeatureShape shape = feature_shape(k_dim, v_dim, latent, rope);
-    TurnsBack turns(rope);
-    turns.prepare(1000, 3);
+    InverseRope inverse_rope(rope);
+    inverse_rope.prepare(1000, 3);
     const std::vector<float> key = random_rows(random, k_dim), value = random_rows(random, v_dim);
     std::vector<float> weights = random_rows(random, shape.n), found(index(shape.n), NAN);
-    kernels.features(shape, key.data(), latent ? nullptr : value.data(), turns.of(2), found.data());
+    kernels.features(shape, key.data(), latent ? nullptr : value.data(), inverse_rope.of(2),
+                     found.data());
     std::vector<double> exact(key.begin(), key.end());
     std::vector<double> norms;
     const auto log_norm = [](const std::vector<float>& row) {
@@ -329,7 +331,7 @@ void test_features(const KernelTable& kernels, const RopeParams& rope, int k_dim
         sum += exact[i] * weights[i];
     }
     CHECK(close);
-    float said = kernels.predict_key(shape, weights.data(), key.data(), turns.of(2));
+    float said = kernels.predict_key(shape, weights.data(), key.data(), inverse_rope.of(2));
     if (!latent) said += kernels.predict_value(shape, weights.data(), value.data());
     CHECK(near(said, sum, 100.0));
 }

@@ -186,9 +186,9 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
     read_topic(model, 2, 5, random);
     read_topic(model, 1, 600, random);
     check_model(model);
-    FrozenHeads(model.store.parts()).freeze_all(model.end - 1);
+    FrozenHeads(model.store.components()).freeze_all(model.end - 1);
     CHECK(model.store.entries() == 0);
-    FrozenHeads(model.store.parts()).restore({-1, -1}, model.end - 1, false);
+    FrozenHeads(model.store.components()).restore({-1, -1}, model.end - 1, false);
     if (freezing.limit_bytes == 0) {  // else some of it was dropped
         CHECK(model.store.entries() > index(budget));
         check_model(model);
@@ -225,11 +225,12 @@ void test_scratch_follows_budgets() {
             Model model(layers, settings, 1000, 3);
             std::mt19937 random(4);
             for (const int n : {512, 512, 300, 1}) model.read(n, random);
-            bytes.push_back(model.store.parts().scratch_bytes() + model.attention.scratch_bytes());
+            bytes.push_back(model.store.components().scratch_bytes() +
+                            model.attention.scratch_bytes());
             check_model(model);
             // It is given back where budgets shrink, and grows with them.
             model.set_budget(100);
-            CHECK(model.store.parts().scratch_bytes() < bytes.back());
+            CHECK(model.store.components().scratch_bytes() < bytes.back());
             model.set_budget(max_entries > 4096 ? 10000 : 4096);
             for (int i = 0; i < 3; ++i) model.read(512, random);
             check_model(model);
@@ -248,11 +249,11 @@ void test_scratch_of_wide_groups() {
     Model narrow({{1, 1, 16, 16}}, settings, kEntries, 2);
     std::mt19937 random(6);
     while (narrow.end + 512 < kEntries) narrow.read(512, random);
-    std::vector<std::byte> state(HeadSaver(narrow.store.parts()).bytes(0, 0));
-    HeadSaver(narrow.store.parts()).save(0, 0, state.data());
+    std::vector<std::byte> state(HeadSaver(narrow.store.components()).bytes(0, 0));
+    HeadSaver(narrow.store.components()).save(0, 0, state.data());
     const int count = narrow.store.head(0, 0).count();
-    HeadLoader(model.store.parts()).begin({count}, {state.data()}, {kEntries});
-    HeadLoader(model.store.parts()).load(0, 0, count, state.data());
+    HeadLoader(model.store.components()).begin({count}, {state.data()}, {kEntries});
+    HeadLoader(model.store.components()).load(0, 0, count, state.data());
     model.end = narrow.end;
     model.read(256, random);
     check_model(model);
@@ -382,9 +383,10 @@ void test_bad_queries_leave_no_trace() {
                 for (const double sum : model.attention.entropies().sums(0))
                     CHECK(std::isfinite(sum));
                 for (const int head : {0, 1}) {
-                    std::vector<std::byte> state(HeadSaver(model.store.parts()).bytes(0, head));
-                    HeadSaver(model.store.parts()).save(0, head, state.data());
-                    CHECK(HeadSaver(model.store.parts())
+                    std::vector<std::byte> state(
+                        HeadSaver(model.store.components()).bytes(0, head));
+                    HeadSaver(model.store.components()).save(0, head, state.data());
+                    CHECK(HeadSaver(model.store.components())
                               .problem(0, model.store.head(0, head).count(), state.data(),
                                        state.size(), model.end)
                               .empty());

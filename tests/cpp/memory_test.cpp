@@ -167,7 +167,7 @@ std::vector<double> run_alone(const StoreSettings& settings) {
     survive([&] { sequence->store.truncate(140); });
     sequence->end = 140;
     sequence->set_budget(90);
-    FrozenHeads frozen(sequence->store.parts());
+    FrozenHeads frozen(sequence->store.components());
     if (settings.freezing) {
         survive([&] { frozen.freeze_all(sequence->end - 1); });
         survive([&] { frozen.restore({-1, -1}, sequence->end - 1, false); });
@@ -192,17 +192,17 @@ std::vector<double> run_in_company(const StoreSettings& settings) {
     for (Sequence* sequence : {first.get(), second.get()}) sequence->set_budget(100);
     first->read(120, random, numbers);
     std::unique_ptr<Checkpoint> checkpoint;
-    survive([&] { checkpoint = make_checkpoint(first->store.parts()); });
+    survive([&] { checkpoint = make_checkpoint(first->store.components()); });
     for (const int n : {1, 1, 60}) first->read(n, random, numbers);
     second->set_budget(70);
-    survive([&] { CHECK(go_on_from(second->store, *checkpoint, false)); });  // evicts
+    survive([&] { CHECK(fork_from(second->store, *checkpoint, false)); });  // evicts
     second->end = 120;
     second->read(1, random, numbers);
     second->set_budget(40);  // evicts from pages that the checkpoint owns, too
     second->read(30, random, numbers);
     survive([&] { first->store.truncate(100); });
     first->end = 100;
-    survive([&] { CHECK(go_on_from(first->store, *checkpoint, true)); });
+    survive([&] { CHECK(fork_from(first->store, *checkpoint, true)); });
     first->end = 120;
     first->read(20, random, numbers);
     survive([&] { pool->set_pages(pool->shared_pages()); });
@@ -348,12 +348,12 @@ void test_a_pool_that_grows_in_small_steps() {
 // What is allocated and mapped, and what figures say of it.
 struct Memory {
     explicit Memory(const Sequence& sequence) {
-        const StoreParts& parts = sequence.store.parts();
+        const StoreComponents& components = sequence.store.components();
         const FrozenFigures frozen = sequence.store.frozen();
-        taken = static_cast<double>(machine.heap + parts.storage->memory_bytes());
+        taken = static_cast<double>(machine.heap + components.storage->memory_bytes());
         counted =
             static_cast<double>(frozen.bytes() + frozen.sketch_bytes() + frozen.overhead_bytes() +
-                                parts.scratch_bytes() + sequence.attention.scratch_bytes());
+                                components.scratch_bytes() + sequence.attention.scratch_bytes());
         overhead = static_cast<double>(machine.heap - frozen.sketch_bytes());
         n_frozen = static_cast<double>(frozen.now());
     }

@@ -48,19 +48,19 @@ struct Sequence {
     std::vector<State> save() const {
         std::vector<State> states;
         for (const int head : {0, 1}) {
-            states.emplace_back(HeadSaver(store.parts()).bytes(0, head), std::byte{0xAB});
-            HeadSaver(store.parts()).save(0, head, states.back().data());
+            states.emplace_back(HeadSaver(store.components()).bytes(0, head), std::byte{0xAB});
+            HeadSaver(store.components()).save(0, head, states.back().data());
         }
         return states;
     }
 
     void load(const Sequence& saved, std::vector<State> states) {
-        HeadLoader(store.parts())
+        HeadLoader(store.components())
             .begin({saved.store.head(0, 0).count(), saved.store.head(0, 1).count()},
                    {states[0].data(), states[1].data()},
                    {store.head(0, 0).budget(), store.head(0, 1).budget()});
         for (const int head : {0, 1})
-            HeadLoader(store.parts())
+            HeadLoader(store.components())
                 .load(0, head, saved.store.head(0, head).count(), states[index(head)].data());
         end = saved.end;
     }
@@ -156,7 +156,7 @@ void test_problems_are_named() {
     const int count = store.head(0, 0).count();
     State state = sequence.save()[0];
     const auto problem = [&](int n, std::size_t size, std::int32_t end) {
-        return HeadSaver(store.parts()).problem(0, n, state.data(), size, end);
+        return HeadSaver(store.components()).problem(0, n, state.data(), size, end);
     };
     CHECK(problem(count, state.size(), sequence.end).empty());
     CHECK(problem(count, state.size(), 0) == "a position that was never read");
@@ -198,7 +198,7 @@ void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, uns
         bool fine = true;
         for (const int head : {0, 1}) {
             const State& state = states[index(head)];
-            fine = fine && HeadSaver(saved.store.parts())
+            fine = fine && HeadSaver(saved.store.components())
                                .problem(0, saved.store.head(0, head).count(), state.data(),
                                         state.size(), saved.end)
                                .empty();

@@ -341,11 +341,11 @@ void test_prediction_follows_the_positions_of_rope() {
         Attention attention(store, *available_kernels().back(), 1);
         store.set_budgets({kMaxTokens}, index(pages_for(kMaxTokens, store.layout(0).entries)),
                           kProtection);
-        TurnsBack turns(settings.ropes.front());  // with the opposite sign: turns on
+        InverseRope inverse_rope(settings.ropes.front());  // with the opposite sign: turns on
         std::vector<float> k = plain;
-        turns.prepare(-rope_position - kTokens + 1, kTokens);
+        inverse_rope.prepare(-rope_position - kTokens + 1, kTokens);
         for (int token = 0; token < kTokens; ++token)
-            turns.turn_back(kTokens - 1 - token, k.data() + token * shape.k_dim);
+            inverse_rope.rotate_back(kTokens - 1 - token, k.data() + token * shape.k_dim);
         attention.begin(kTokens, position, rope_position);
         attention.stage_k(0, view(k, 1, shape.k_dim), 0, 1);
         attention.stage_v(0, view(v, 1, shape.v_dim), 0, 1);

@@ -13,7 +13,6 @@
 #include "attention/attention.hpp"
 #include "store/forks.hpp"
 #include "store/frozen_heads.hpp"
-#include "store/head_rows.hpp"
 #include "store/head_states.hpp"
 #include "store/head_store.hpp"
 
@@ -57,12 +56,12 @@ constexpr ScoreKind kScores[] = {ScoreKind::streaming, ScoreKind::recency,  Scor
 // Linear functions for a store that predicts scores: the same for all stores of equal layers.
 inline void set_predictor(HeadStore& store) {
     std::mt19937 random(97);
-    for (std::size_t layer = 0; layer < store.parts().layers.size(); ++layer) {
-        const int n =
-            store.shape(static_cast<int>(layer)).n_head_kv * store.parts().features_of(layer).n;
+    for (std::size_t layer = 0; layer < store.components().layers.size(); ++layer) {
+        const int n = store.shape(static_cast<int>(layer)).n_head_kv *
+                      store.components().features_of(layer).n;
         std::vector<float> weights = random_rows(random, n);
         for (float& weight : weights) weight *= 0.3f;
-        store.parts().set_predictor(layer, weights);
+        store.components().set_predictor(layer, weights);
     }
 }
 

@@ -1,4 +1,4 @@
-#include "cold/cold_book.hpp"
+#include "cold/cold_index.hpp"
 
 #include <algorithm>
 
@@ -7,8 +7,8 @@
 
 namespace entropykv {
 
-void ColdBook::freeze(int number, float importance, std::int32_t now, std::int32_t due,
-                      Detections detections) noexcept {
+void ColdIndex::freeze(int number, float importance, std::int32_t now, std::int32_t due,
+                       Detections detections) noexcept {
     const int page = layout_->page_of(number);
     const int slot = layout_->slot_of(number);
     records_.importance(page)[slot] = importance;
@@ -21,7 +21,7 @@ void ColdBook::freeze(int number, float importance, std::int32_t now, std::int32
     ++n_frozen_;
 }
 
-void ColdBook::restore(int number) noexcept {
+void ColdIndex::restore(int number) noexcept {
     const int page = layout_->page_of(number);
     const int slot = layout_->slot_of(number);
     records_.frozen_at(page)[slot] = kActive;
@@ -30,25 +30,26 @@ void ColdBook::restore(int number) noexcept {
     --n_frozen_;
 }
 
-void ColdBook::clear_detections() {
+void ColdIndex::clear_detections() {
     if (!records_.timed()) return;
     for (int page = 0; page < n_pages(); ++page)
         std::fill_n(records_.detections(page), per_page(), Detections{});
 }
 
-void ColdBook::reserve(std::size_t n_pages) {
+void ColdIndex::reserve(std::size_t n_pages) {
     make_room(pages_, pages_.size() + n_pages);
     make_room(free_pages_, pages_.capacity());
     records_.reserve(pages_.size() + n_pages);
 }
 
-void ColdBook::open_next() noexcept {
+void ColdIndex::open_next() noexcept {
     if (free_pages_.empty()) {
         free_pages_.push_back(n_pages());
         pages_.emplace_back();
         records_.resize(n_pages());
     }
-    // The lowest number, whichever became free first: a session that is loaded takes the same.
+    // Takes the lowest number, no matter which became free first, because a loaded session must
+    // choose the same page.
     const auto lowest = std::min_element(free_pages_.begin(), free_pages_.end());
     open_ = *lowest;
     *lowest = free_pages_.back();
@@ -56,7 +57,7 @@ void ColdBook::open_next() noexcept {
     n_open_ = 0;
 }
 
-int ColdBook::add_record(const ColdRecord& record) noexcept {
+int ColdIndex::add_record(const ColdRecord& record) noexcept {
     const int number = open_ * per_page() + n_open_++;
     records_.positions(open_)[layout_->slot_of(number)] = record.position;
     ++pages_[index(open_)].n_records;
@@ -64,7 +65,7 @@ int ColdBook::add_record(const ColdRecord& record) noexcept {
     return number;
 }
 
-int ColdBook::least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept {
+int ColdIndex::least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept {
     int least = kNone;
     float least_worth = 0.0f;
     for (int page = 0; page < n_pages(); ++page) {
@@ -84,14 +85,14 @@ int ColdBook::least_page(const ImportanceSettings& settings, std::int32_t now) c
     return least;
 }
 
-void ColdBook::forget_records(int page) noexcept {
+void ColdIndex::forget_records(int page) noexcept {
     for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
         if (frozen(i)) restore(i);
         records_.set(i, {});
     }
 }
 
-void ColdBook::truncate_records(int page, std::int32_t from) {
+void ColdIndex::truncate_records(int page, std::int32_t from) {
     const std::int32_t now = from - 1;
     for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
         ColdRecord r = record(i);
@@ -107,7 +108,7 @@ void ColdBook::truncate_records(int page, std::int32_t from) {
     }
 }
 
-void ColdBook::free_page(int page) {
+void ColdIndex::free_page(int page) {
     pages_[index(page)] = Page{};
     --n_stored_;
     free_pages_.push_back(page);

@@ -1,5 +1,5 @@
-// The records of what a KV head has frozen, and the pages in which they lie: one of these is open,
-// the others are full and in storage, or free.
+// Holds the records of a KV head's frozen entries, and the list of the pages in which they lie. One
+// page is open, the others are full and in storage, or free.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@
 
 namespace entropykv {
 
-class ColdBook {
+class ColdIndex {
 public:
     static constexpr int kNone = -1;
 
     // timed: see ColdRecords.
-    ColdBook(const PageLayout& layout, bool timed) : layout_(&layout), records_(layout, timed) {}
+    ColdIndex(const PageLayout& layout, bool timed) : layout_(&layout), records_(layout, timed) {}
 
     int per_page() const { return layout_->entries; }
     int n_pages() const { return static_cast<int>(pages_.size()); }
@@ -37,7 +37,8 @@ public:
     const ColdRecords& records() const { return records_; }
     int count_due(std::int32_t now) const { return records_.count_due(now); }
 
-    // An entry with a record is frozen again; or restored, which leaves the record.
+    // freeze() freezes an entry that has a record; restore() marks it as restored, and its record
+    // stays.
     void freeze(int record, float importance, std::int32_t now, std::int32_t due,
                 Detections detections) noexcept;
     void restore(int record) noexcept;
@@ -47,26 +48,26 @@ protected:
     friend class ColdLoader;
     friend class ColdSaver;
     struct Page {
-        std::uint32_t place = 0;  // in storage, once full
-        int n_records = 0;        // those that are alive
+        std::uint32_t place = 0;  // number of the page in storage, once full
+        int n_records = 0;        // records in use
         int n_frozen = 0;
         bool stored = false;
     };
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    // Room for so many more pages.
+    // Makes room for n_pages more pages.
     void reserve(std::size_t n_pages);
     bool is_open_full() const { return open_ == kNone || n_open_ == per_page(); }
     void open_next() noexcept;
-    // A record of an entry in the open page; returns its number.
+    // Adds a record in the open page, and returns its number.
     int add_record(const ColdRecord& record) noexcept;
-    // The stored page whose frozen entries are worth least.
+    // Returns the stored page whose frozen entries are worth least.
     int least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept;
-    // Forgets the records of a page, or those at positions >= from; timers end as if time had gone
-    // back to it.
+    // Drop the records of a page: all, or those at positions >= from. Timers end as if time had
+    // gone back to `from`.
     void forget_records(int page) noexcept;
     void truncate_records(int page, std::int32_t from);
-    // A stored page is free.
+    // Marks a stored page as free.
     void free_page(int page);
 
     const PageLayout* layout_;
@@ -74,7 +75,7 @@ protected:
     std::vector<Page> pages_{};
     std::vector<int> free_pages_{};  // page numbers to use again
     int open_ = kNone;
-    int n_open_ = 0;  // entries of the open page
+    int n_open_ = 0;  // entries in the open page
     int n_frozen_ = 0;
     std::size_t n_stored_ = 0;
 };
