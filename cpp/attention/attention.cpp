@@ -22,7 +22,7 @@ std::vector<LayerShape> shapes_of(const HeadStore& store) {
 
 // Returns the queries that recall frozen entries of a KV head: the last ones of the text, scaled,
 // in the scratch of the thread.
-QueryRows recall_queries(const Call& call, int head) noexcept {
+QueryRows recall_queries(const AttentionCall& call, int head) noexcept {
     const PageLayout& layout = call.layout();
     const Step& step = call.step;
     const int group = call.split.group;
@@ -96,7 +96,7 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     step_.observing =
         step_.importance.measure().observes() && (n_text > 0 || !predicts) &&
         (n_tokens > 1 || base_position % store_.components().common.scoring_interval() == 0);
-    step_.looking_up = n_echo > 0 && n_tokens > 1 && predicts;
+    step_.observing_echo = n_echo > 0 && n_tokens > 1 && predicts;
     commits_.begin(n_text);
     entropies_.begin(step_);
     queries_.begin(n_tokens);
@@ -116,7 +116,7 @@ int Attention::most_entries(int layer, int head) const {
 // All layers use the same scratch, so it is sized for the largest.
 void Attention::reserve() {
     Observations::Room room{0, 0, 0, step_.n_tokens == 1};
-    std::size_t kept = 0;  // of floats that a tile keeps
+    std::size_t kept = 0;  // the most floats that are kept of a tile
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = Split::of(store_.shape(l), step_.n_tokens);
         const int n_heads = store_.shape(l).n_head_kv;
@@ -128,15 +128,15 @@ void Attention::reserve() {
             kept = std::max(kept, step_.most_kept_floats(split, most));
         }
         grow(partials_, slots * index(split.tile_rows) * index(store_.layout(l).v_stride + 3));
-        if (!step_.observing && !step_.looking_up) continue;
-        const int rows = n_heads * step_.observed_bands(split) * (step_.looking_up ? 2 : 1);
+        if (!step_.observing && !step_.observing_echo) continue;
+        const int rows = n_heads * step_.observed_bands(split) * (step_.observing_echo ? 2 : 1);
         room.rows = std::max(room.rows, index(rows));
         if (!split.by_rows) room.logits = std::max(room.logits, index(n_heads * split.group));
     }
     observations_.begin(room);
     for (int l = 0; l < store_.n_layers(); ++l)
         if (store_.shape(l).readers > 1)
-            observations_.begin_carrying(l, index(store_.shape(l).n_head_kv), step_.looking_up);
+            observations_.begin_carrying(l, index(store_.shape(l).n_head_kv), step_.observing_echo);
     for (Worker& worker : workers_) worker.keep(kept);
 }
 
@@ -215,7 +215,7 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
 
 // Each head is recalled by its own thread. Only after the last of them is it known how many entries
 // the heads hold, so the units of work are made then, and all threads wait for that.
-void Attention::recall(const Call& call) noexcept {
+void Attention::recall(const AttentionCall& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
     for (int head = 0; head < n_heads; ++head) {
         if (!commits_.owns(head, call.thread)) continue;
@@ -231,21 +231,21 @@ void Attention::recall(const Call& call) noexcept {
 
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
-    const Call call{store_,
-                    kernels_,
-                    step_,
-                    entropies_,
-                    observations_,
-                    partials_.data(),
-                    layer,
-                    reader,
-                    Split::of(store_.shape(layer), step_.n_tokens),
-                    units_of(layer, reader),
-                    params,
-                    query,
-                    output,
-                    thread,
-                    workers_[index(thread)]};
+    const AttentionCall call{store_,
+                             kernels_,
+                             step_,
+                             entropies_,
+                             observations_,
+                             partials_.data(),
+                             layer,
+                             reader,
+                             Split::of(store_.shape(layer), step_.n_tokens),
+                             units_of(layer, reader),
+                             params,
+                             query,
+                             output,
+                             thread,
+                             workers_[index(thread)]};
     if (queries_.captures() && thread == 0) queries_.take(layer, params, query);
     if (step_.recalling && reader == 0) recall(call);
     TileWork work(call);

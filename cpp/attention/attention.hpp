@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention/call.hpp"
+#include "attention/attention_call.hpp"
 #include "attention/commit_queue.hpp"
 #include "attention/query_capture.hpp"
 
@@ -76,7 +76,7 @@ private:
     void make_units(int layer) noexcept;
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
-    void recall(const Call& call) noexcept;
+    void recall(const AttentionCall& call) noexcept;
 
     HeadStore& store_;
     const KernelTable& kernels_;

@@ -20,7 +20,7 @@ public:
     // Must be called before a micro-batch of n_text tokens.
     void begin(int n_text) noexcept;
 
-    struct LayerCommits {  // says what a layer adds to the queue
+    struct LayerCommits {  // is what a layer adds to the queue
         int n_heads;       // heads that will be queued; 0: they are committed at once
         bool is_last;
         bool recalls;  // whether run_before() is called before the layer's units are claimed

@@ -21,11 +21,11 @@ void HeadFinisher::run(int head) noexcept {
             [&](int token, int query) { return call_.query.row(token, head * group + query); });
     if (call_.reader + 1 < call_.shape().readers) {
         carry(head);
-        carry_looked_up(head);
+        carry_echo_shares(head);
     } else if (queues(call_.step, call_.shape(), shared_choice_)) {
         commits_.add(call_.layer, head, call_.sum_observed(head), output_squares(head));
     } else if (!shared_choice_) {
-        commit(head, carry(head), carry_looked_up(head));
+        commit(head, carry(head), carry_echo_shares(head));
     } else if (call_.units.ends_layer()) {
         commit_layer();
     }
@@ -107,19 +107,19 @@ float* HeadFinisher::carry(int head) noexcept {
 }
 
 // Returns the largest shares that an echo gave to the entries of a head, over the same readers.
-float* HeadFinisher::carry_looked_up(int head) noexcept {
-    float* looked_up = call_.most_looked_up(head);
+float* HeadFinisher::carry_echo_shares(int head) noexcept {
+    float* echo_shares = call_.max_echo_shares(head);
     const LayerShape& shape = call_.shape();
-    if (shape.readers == 1 || looked_up == nullptr) return looked_up;
+    if (shape.readers == 1 || echo_shares == nullptr) return echo_shares;
     return call_.observations.carry_largest(call_.layer, shape.n_head_kv + head, call_.reader == 0,
-                                            looked_up, call_.total(head));
+                                            echo_shares, call_.total(head));
 }
 
-void HeadFinisher::commit(int head, const float* observed, const float* looked_up) noexcept {
+void HeadFinisher::commit(int head, const float* observed, const float* echo_shares) noexcept {
     const float squares = call_.shape().readers > 1
                               ? call_.observations.carried_squares(call_.layer, head)
                               : output_squares(head);
-    call_.store.commit(call_.layer, head, call_.step.n_text, observed, looked_up, squares,
+    call_.store.commit(call_.layer, head, call_.step.n_text, observed, echo_shares, squares,
                        call_.thread);
 }
 
@@ -131,7 +131,7 @@ void HeadFinisher::commit_layer() noexcept {
     float* shared = carry(0);
     for (int head = 1; shared != nullptr && head < n_heads; ++head)
         call_.observations.add_up(shared, carry(head), n);
-    // No measure with predicted scores has a shared choice, so nothing was looked up.
+    // No measure with predicted scores has a shared choice, so no echo was observed.
     for (int head = 0; head < n_heads; ++head) commit(head, shared, nullptr);
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "attention/call.hpp"
+#include "attention/attention_call.hpp"
 #include "attention/commit_queue.hpp"
 #include "attention/tile_work.hpp"
 
@@ -19,7 +19,7 @@ inline bool queues(const Step& step, const LayerShape& shape, bool shared_choice
 class HeadFinisher {
 public:
     // shared_choice: see Attention::set_shared_choice().
-    HeadFinisher(const Call& call, CommitQueue& commits, bool shared_choice)
+    HeadFinisher(const AttentionCall& call, CommitQueue& commits, bool shared_choice)
         : call_(call), commits_(commits), shared_choice_(shared_choice) {}
 
     void run(int head) noexcept;
@@ -31,11 +31,11 @@ private:
     void merge_row(TileWork& work, const RowTile& tile, int chunks, int row) noexcept;
     float output_squares(int head) const noexcept;
     float* carry(int head) noexcept;
-    float* carry_looked_up(int head) noexcept;
-    void commit(int head, const float* observed, const float* looked_up) noexcept;
+    float* carry_echo_shares(int head) noexcept;
+    void commit(int head, const float* observed, const float* echo_shares) noexcept;
     void commit_layer() noexcept;
 
-    const Call& call_;
+    const AttentionCall& call_;
     CommitQueue& commits_;
     bool shared_choice_;
 };

@@ -20,8 +20,8 @@ public:
         bool single;          // whether it has one token, whose commits may wait for the next layer
     };
     void begin(const Room& room);
-    // looking_up: carry_largest() will be called, too.
-    void begin_carrying(int layer, std::size_t n_heads, bool looking_up);
+    // observing_echo: carry_largest() will be called, too.
+    void begin_carrying(int layer, std::size_t n_heads, bool observing_echo);
     void release();
 
     // Returns where the decode kernel puts the logits of a row; longest() says how many fit.
@@ -47,9 +47,9 @@ public:
     // nothing.
     float* carry(int layer, int head, bool is_first, const float* observed, float squares,
                  int n) noexcept;
-    // Returns the largest share that the readers of a layer, up to this one, looked up. number: of
-    // the head, counted behind the heads whose sums are carried.
-    float* carry_largest(int layer, int number, bool is_first, const float* looked_up,
+    // Returns the largest shares that an echo's queries gave, over the readers of a layer up to
+    // this one. number: of the head, counted behind the heads whose sums are carried.
+    float* carry_largest(int layer, int number, bool is_first, const float* echo_shares,
                          int n) noexcept;
     float carried_squares(int layer, int head) const noexcept {
         return carried_[index(layer)].squares[index(head)];
@@ -59,7 +59,7 @@ public:
 
 private:
     struct Carried {                  // is what the readers of a layer observed so far
-        std::vector<float> observed;  // [head][longest], then the same for what was looked up
+        std::vector<float> observed;  // [head][longest], then the same for shares of an echo
         std::vector<float> squares;   // [head]
     };
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
@@ -67,7 +67,7 @@ private:
     const Measure& measure_;
     std::size_t longest_ = 0;
     std::vector<float> logits_;  // [row][longest]
-    // [row][longest]; of single tokens, even and odd layers alternate
+    // Is [row][longest]. For single tokens, even and odd layers use different rows.
     std::vector<float> observed_;
     std::size_t odd_layers_at_ = 0;  // where the rows of odd layers begin
     std::vector<Carried> carried_;   // one for each layer

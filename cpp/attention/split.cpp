@@ -14,8 +14,8 @@ constexpr int kFewUnits = 8;  // With fewer tiles, the tiles are split by entrie
 // Every band of tiles needs memory for what is observed. So many bands of a layer's heads keep all
 // threads busy, and need less memory than the cache.
 constexpr int kMostBands = 64;
-constexpr int kRowsChunk = 256;      // the least entries of a unit of the prompt kernel
-constexpr int kMostRowsChunks = 64;  // the most units of a tile of the prompt kernel
+constexpr int kRowsChunk = 256;      // fewest entries of a unit of the prompt kernel
+constexpr int kMostRowsChunks = 64;  // most units of a tile of the prompt kernel
 
 }  // namespace
 

@@ -15,9 +15,9 @@ struct Step {
     int n_tokens = 0;  // includes the tokens of an echo
     int n_text = 0;    // tokens before the echo
     std::int32_t base_position = 0;
-    bool observing = false;   // whether its queries count towards importance
-    bool looking_up = false;  // whether the echo's queries raise predicted shares
-    bool recalling = false;   // whether frozen entries may be recalled
+    bool observing = false;       // whether its queries count towards importance
+    bool observing_echo = false;  // whether the echo's queries raise predicted shares
+    bool recalling = false;       // whether frozen entries may be recalled
 
     // Return the first query row that is observed, its tile, and how many bands have observed rows
     // (of the observation window or of an echo).
@@ -27,12 +27,12 @@ struct Step {
     }
     int observed_bands(const Split& split) const;
     bool observes(const Split& split, const RowTile& tile) const {
-        return (observing || looking_up) && first_observed_row(split) < tile.first + tile.count;
+        return (observing || observing_echo) && first_observed_row(split) < tile.first + tile.count;
     }
     // Return the first row of the echo, and the end of the rows that count towards importance.
     int first_echo_row(const Split& split) const { return n_text * split.group; }
     int end_of_counted_rows(const Split& split) const {
-        return (looking_up ? n_text : n_tokens) * split.group;
+        return (observing_echo ? n_text : n_tokens) * split.group;
     }
     // Returns the band of a tile, counted from the first observed one.
     int band_of(const Split& split, int tile) const {

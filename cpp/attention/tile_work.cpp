@@ -35,7 +35,7 @@ void TileWork::start_softmax(const RowTile& tile, int chunk,
                              const SoftmaxState& state) const noexcept {
     const bool sinks = call_.params.sinks != nullptr && chunk == 0;
     const float unit = split_.by_rows ? kBitsPerNat : 1.0f;
-    // the prompt kernel computes whole vectors of rows
+    // The prompt kernel computes whole vectors of rows.
     const int rows = split_.by_rows ? kRowTile : tile.count;
     for (int r = 0; r < rows; ++r) {
         const int query_head = tile.head * split_.group + (tile.first + r) % split_.group;
@@ -188,8 +188,8 @@ void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noex
 }
 
 // Returns how much each row of a tile counts: 0 before the observation window, and 0 for the rows
-// of an echo that only looks up. If scores are divided by an exposure, weights decay within the
-// micro-batch as the exposure does.
+// of an echo that only raises predicted shares. If scores are divided by an exposure, weights decay
+// within the micro-batch as the exposure does.
 const float* TileWork::row_weights(const RowTile& tile) noexcept {
     float* weights = worker_.weights();
     const int first_row = step_.first_observed_row(split_) - tile.first;
@@ -227,11 +227,11 @@ void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept 
             add_observed(tile, state, step_.importance.measure().statistic, row_weights(tile),
                          observed);
     }
-    if (step_.looking_up) {
-        float* looked_up = begin(call_.looked_up(tile.head, band));
+    if (step_.observing_echo) {
+        float* echo_shares = begin(call_.echo_shares(tile.head, band));
         if (tile.first + tile.count > step_.first_echo_row(split_))
             add_observed(tile, state, Statistic::largest_probability, echo_weights(tile),
-                         looked_up);
+                         echo_shares);
     }
 }
 

@@ -4,13 +4,13 @@
 
 #include <cstddef>
 
-#include "attention/call.hpp"
+#include "attention/attention_call.hpp"
 
 namespace entropykv {
 
 class TileWork {
 public:
-    explicit TileWork(const Call& call)
+    explicit TileWork(const AttentionCall& call)
         : call_(call), split_(call.split), step_(call.step), worker_(call.worker) {}
 
     // upcoming: the next unit of the thread, whose first entries the decode kernel prefetches; -1:
@@ -43,7 +43,7 @@ private:
     void add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
                       const float* weights, float* observed) noexcept;
 
-    const Call& call_;
+    const AttentionCall& call_;
     const Split& split_;
     const Step& step_;
     Worker& worker_;

@@ -40,7 +40,7 @@ private:
     std::vector<float> output_;  // one tile
     std::vector<float> kernel_;
     std::vector<float> kept_;
-    // max, sum, weighted, positions, weights, oldest, slopes of the rows of a tile
+    // Holds max, sum, weighted, positions, weights, oldest and slopes of the rows of a tile.
     std::vector<float> softmax_;
     std::vector<float> recall_;
     std::vector<std::int32_t> recall_positions_;

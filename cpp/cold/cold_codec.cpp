@@ -11,7 +11,7 @@ namespace entropykv {
 namespace {
 
 constexpr std::size_t kScaleBytes = sizeof(std::uint16_t);
-// rows that are kept as stored are aligned to this
+// Rows that are kept as stored are aligned to this.
 constexpr std::size_t kUnit = sizeof(std::uint32_t);
 
 float put_scale(float scale, std::byte* block) {

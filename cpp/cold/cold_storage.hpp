@@ -81,7 +81,8 @@ private:
 
 class FileStorage final : public ColdStorage {
 public:
-    static constexpr std::size_t kHeaderBytes = 4096;  // left to the caller
+    // The file begins with so many bytes, which are left to the caller.
+    static constexpr std::size_t kHeaderBytes = 4096;
 
     // The descriptor must stay open; the caller closes it.
     FileStorage(std::size_t page_bytes, int descriptor, std::array<std::uint64_t, 2> nonce)

@@ -12,13 +12,13 @@ namespace entropykv {
 // Says how entries are scored.
 struct ImportanceSettings {
     ScoreKind kind = ScoreKind::mass;
-    float variation = 0.0f;        // for ScoreKind::recency
+    float variation = 0.0f;        // is used by ScoreKind::recency only
     float decay = 0.998f;          // per token; 0: only the last micro-batch counts
     int observation_window = 512;  // how many of a micro-batch's last tokens are observed
     bool by_exposure = false;      // divide by the number of queries that saw the entry
     bool by_values = false;        // multiply by the norm of V, squared if scores are
     bool distinct = false;         // reduce the score if a newer entry's key is similar
-    int future_positions = 512;    // for ScoreKind::expected
+    int future_positions = 512;    // is used by ScoreKind::expected only
     // How many later queries are assumed to give an entry the share of attention that its key and
     // value predict; this is added to what queries gave. 0: nothing is predicted.
     float expected_lookups = 0.0f;

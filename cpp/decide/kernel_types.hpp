@@ -23,18 +23,19 @@ constexpr int kComparedKeys = 512;
 // log(|key| + 1e-6), log(|value| + 1e-6) (none if the value is a part of the key), and 1.
 struct FeatureShape {
     int k_dim;
-    int v_dim;         // 0: the value is a part of the key
-    int n_pairs;       // pairs that RoPE rotates
-    int first_pair;    // index of the first value that it rotates
-    int pair_step;     // from the first value of a pair to that of the next pair
-    int pair_apart;    // from the first value of a pair to its second one
-    int norms_at;      // index of the norms of the pairs
-    int key_log_at;    // index of the logarithm of the key's norm
-    int value_log_at;  // of the value's norm; unused if the value is a part of the key
-    int n;             // number of features, including the 1
+    int v_dim;       // 0: the value is a part of the key
+    int n_pairs;     // pairs that RoPE rotates
+    int first_pair;  // index of the first value that it rotates
+    int pair_step;   // distance from the first value of a pair to that of the next pair
+    int pair_apart;  // distance from the first value of a pair to its second one
+    int norms_at;    // index of the norms of the pairs
+    int key_log_at;  // index of the logarithm of the key's norm
+    // Is the index of the logarithm of the value's norm; unused if it is a part of the key.
+    int value_log_at;
+    int n;  // number of features, including the 1
 };
 
-// is added to a norm before its logarithm is taken
+// This is added to a norm before its logarithm is taken.
 constexpr float kLeastNorm = 1e-6f;
 // Predicted shares of attention lie between this and 1. The linear functions predict their
 // logarithm.

@@ -13,12 +13,14 @@ float newness(std::int32_t position, std::int32_t newest, float) {
     return 1.0f / (1.0f + static_cast<float>(newest - position));
 }
 
-float attention_limit(const DetectionQuery& asked) { return asked.rows * asked.even; }
-float mass_limit(const DetectionQuery& asked) { return asked.rows * asked.even * asked.even; }
-float one_row_limit(const DetectionQuery& asked) { return asked.even; }
+float attention_limit(const DetectionQuery& asked) { return asked.rows * asked.even_share; }
+float mass_limit(const DetectionQuery& asked) {
+    return asked.rows * asked.even_share * asked.even_share;
+}
+float one_row_limit(const DetectionQuery& asked) { return asked.even_share; }
 float product_limit(const DetectionQuery& asked) { return asked.rows * asked.threshold; }
 
-constexpr Statistic kNone = Statistic::probability;  // for measures without observations
+constexpr Statistic kNone = Statistic::probability;  // is given for measures without observations
 constexpr float kEvenShare = 1.0f;
 constexpr float kThresholdOfProducts = 0.5f;  // the threshold of the freeze document
 

@@ -32,9 +32,9 @@ enum class Evidence {
 
 // What the freeze schedule knows when it asks for the limit below which an entry is detected.
 struct DetectionQuery {
-    float rows;       // query rows that were observed
-    float even;       // the schedule's threshold as a share of one row's attention
-    float threshold;  // the schedule's threshold itself
+    float rows;        // query rows that were observed
+    float even_share;  // the schedule's threshold as a share of one row's attention
+    float threshold;   // the schedule's threshold itself
 };
 
 struct Measure {
@@ -57,14 +57,15 @@ struct Measure {
     // Whether that limit is a share of attention. Recall must then ask for at least the same share,
     // since the schedule would freeze the entry again otherwise.
     bool of_shares;
-    float threshold;  // the schedule's default
+    float threshold;  // is the default of the schedule
 
     bool observes() const { return evidence == Evidence::queries; }
     // Tells whether the largest of what queries gave counts, and not the sum.
     bool by_largest() const { return observes() && statistic == Statistic::largest_probability; }
 };
 
-extern const std::array<Measure, kNumberOfMeasures> kMeasures;  // in the order of ScoreKind
+// The table has its rows in the order of ScoreKind.
+extern const std::array<Measure, kNumberOfMeasures> kMeasures;
 
 // Returns the row of a measure. Throws std::invalid_argument if there is none.
 const Measure& measure_of(ScoreKind kind);

@@ -36,7 +36,7 @@ private:
     static constexpr std::uint32_t kShareShift = 16;
     static constexpr std::uint32_t kLeastShare = 0x35800000u;  // 2^-20 as a float
     static constexpr std::uint32_t kOne = 0x3f800000u;
-    // the largest finite float whose lower bits are 0
+    // This is the largest finite float whose lower bits are 0.
     static constexpr std::uint32_t kLargest = 0x7f7ff000u;
 
     explicit PackedImportance(std::uint32_t bits) : bits_(bits) {}

@@ -18,17 +18,6 @@ std::complex<double> mean_rotation(double frequency, std::int32_t newest, int n)
 
 }  // namespace
 
-void InverseRope::prepare(std::int32_t first_position, int n_tokens) {
-    rotations_.resize(static_cast<std::size_t>(n_tokens) * 2 * frequencies_.size());
-    float* out = rotations_.data();
-    for (int token = 0; token < n_tokens; ++token)
-        for (const double frequency : frequencies_) {
-            const double angle = -frequency * (first_position + token);
-            *out++ = static_cast<float>(std::cos(angle));
-            *out++ = static_cast<float>(std::sin(angle));
-        }
-}
-
 QueryStatistics::QueryStatistics(int group, int dim)
     : dim_(static_cast<std::size_t>(dim)), sums_(1 + 2 * static_cast<std::size_t>(group) * dim_) {}
 

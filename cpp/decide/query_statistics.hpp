@@ -7,31 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "decide/rope_params.hpp"
+#include "decide/inverse_rope.hpp"
 
 namespace entropykv {
-
-// Holds the cosines and sines that rotate the rows of a micro-batch back to position 0.
-class InverseRope {
-public:
-    explicit InverseRope(const RopeParams& rope)
-        : rope_(rope), frequencies_(rope_frequencies(rope)) {}
-
-    const RopeParams& rope() const { return rope_; }
-    const std::vector<double>& frequencies() const { return frequencies_; }
-    void prepare(std::int32_t first_position, int n_tokens);
-    // Returns those of a token: [pair][cosine, sine].
-    const float* of(int token) const {
-        return rotations_.data() + static_cast<std::size_t>(token) * 2 * frequencies_.size();
-    }
-    void rotate_back(int token, float* row) const { rotate(rope_, of(token), row); }
-    std::size_t bytes() const { return rotations_.capacity() * sizeof(float); }
-
-private:
-    RopeParams rope_;
-    std::vector<double> frequencies_;
-    std::vector<float> rotations_;  // [token][pair][cosine, sine]
-};
 
 // Holds the statistics of the query heads of one KV head. Sums decay like importance. The values of
 // a query are assumed to vary independently, and both values of a rotation pair equally, so that no

@@ -58,8 +58,8 @@ bool fits(const RopeParams& params, int dim) {
 
 void rotate(const RopeParams& params, const float* angles, float* row) {
     const int pairs = params.n_dims / 2;
-    const int step = params.neox ? 1 : 2;       // from pair to pair
-    const int apart = params.neox ? pairs : 1;  // between the two values of a pair
+    const int step = params.neox ? 1 : 2;       // distance from pair to pair
+    const int apart = params.neox ? pairs : 1;  // distance between the two values of a pair
     float* first = row + params.offset;
     for (int i = 0; i < pairs; ++i, first += step, angles += 2) {
         const float x = first[0];

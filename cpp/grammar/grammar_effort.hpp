@@ -9,7 +9,7 @@
 namespace entropykv {
 
 struct GrammarLimits {
-    std::size_t most_symbols = 250000;   // of all rules
+    std::size_t most_symbols = 250000;   // all rules together may have so many
     std::size_t most_repeats = 1000000;  // largest number in {m,n}
     std::size_t most_stacks = 32768;     // in how many ways a text may be parsed at a time
     std::uint64_t most_work = 20000000;  // steps for one token: about a second

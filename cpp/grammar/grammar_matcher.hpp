@@ -49,7 +49,7 @@ private:
 
         bool is_whole() const { return n_missing == 0; }
     };
-    using Allowed = std::vector<bool>;  // by token
+    using Allowed = std::vector<bool>;  // tells for every token whether it is allowed
 
     const Allowed& allowed();
     void walk(Allowed& allowed);
@@ -62,7 +62,7 @@ private:
     GrammarEffort effort_;
     GrammarStates states_;
     Position position_;
-    std::vector<Position> path_;  // by depth, for the trie node that is being visited
+    std::vector<Position> path_;  // has the positions above the current trie node, by depth
     // Answers for positions that recur often, for example within a string.
     std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, Allowed> answers_;
 };

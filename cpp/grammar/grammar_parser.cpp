@@ -15,7 +15,7 @@ constexpr std::uint64_t kNoEnd = GrammarWriter::kNoEnd;
 using Sequence = GrammarWriter::Sequence;
 
 // Is a rule, or a group in a rule, whose end was not read yet.
-struct Open {
+struct OpenRule {
     std::uint32_t rule = 0;
     std::vector<Sequence> alternatives;
     Sequence sequence;
@@ -158,7 +158,7 @@ private:
 
     // Replaces the latest item by `least` to `most` of it, or by any number of it.
     void repeat(std::uint64_t least, std::uint64_t most) {
-        Open& open = open_.back();
+        OpenRule& open = open_.back();
         if (open.item == open.sequence.size()) text_.fail("there is nothing before a repetition");
         Sequence item(open.sequence.begin() + static_cast<std::ptrdiff_t>(open.item),
                       open.sequence.end());
@@ -169,8 +169,8 @@ private:
 
     // The following functions build the rule that is being parsed.
 
-    Open opened(std::uint32_t rule) {
-        Open open;
+    OpenRule opened(std::uint32_t rule) {
+        OpenRule open;
         open.rule = rule;
         return open;
     }
@@ -189,7 +189,7 @@ private:
     }
 
     void end_alternative() {
-        Open& open = open_.back();
+        OpenRule& open = open_.back();
         open.alternatives.push_back(std::move(open.sequence));
         open.sequence.clear();
         open.item = 0;
@@ -204,7 +204,7 @@ private:
     GrammarText text_;
     const FindToken& find_token_;
     GrammarWriter writer_;
-    std::vector<Open> open_;
+    std::vector<OpenRule> open_;
 };
 
 }  // namespace

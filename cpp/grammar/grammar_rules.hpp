@@ -9,7 +9,7 @@
 namespace entropykv {
 
 enum class SymbolKind : std::uint8_t {
-    end,          // of an alternative
+    end,          // the end of an alternative
     characters,   // any character of a set
     rule,         // whatever another rule matches
     token,        // one token of the vocabulary
@@ -39,16 +39,16 @@ public:
     const std::vector<CharacterRange>& ranges() const { return ranges_; }
 
 private:
-    std::vector<CharacterRange> ranges_;  // sorted and disjoint
+    std::vector<CharacterRange> ranges_;  // are sorted and disjoint
     bool inverted_ = false;
 };
 
 struct GrammarRules {
     struct Rule {
-        std::uint32_t first = 0;  // of its alternatives
+        std::uint32_t first = 0;  // index of its first alternative
         std::uint32_t count = 0;
         std::uint32_t part_of = 0;  // the named rule that it was made for, or itself
-        // index of its repetition, which replaces its alternatives
+        // Is the index of its repetition, which replaces its alternatives.
         std::uint32_t counted = kNotCounted;
     };
     // Matches a symbol `least` to `most` times, without a rule for every number of times.
@@ -60,10 +60,10 @@ struct GrammarRules {
     };
     static constexpr std::uint32_t kNotCounted = UINT32_MAX;
 
-    std::vector<Symbol> symbols;              // of all alternatives, each with its end
+    std::vector<Symbol> symbols;  // has the symbols of all alternatives, each with its end
     std::vector<std::uint32_t> alternatives;  // where each one begins in `symbols`
     std::vector<Rule> rules;
-    std::vector<std::string> names;  // of the rules; empty for those that the parser made
+    std::vector<std::string> names;  // has the names of rules; empty for those that the parser made
     std::vector<CharacterSet> sets;
     std::vector<Repetition> repetitions;
     std::uint32_t root = 0;

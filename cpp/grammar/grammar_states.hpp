@@ -70,23 +70,23 @@ private:
     void clear();
 
     const GrammarRules& grammar_;
-    // for each repetition, the symbol that stands for zero of it
+    // Has for each repetition the symbol that stands for zero of it.
     std::vector<std::uint32_t> counts_;
     GrammarLimits limits_;
     GrammarEffort& effort_;
-    // first code points of classes: sets contain all or none of a class
+    // Has the first code point of each class; a set contains all code points of a class or none.
     std::vector<std::uint32_t> classes_;
     std::array<std::uint32_t, 128> ascii_classes_{};
 
     std::vector<Stack> stacks_;
     NumberMap stack_numbers_;
-    std::vector<std::uint32_t> members_;  // the stacks of all states
+    std::vector<std::uint32_t> members_;  // has the stacks of all states
     std::vector<std::uint32_t> begins_;   // where the stacks of each state begin, then the end
-    std::vector<State> same_hash_;        // for each state, the previous one with the same hash
-    NumberMap state_numbers_;             // by hash
-    NumberMap transitions_;               // by state and class
+    std::vector<State> same_hash_;        // has for each state the previous one with the same hash
+    NumberMap state_numbers_;             // finds states by hash
+    NumberMap transitions_;               // finds the next state by state and class
 
-    std::vector<std::uint32_t> seen_;  // the search that each stack was last seen in
+    std::vector<std::uint32_t> seen_;  // has for each stack the search that it was last seen in
     std::uint32_t search_ = 0;
     std::vector<std::uint32_t> todo_;
     std::vector<std::uint32_t> found_;

@@ -7,7 +7,7 @@ namespace entropykv {
 
 namespace {
 
-// so that ten times as much fits into 64 bits
+// Numbers are limited so that ten times as much fits into 64 bits.
 constexpr std::uint64_t kMostNumber = std::uint64_t{1} << 60;
 
 }  // namespace

@@ -8,7 +8,7 @@ namespace entropykv {
 
 namespace {
 
-// items repeated more often are counted instead of written out
+// Items that are repeated more often are counted instead of written out.
 constexpr std::uint64_t kMostWrittenOut = 4;
 constexpr std::uint64_t kMostRepeats = 1U << 30;  // limit of all repetitions together
 

@@ -41,7 +41,7 @@ private:
     GrammarLimits limits_;
     GrammarRules grammar_;
     std::unordered_map<std::string, std::uint32_t> names_;
-    // numbers of sets with one character
+    // Has the numbers of sets with one character.
     std::unordered_map<std::uint32_t, std::uint32_t> singles_;
     std::uint64_t n_symbols_ = 0;
     std::uint64_t n_repeats_ = 0;

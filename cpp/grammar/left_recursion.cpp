@@ -9,7 +9,7 @@ namespace entropykv {
 
 namespace {
 
-struct Begin {
+struct FirstRule {
     std::uint32_t rule;
     bool followed;  // whether something else of the same alternative follows
 };
@@ -51,9 +51,9 @@ std::vector<bool> empty_rules(const GrammarRules& grammar) {
 }
 
 // Returns which rules each rule can begin with before it reads a character.
-std::vector<std::vector<Begin>> beginnings(const GrammarRules& grammar) {
+std::vector<std::vector<FirstRule>> beginnings(const GrammarRules& grammar) {
     const std::vector<bool> empty = empty_rules(grammar);
-    std::vector<std::vector<Begin>> begins(grammar.rules.size());
+    std::vector<std::vector<FirstRule>> begins(grammar.rules.size());
     for (std::size_t rule = 0; rule < grammar.rules.size(); rule++) {
         const std::uint32_t first = grammar.rules[rule].first;
         const std::uint32_t count = grammar.rules[rule].count;
@@ -72,7 +72,7 @@ std::vector<std::vector<Begin>> beginnings(const GrammarRules& grammar) {
 // strongly connected components).
 class RuleCycles {
 public:
-    explicit RuleCycles(const std::vector<std::vector<Begin>>& begins)
+    explicit RuleCycles(const std::vector<std::vector<FirstRule>>& begins)
         : begins_(begins), seen_(begins.size(), 0), low_(begins.size(), 0), of_(begins.size(), 0) {
         for (std::uint32_t rule = 0; rule < begins.size(); rule++)
             if (seen_[rule] == 0) walk(rule);
@@ -121,7 +121,7 @@ private:
         }
     }
 
-    const std::vector<std::vector<Begin>>& begins_;
+    const std::vector<std::vector<FirstRule>>& begins_;
     std::vector<std::uint32_t> seen_;  // order of the first visit; 0: not visited
     std::vector<std::uint32_t> low_;
     std::vector<std::uint32_t> of_;  // number of the component; 0: not closed yet
@@ -133,10 +133,10 @@ private:
 }  // namespace
 
 void check_left_recursion(const GrammarRules& grammar) {
-    const std::vector<std::vector<Begin>> begins = beginnings(grammar);
+    const std::vector<std::vector<FirstRule>> begins = beginnings(grammar);
     const RuleCycles cycles(begins);
     for (std::uint32_t rule = 0; rule < begins.size(); rule++)
-        for (const Begin& begin : begins[rule])
+        for (const FirstRule& begin : begins[rule])
             if (begin.followed && cycles.of(begin.rule) == cycles.of(rule))
                 throw std::invalid_argument(
                     "the rule " + grammar.name_of(rule) +

@@ -12,7 +12,7 @@ namespace entropykv {
 class TokenTrie {
 public:
     struct Node {
-        std::uint32_t depth;  // in bytes, at least 1
+        std::uint32_t depth;  // is counted in bytes, from 1 on
         std::uint32_t next;   // the node behind all those that begin with this node's bytes
         std::uint32_t first_token;
         std::uint8_t byte;
@@ -44,8 +44,8 @@ public:
 private:
     std::vector<std::string> texts_;
     std::vector<bool> ends_;
-    std::vector<std::uint32_t> tokens_;  // sorted by text
-    std::vector<Node> nodes_;            // in the same order, with one more at the end
+    std::vector<std::uint32_t> tokens_;  // are sorted by text
+    std::vector<Node> nodes_;            // are in the same order, with one more at the end
     std::size_t depth_ = 0;
 };
 

@@ -24,7 +24,7 @@ struct DecodeScratch {
     alignas(64) float max[kDecodeRows];
     alignas(64) float tile_max[kDecodeRows];
     alignas(64) float shifts[kDecodeRows];    // change of the maximum by this tile, in bits
-    alignas(64) float factors[kDecodeRows];   // by which earlier sums are multiplied
+    alignas(64) float factors[kDecodeRows];   // factors by which earlier sums are multiplied
     alignas(64) float heaviest[kDecodeRows];  // largest weight of this tile
 };
 
@@ -151,7 +151,7 @@ inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int nu
 }
 
 // Updates the maxima of the rows with this tile, and by how much earlier sums are rescaled.
-inline void raise_maxima(int rows, DecodeScratch& scratch) {
+inline void update_maxima(int rows, DecodeScratch& scratch) {
     const Vec to_bits = broadcast(kLog2E);
     for (int r = 0; r < rows; r += kLanes) {
         const Vec old = load(scratch.max + r);
@@ -202,7 +202,7 @@ inline void decode_softmax(const DecodeTask& task, const DecodeTile& tile, int f
         over_logits(n, [&](int e) ENTROPYKV_INLINE { best = maximum(best, load(row + e)); });
         scratch.tile_max[r] = largest(best);
     }
-    raise_maxima(task.rows, scratch);
+    update_maxima(task.rows, scratch);
     for (int r = 0; r < task.rows; ++r) row_softmax(r, n, scratch);
 }
 

@@ -15,7 +15,7 @@ constexpr int kBlockVectors = kQuantBlock / kLanes;
 struct QuantScratch : DecodeScratch {
     alignas(64) std::int16_t query[kDecodeRows * kMaxHeadDim];  // [rows][k_stride]
     float query_scales[kDecodeRows * kMaxBlocks];               // [rows][k_blocks]
-    // corrects the 128 that is added to bytes of K
+    // Corrects the 128 that is added to bytes of K.
     std::int32_t query_starts[kDecodeRows * kMaxBlocks];
     alignas(64) float v_scales[kDecodeTile];
     alignas(64) std::int16_t weights[kDecodeRows * kDecodeTile];

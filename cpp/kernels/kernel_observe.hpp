@@ -182,7 +182,7 @@ void logits_observe_what(const float* logits, int n, float max, float softmax_su
 
 // Wraps a statistic in a type, so that kernels are compiled for it.
 template <Statistic What>
-struct Known {
+struct KnownStatistic {
     static constexpr Statistic what = What;
 };
 
@@ -190,11 +190,11 @@ template <typename Observe>
 inline void with_statistic(Statistic what, Observe observe) {
     switch (what) {
         case Statistic::squared_probability:
-            return observe(Known<Statistic::squared_probability>{});
-        case Statistic::probability: return observe(Known<Statistic::probability>{});
-        case Statistic::product: return observe(Known<Statistic::product>{});
+            return observe(KnownStatistic<Statistic::squared_probability>{});
+        case Statistic::probability: return observe(KnownStatistic<Statistic::probability>{});
+        case Statistic::product: return observe(KnownStatistic<Statistic::product>{});
         case Statistic::largest_probability:
-            return observe(Known<Statistic::largest_probability>{});
+            return observe(KnownStatistic<Statistic::largest_probability>{});
     }
 }
 

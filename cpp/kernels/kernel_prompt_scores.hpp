@@ -142,8 +142,8 @@ inline void mask_scores(const PromptTask& task, const PromptTile& tile, float* s
 }
 
 // Applies soft-cap and ALiBi, which need logits: afterwards the scores are logits.
-inline void bend_scores(const PromptTask& task, const PromptTile& tile,
-                        const PromptScratch& scratch, float* scores) {
+inline void adjust_scores(const PromptTask& task, const PromptTile& tile,
+                          const PromptScratch& scratch, float* scores) {
     if (task.softcap > 0.0f)
         change_scores(task, tile, scratch.units, scores,
                       [&](int, int, Vec logit) { return soft_cap(logit, task.softcap); });
@@ -183,7 +183,7 @@ inline void tile_scores(const PromptTask& task, const PromptTile& tile,
         [&](int row) {
             score_rows<1, kInPairs<Type>>(task, scratch, row, first, tile.count, scores);
         });
-    bend_scores(task, tile, scratch, scores);
+    adjust_scores(task, tile, scratch, scores);
     if (task.masked) mask_scores(task, tile, scores);
 }
 

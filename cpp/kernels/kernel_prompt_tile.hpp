@@ -20,7 +20,7 @@ constexpr float kNatsPerBit = 0.69314718f;
 
 struct PromptScratch {
     float* k;  // [k_stride][kPromptEntries], or pairs of K: convert_k_pairs()
-    // [kPromptEntries][v_stride], or pairs of V; for V that is a part of K, nothing or pairs
+    // Is [kPromptEntries][v_stride], or pairs of V. If V is a part of K, it is nothing or pairs.
     float* v;
     std::int32_t* query;    // [k_stride / 2][kRowTile] pairs of values
     float* k_scales;        // [k_blocks][kPromptEntries]

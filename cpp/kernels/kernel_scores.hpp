@@ -43,7 +43,7 @@ inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
     return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
 }
 
-// independent sums that do not wait for each other; strides are multiples of this
+// Independent sums do not wait for each other. Strides are multiples of this.
 constexpr int kChains = 4;
 
 struct Chains {

@@ -41,10 +41,10 @@ struct DecodeTask {
     const float* query;  // [rows][layout.k_stride], scaled
     int rows;
     float softcap;          // 0: logits are not capped
-    std::int32_t position;  // of the token
-    float oldest;           // relative to the token; earlier entries are not seen (sliding window)
-    const float* slopes;    // [rows]: by what a logit falls per position (ALiBi); null: 0
-    float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
+    std::int32_t position;  // is that of the token
+    float oldest;         // is relative to the token; earlier entries are not seen (sliding window)
+    const float* slopes;  // [rows]: by what a logit falls per position (ALiBi); null: 0
+    float* logits;        // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
     SoftmaxState state;   // its output is [rows][layout.v_stride]
     EntryRange upcoming;  // what the thread reads next, for prefetching; null layout: unknown
@@ -56,7 +56,7 @@ struct DecodeTask {
 struct PromptTask {
     EntryRange entries;
     const float* query;          // [layout.k_stride][kRowTile], scaled
-    std::int32_t base_position;  // of the first token of the micro-batch
+    std::int32_t base_position;  // is that of the first token of the micro-batch
     const float* row_positions;  // [kRowTile], relative to base_position
     const float* row_oldest;  // [kRowTile], relative to base_position; earlier entries are not seen
     int rows;
@@ -114,7 +114,7 @@ struct KernelTable {
     // Returns the logarithm of the sum of e^logit; n must be at least 1.
     float (*log_sum)(const float* logits, int n);
     // Computes for each of n keys of length 1, [dim][kComparedKeys] padded with zeros, its largest
-    // product with a later key, or 0 if all are negative.
+    // product with a later key, or with the padding.
     void (*newer_cosines)(const float* keys, int n, int dim, float* cosines);
     // Computes the features of an entry: see FeatureShape. rotation: [pair][cosine, sine], rotates
     // the key back to position 0. value: not read if it is a part of the key.

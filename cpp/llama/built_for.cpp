@@ -9,7 +9,7 @@
 namespace entropykv {
 namespace {
 
-// ggml's internal header of an object in a context, which no public header declares.
+// Repeats ggml's internal header of an object in a context, which no public header declares.
 struct Object {
     std::size_t offset;
     std::size_t size;

@@ -18,7 +18,7 @@ public:
     const ggml_tensor* source_of(const ggml_tensor* tensor) const;
 
 private:
-    std::unordered_map<std::string, const ggml_tensor*> last_;  // by name
+    std::unordered_map<std::string, const ggml_tensor*> last_;  // finds the last node by its name
 };
 
 }  // namespace entropykv

@@ -90,7 +90,7 @@ void GraphHook::probe_write(const ggml_tensor* node) {
 }
 
 void GraphHook::probe_keys(const ggml_tensor* rows, int cache_layer) {
-    const RopeSeen rope = look_at_rope(rows, copies_);
+    const RopeSeen rope = probe_rope(rows, copies_);
     if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
     if (!rope.factors_known) note_obstacle("its RoPE factors are not in memory");
     if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;

@@ -25,7 +25,7 @@ struct AttentionNode {
     float softcap;
     float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
-    RopeParams rope;  // of the stored keys
+    RopeParams rope;  // rotates the stored keys
 };
 
 class GraphHook {
@@ -71,7 +71,7 @@ private:
         int reader;
         int cache_layer;
         AttentionParams params;
-        std::vector<float> slopes;  // of ALiBi; empty: none
+        std::vector<float> slopes;  // are those of ALiBi; empty: none
         int next_reader = 0;        // next reader in the graph; used for the first reader only
     };
     struct Keys {  // is what a layer writes as K

@@ -62,7 +62,7 @@ void NodeTimes::end(const ggml_tensor* node) {
     const ggml_tensor* weights = node->src[0];
     const double rows = static_cast<double>(node->ne[1] * node->ne[2] * node->ne[3]);
     time.operations += 2.0 * static_cast<double>(weights->ne[0] * node->ne[0]) * rows;
-    // number of matrices: experts, each for its own tokens
+    // Each expert is one matrix, and multiplies its own tokens.
     const auto matrices = static_cast<double>(weights->ne[2]);
     time.bytes += static_cast<double>(ggml_nbytes(weights)) * std::min(1.0, rows / matrices);
 }

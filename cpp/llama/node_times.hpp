@@ -18,9 +18,9 @@ constexpr int kWorks = 3;
 
 struct WorkTime {
     double seconds = 0.0;
-    // of products of weights; a multiplication and an addition count as two
+    // Counts those of products of weights; a multiplication and an addition are two.
     double operations = 0.0;
-    double bytes = 0.0;  // of weights that were read
+    double bytes = 0.0;  // counts the weights that were read
 };
 
 class NodeTimes {

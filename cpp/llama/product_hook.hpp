@@ -41,8 +41,9 @@ private:
 
     bool batch_invariant_;
     bool serves_halves_ = false;
-    std::optional<Products> products_;          // unset if the machine can run none of our kernels
-    std::array<Seen, GGML_TYPE_COUNT> seen_{};  // by type of the weights
+    std::optional<Products> products_;  // unset if the machine can run none of our kernels
+    // Says what computed products, by the type of their weights.
+    std::array<Seen, GGML_TYPE_COUNT> seen_{};
 };
 
 // Tells whether a node is the product of a weight matrix with its inputs, replaced or not.

@@ -12,7 +12,7 @@
 namespace entropykv {
 namespace {
 
-constexpr int kMostNodes = 64;  // between a projection and the cache
+constexpr int kMostNodes = 64;  // most nodes that are searched between a projection and the cache
 constexpr const char* kChangedAfterwards = "its keys are changed after their rotation";
 
 bool starts_with(const char* text, const char* prefix) {
@@ -112,7 +112,7 @@ RopeSeen read_joined(const ggml_tensor* keys, const DeviceCopies& copies) {
 
 }  // namespace
 
-RopeSeen look_at_rope(const ggml_tensor* rows, const DeviceCopies& copies) {
+RopeSeen probe_rope(const ggml_tensor* rows, const DeviceCopies& copies) {
     const ggml_tensor* keys = without_reshapes(rows, copies);
     if (keys->op == GGML_OP_ROPE) return read_rope(keys, copies);
     int left = kMostNodes;
@@ -133,7 +133,7 @@ void KShiftProbe::probe(const ggml_tensor* node) {
     copies_.note(node);
     if (reads_learned_positions(node)) obstacle_ = "its position embeddings are learned";
     if (node->op != GGML_OP_SET_ROWS || cache_layer_of(node, kCacheK) < 0) return;
-    const RopeSeen rope = look_at_rope(node->src[0], copies_);
+    const RopeSeen rope = probe_rope(node->src[0], copies_);
     if (!rope.obstacle.empty()) obstacle_ = rope.obstacle;
     if (rope.of_part) obstacle_ = kChangedAfterwards;
     if (std::abs(rope.magnitude - 1.0f) > 1e-3f)

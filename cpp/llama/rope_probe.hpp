@@ -12,7 +12,7 @@ namespace entropykv {
 
 struct RopeSeen {
     RopeParams params;
-    int head_dim = 0;            // of the rotated keys; 0: keys are not rotated
+    int head_dim = 0;            // is that of the rotated keys; 0: keys are not rotated
     float magnitude = 1.0f;      // factor by which the rotation multiplies keys
     bool factors_known = true;   // params.freq_factors could be read
     bool short_factors = false;  // factors hold for n_ctx_orig positions only
@@ -22,7 +22,7 @@ struct RopeSeen {
 
 // rows: what a layer writes to the cache as K, [n_head_kv * head_dim, n_tokens]. copies: must have
 // seen all nodes before.
-RopeSeen look_at_rope(const ggml_tensor* rows, const DeviceCopies& copies);
+RopeSeen probe_rope(const ggml_tensor* rows, const DeviceCopies& copies);
 
 // Tells whether a node reads learned position embeddings, one for each position.
 bool reads_learned_positions(const ggml_tensor* node);

@@ -16,7 +16,7 @@ namespace entropykv {
 // values have scales, kQuantBlock of them share one.
 struct PageCodec {
     KvType type;
-    const char* name;  // as in llama.cpp
+    const char* name;  // is what llama.cpp calls it
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
     int v_together;  // entries whose units of V are interleaved
@@ -28,7 +28,8 @@ struct PageCodec {
 };
 
 constexpr std::size_t kNumberOfKvTypes = static_cast<std::size_t>(KvType::q8_0) + 1;
-extern const std::array<PageCodec, kNumberOfKvTypes> kPageCodecs;  // in the order of KvType
+// The table has its rows in the order of KvType.
+extern const std::array<PageCodec, kNumberOfKvTypes> kPageCodecs;
 
 // Returns the row of a type. Throws std::invalid_argument if there is none.
 const PageCodec& codec_of(KvType type);

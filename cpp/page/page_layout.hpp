@@ -106,8 +106,8 @@ void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, s
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
 // Copies the position and the importance of an entry.
-void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                int to_slot);
+void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                   int to_slot);
 
 // Lists entries of a group that replace others: from[i] goes to to[i].
 struct LaneMoves {

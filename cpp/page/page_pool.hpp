@@ -55,7 +55,7 @@ public:
     std::size_t mapped_bytes() const { return pages_.bytes(); }
 
 private:
-    // marks a page that was relocated; the number of its owners is replaced by its new place
+    // Marks a page that was relocated; the number of its owners is replaced by its new place.
     static constexpr std::uint32_t kMoved = std::uint32_t{1} << 31;
 
     void make_lists(std::size_t pages);
@@ -69,7 +69,7 @@ private:
     std::size_t budget_pages_;
     std::size_t used_pages_ = 0;
     std::size_t peak_pages_ = 0;
-    // how many owners each page has; meaningless for free pages
+    // Says how many owners each page has; the value is meaningless for free pages.
     std::vector<std::uint32_t> owners_{};
     std::vector<std::byte*> free_{};  // free pages
 };

@@ -43,7 +43,7 @@ double read_bandwidth(std::size_t bytes, int n_threads) {
     go.store(true);
     for (std::thread& thread : threads) thread.join();
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    // keeps the compiler from removing the sums
+    // Using the total keeps the compiler from removing the sums.
     if (total.load() == 0) throw std::logic_error("nothing was read");
     return static_cast<double>(part * static_cast<std::size_t>(n_threads) * sizeof(std::uint64_t)) /
            seconds.count();

@@ -3,9 +3,9 @@
 
 namespace entropykv {
 
-bool has_avx2();      // with FMA and F16C
-bool has_avx_vnni();  // with AVX2
-bool has_avx512();    // F, BW, VL and DQ
+bool has_avx2();      // requires FMA and F16C, too
+bool has_avx_vnni();  // requires AVX2, too
+bool has_avx512();    // requires F, BW, VL and DQ
 bool has_avx512_vnni();
 bool has_neon_dot_products();
 

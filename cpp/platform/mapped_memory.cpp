@@ -37,7 +37,7 @@ std::size_t mapped_size(std::size_t bytes) {
 MappedMemory::MappedMemory(std::size_t bytes) {
     if (bytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();
     const std::size_t reserved = whole(bytes, kSlabBytes);
-    // so that it can begin at a multiple of a slab
+    // One slab more is reserved, so that the memory can begin at a multiple of a slab.
     const std::size_t total = reserved + kSlabBytes;
     void* memory = mmap(nullptr, total, PROT_NONE, kOfNoFile, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();

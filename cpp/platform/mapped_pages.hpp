@@ -23,7 +23,7 @@ public:
     void shrink(std::size_t pages) noexcept;
 
     std::size_t count() const { return count_; }  // pages that have memory
-    std::size_t bytes() const;                    // of memory
+    std::size_t bytes() const;                    // counts the memory of all pages
     std::byte* at(std::size_t number) const;
     // Returns the number of the page at an address. Throws std::logic_error if there is none.
     std::size_t number_of(const std::byte* page) const;
@@ -42,7 +42,7 @@ private:
 
     std::size_t page_bytes_;
     std::size_t count_ = 0;
-    std::vector<Range> ranges_{};              // in the order of their pages
+    std::vector<Range> ranges_{};              // are in the order of their pages
     std::vector<std::uint32_t> by_address_{};  // numbers of ranges, sorted by address
 };
 

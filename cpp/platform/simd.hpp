@@ -38,7 +38,7 @@ inline IntVec broadcast_pair(const std::int16_t* p) {
     return broadcast_int(pair);
 }
 
-// prefetches into the second cache
+// Prefetches into the second cache.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #if !defined(__AVX512F__)

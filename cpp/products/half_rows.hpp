@@ -64,7 +64,7 @@ void half_tile(const WeightRows& w, int first, const std::byte* tokens, std::siz
         add_lanes(rows, offset, tokens + sizeof(float) * static_cast<std::size_t>(i), token_stride,
                   sums);
     }
-    if (n_whole < w.n_values) {  // the rest of a row, padded with zeros
+    if (n_whole < w.n_values) {  // multiplies the rest of a row, padded with zeros
         std::byte rest[kRowsOfTile][kLanesOfSum * kHalfBytes]{};
         for (int r = 0; r < kRowsOfTile; ++r) {
             std::memcpy(rest[r], rows[r] + offset,

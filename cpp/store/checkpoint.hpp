@@ -21,7 +21,7 @@ namespace entropykv {
 struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
-    std::vector<float> importance;  // by entry, including the empty slots of the last page
+    std::vector<float> importance;  // has one value per entry, and per empty slot of the last page
     QueryStatistics queries{};
     std::optional<DroppedScores> dropped{};
 };

@@ -31,7 +31,7 @@ void Head::append(const StagedEntries& staged, const KernelTable& kernels) noexc
         const Slot from = place(count_ + i, staged);
         const Slot to = place(count_ + i);
         copies.add(from.page, from.index, to.page, to.index);
-        copy_marks(*layout_, from.page, from.index, to.page, to.index);
+        copy_metadata(*layout_, from.page, from.index, to.page, to.index);
     }
     for (i = 0; i < staged.count; ++i) frozen.begin(count_ + i);
     count_ += staged.count;
@@ -42,7 +42,7 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
     EntryCopies copies(*layout_, kernels);
     const auto copy = [&](const Slot& from, const Slot& to) {
         copies.add(from.page, from.index, to.page, to.index);
-        copy_marks(*layout_, from.page, from.index, to.page, to.index);
+        copy_metadata(*layout_, from.page, from.index, to.page, to.index);
     };
     // Between micro-batches, a shared page is copied before it is written to.
     const auto writable_place = [&](int i) {

@@ -95,12 +95,13 @@ public:
 
     HeadPages pages;
     FrozenEntries frozen;
-    QueryStatistics queries{};  // statistics of its group's queries, for expected attention
-    const InverseRope* inverse_rope = nullptr;  // of its layer's RoPE, for the same scores
-    std::optional<DroppedScores> dropped{};     // set if losses count dropped entries
-    std::vector<float> losses;                  // losses by knot, as measured last
-    std::vector<float> held_losses;             // the same, but without entries dropped before
-    int upcoming = 0;                           // most entries after the next micro-batch
+    QueryStatistics queries{};  // describes the queries of its group, for expected attention
+    // Inverts the RoPE of its layer, for expected attention.
+    const InverseRope* inverse_rope = nullptr;
+    std::optional<DroppedScores> dropped{};  // is set if losses count dropped entries
+    std::vector<float> losses;               // losses by knot, as measured last
+    std::vector<float> held_losses;          // the same, but without entries dropped before
+    int upcoming = 0;                        // most entries after the next micro-batch
 
 private:
     const LayerShape* shape_;
@@ -128,7 +129,7 @@ struct StoredRows {
 };
 
 StoredRows rows_of(const Head& head);
-std::vector<std::int32_t> positions_of(const Head& head);  // sorted
-std::vector<float> importance_of(const Head& head);        // sorted by position
+std::vector<std::int32_t> positions_of(const Head& head);  // are sorted
+std::vector<float> importance_of(const Head& head);        // has the order of positions_of()
 
 }  // namespace entropykv

@@ -55,7 +55,7 @@ const char* entries_problem(const PageLayout& layout, const std::byte* page, int
                             std::vector<bool>& seen) {
     for (int i = 0; i < n; ++i) {
         const auto position = static_cast<std::size_t>(layout.positions(page)[i]);
-        // also catches negative positions
+        // This also catches negative positions.
         if (position >= seen.size()) return "a position that was never read";
         if (seen[position]) return "a position twice";
         seen[position] = true;

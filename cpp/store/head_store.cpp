@@ -146,15 +146,15 @@ void HeadStore::recall(int layer, int head, int n_staged, const QueryRows& queri
 }
 
 void HeadStore::commit(int layer, int head_index, int n_staged, const float* observed,
-                       const float* looked_up, float output_squares, int workspace) noexcept {
+                       const float* echo_shares, float output_squares, int workspace) noexcept {
     Head& head = components_.layers[index(layer)].heads[index(head_index)];
     Workspace& own = components_.workspaces[index(workspace)];
     const StagedEntries staged{staging(layer, head_index), n_staged};
-    if (looked_up != nullptr) {
+    if (echo_shares != nullptr) {
         if (components_.collects_lessons())
             components_.add_lessons(index(layer), index(head_index), staged,
-                                    looked_up + head.count(), own);
-        own.scorer.raise_predicted_shares(head, staged, looked_up);
+                                    echo_shares + head.count(), own);
+        own.scorer.raise_predicted_shares(head, staged, echo_shares);
     }
     const bool scheduled = components_.common.schedule && head.frozen && observed != nullptr;
     if (observed != nullptr) own.scorer.add_observed(head, staged, observed);

@@ -73,9 +73,9 @@ public:
     // Called after the last reader has attended, by one thread per head like recall(). Adds
     // `observed` to the importance of the entries (count + n_staged values, stored entries first;
     // null: nothing was observed), then stores the staged entries and evicts what exceeds the
-    // budget. looked_up: the largest share that a query of an echo gave to each entry, or null.
+    // budget. echo_shares: the largest share that a query of an echo gave to each entry, or null.
     // output_squares: the sum of the squared norms of the head's outputs, if losses are measured.
-    void commit(int layer, int head, int n_staged, const float* observed, const float* looked_up,
+    void commit(int layer, int head, int n_staged, const float* observed, const float* echo_shares,
                 float output_squares, int workspace) noexcept;
 
     // Drops entries at positions >= position, including frozen ones.

@@ -36,7 +36,7 @@ struct LayerShape {
 // differences within a context of llama.cpp.
 constexpr std::int32_t kMostPositions = std::int32_t{1} << 30;
 
-constexpr int kPageEntries = 16;  // in the layer with the largest entries
+constexpr int kPageEntries = 16;  // entries of a page in the layer with the largest entries
 
 // All pages have the same number of bytes; layers with smaller entries have more entries per page.
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type);

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "decide/features.hpp"
+#include "decide/inverse_rope.hpp"
 #include "decide/packed_importance.hpp"
-#include "decide/query_statistics.hpp"
 #include "kernels/kernels.hpp"
 #include "platform/scratch.hpp"
 
@@ -38,8 +38,8 @@ private:
 struct LayerPredictor {
     const KernelTable* kernels = nullptr;
     const FeatureShape* shape = nullptr;        // null: scores are not predicted
-    const InverseRope* inverse_rope = nullptr;  // of the layer's RoPE
-    // [KV head][feature]; null: every predicted share is the smallest
+    const InverseRope* inverse_rope = nullptr;  // inverts the RoPE of the layer
+    // Is [KV head][feature]; null means that every predicted share is the smallest one.
     const float* weights = nullptr;
 
     explicit operator bool() const { return shape != nullptr; }

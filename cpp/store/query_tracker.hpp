@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "store/inverse_ropes.hpp"
+#include "decide/inverse_rope.hpp"
 #include "store/store_common.hpp"
 
 namespace entropykv {

@@ -10,9 +10,10 @@
 namespace entropykv {
 namespace {
 
-constexpr int kRowsAtOnce = 4;         // queries whose logits are held at a time
-constexpr float kLeastShare = 0.003f;  // of a query's attention; less is not worth a copy
-// a frozen entry must be needed so much more than the entry it replaces
+constexpr int kRowsAtOnce = 4;  // queries whose logits are held at a time
+// If a query gives less attention to an entry, it is not worth a copy.
+constexpr float kLeastShare = 0.003f;
+// A frozen entry must be needed so many times as much as the entry that it replaces.
 constexpr float kAdvantage = 1.25f;
 
 // An entry is needed as much as the queries' squared shares of attention say, which is how measure

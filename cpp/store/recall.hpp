@@ -37,7 +37,7 @@ public:
 private:
     struct Incoming {  // is an entry that comes back
         int record_number = ColdHead::kNone;
-        // as ColdHead::read() returns them; null: copied to copied_page()
+        // Is what ColdHead::read() returns; null means that the rows are in copied_page().
         const std::byte* rows = nullptr;
         ColdRecord record{};
     };
@@ -61,11 +61,11 @@ private:
     Freezer freezer_;
     int room_ = 0;  // free room of the head, in entries
     std::vector<float> logits_{};
-    std::vector<float> masses_{};        // for each query, the log of the sum of e^(q.k)
-    std::vector<float> active_needs_{};  // of held entries
+    std::vector<float> masses_{};        // has for each query the log of the sum of e^(q.k)
+    std::vector<float> active_needs_{};  // says how much each held entry is needed
     std::vector<std::int32_t> victims_{};
-    std::vector<float> needs_{};        // of records
-    std::vector<std::int32_t> best_{};  // numbers of selected records
+    std::vector<float> needs_{};        // says how much each record is needed
+    std::vector<std::int32_t> best_{};  // has the numbers of the selected records
     AlignedBytes copies_{};
     std::vector<Incoming> incoming_{};
 };

@@ -70,12 +70,12 @@ void Scorer::add_observed(Head& head, const StagedEntries& staged,
 }
 
 void Scorer::raise_predicted_shares(Head& head, const StagedEntries& staged,
-                                    const float* looked_up) const noexcept {
+                                    const float* echo_shares) const noexcept {
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i)
             importance[i] =
-                PackedImportance(importance[i]).with_larger_share(looked_up[first + i]).packed();
+                PackedImportance(importance[i]).with_larger_share(echo_shares[first + i]).packed();
     });
 }
 
@@ -83,7 +83,7 @@ void Scorer::raise_predicted_shares(Head& head, const StagedEntries& staged,
 void Scorer::gather(const Head& head, const StagedEntries& staged) noexcept {
     newest_ = 0;
     const ImportanceSettings& settings = common_.importance();
-    // asked once, because this runs for every entry at every token
+    // The setting is read once, because the loop runs for every entry at every token.
     const bool predicts = settings.predicts();
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);

@@ -27,7 +27,7 @@ public:
     // Raises the predicted share of every entry to the largest share of attention that a query of
     // an echo gave to it.
     void raise_predicted_shares(Head& head, const StagedEntries& staged,
-                                const float* looked_up) const noexcept;
+                                const float* echo_shares) const noexcept;
 
     // Scores all entries, `keep` of which will stay. Afterwards newest() is the newest position.
     void score(const Head& head, const StagedEntries& staged, int keep) noexcept;

@@ -31,10 +31,10 @@ public:
     std::size_t bytes() const { return memory_.size(); }
 
 private:
-    int least_entries_;  // in a page, in the layer with the fewest
+    int least_entries_;  // fewest entries that a page has in any layer
     std::size_t single_pages_;
     std::size_t row_pages_;
-    std::vector<std::size_t> first_row_;  // of each layer
+    std::vector<std::size_t> first_row_;  // has one value for each layer
     std::vector<std::byte*> pages_;
     AlignedBytes memory_;
 };

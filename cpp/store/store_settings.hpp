@@ -25,11 +25,12 @@ struct StoreSettings {
     KvType type = KvType::f16;
     ImportanceSettings importance;
     Protection protection{4, 1};
-    bool own_windows = false;         // recent window: half of the head's own budget
-    bool counts_dropped = false;      // losses include dropped entries, unless they are frozen
-    int max_tokens = 512;             // largest micro-batch
-    int max_entries = 0;              // the context: no KV head keeps more
-    std::vector<RopeParams> ropes{};  // of each layer; empty: K and queries have no position
+    bool own_windows = false;     // recent window: half of the head's own budget
+    bool counts_dropped = false;  // losses include dropped entries, unless they are frozen
+    int max_tokens = 512;         // largest micro-batch
+    int max_entries = 0;          // the context: no KV head keeps more
+    // Has one value per layer; empty means that K and queries have no position.
+    std::vector<RopeParams> ropes{};
     std::optional<FreezeSettings> freezing{};  // unset: what is not kept is dropped
 
     RopeParams rope_of(std::size_t layer) const {

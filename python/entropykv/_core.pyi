@@ -637,7 +637,7 @@ class HeadwiseStore:
         """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
 
     def state_bytes(self, layer: int, kv_head: int) -> int:
-        """Size of the state of a KV head; cpp/store/head_state.cpp describes it."""
+        """Size of the state of a KV head; cpp/store/head_states.hpp describes it."""
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
         """Return the state; ColdStorageError where what is frozen cannot be read."""

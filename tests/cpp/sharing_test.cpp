@@ -1,5 +1,5 @@
-// Sequences that share pages: each of them computes and keeps what it does with pages of its own,
-// the pool counts every page once, never holds more than it may, and frees what nobody owns.
+// Sequences share pages. Each of them computes and keeps what it does with pages of its own. The
+// pool counts every page once, never holds more than its budget, and frees pages without owners.
 #include <map>
 
 #include "pair.hpp"
@@ -10,7 +10,7 @@ constexpr int kHeads = 2;
 constexpr int kMostSequences = 6;
 constexpr int kLargestPiece = 40;
 
-// What a sequence held, in the pool and alone.
+// Is what a sequence held, in the pool and alone.
 struct Kept {
     std::unique_ptr<Checkpoint> checkpoint;
     std::vector<std::vector<std::byte>> states;
@@ -98,7 +98,7 @@ struct Machine {
         kept.push_back(std::move(made));
     }
 
-    // Both copies of a sequence go on from what was kept.
+    // Continues both copies of a sequence from a checkpoint.
     void go_on(Pair& pair, std::size_t number, bool ends) {
         Kept& from = kept[number];
         if (from.checkpoint->is_dropped()) {
@@ -154,7 +154,7 @@ struct Machine {
         }
     }
 
-    // Every page is counted once, and its owners are those that name it.
+    // Checks that every page is counted once, and has as many owners as there are references to it.
     void count_pages() {
         std::map<const std::byte*, int> owners;
         std::size_t own = 0;
@@ -225,7 +225,7 @@ void test_random_sharing(KvType type, ScoreKind score, unsigned seed, int n_step
     CHECK(machine.pool->shared_pages() == 0);
 }
 
-// A fork takes no pages before it reads, and one of every head when it does.
+// A fork takes no pages before it reads, and then one page per head.
 void test_fork_costs_what_it_reads() {
     const LayerShape shape{4, kHeads, 16, 16};
     const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
@@ -245,7 +245,7 @@ void test_fork_costs_what_it_reads() {
     CHECK(second.shared.share().used_bytes() == first.shared.share().used_bytes());
     read_batch(second.attention, shape, 1, 600, random, 1);
     CHECK(pool->pages().used_pages() == alone + kHeads);
-    first.shared.truncate(0);  // what the other one has stays
+    first.shared.truncate(0);  // the other sequence keeps what it has
     CHECK(second.shared.entries() == 601 * kHeads);
     CHECK(pool->pages().used_bytes() == second.shared.share().used_bytes());
     second.shared.set_budgets({40, 40}, 200, kProtection);
@@ -253,7 +253,7 @@ void test_fork_costs_what_it_reads() {
     CHECK(pool->pages().used_bytes() == second.shared.share().used_bytes());
 }
 
-// Where a checkpoint fills the pool, a store with a smaller share can only take it over.
+// If a checkpoint fills the pool, a store with a smaller share can only take it over.
 void test_no_room_for_copies() {
     const LayerShape shape{4, kHeads, 16, 16};
     const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);

@@ -1,5 +1,5 @@
-// The entries of heads as bytes: what is loaded goes on as what was saved, bit by bit, and nothing
-// that is damaged is taken.
+// Tests the entries of heads as bytes: a loaded sequence continues like the saved one, bit by bit,
+// and damaged states are refused.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -17,7 +17,7 @@ const LayerShape kShape{4, 2, 24, 40};
 
 using State = std::vector<std::byte>;
 
-// A store with its attention, budgets for both heads, and where its sequence ends.
+// Is a store with its attention, budgets for both heads, and the end of its sequence.
 struct Sequence {
     Sequence(KvType type, ScoreKind score, const std::vector<int>& budgets,
              const std::optional<FreezeSettings>& freezing = std::nullopt)
@@ -90,7 +90,8 @@ void check_same_future(Sequence& a, Sequence& b, unsigned seed) {
     check_same(a, b);
 }
 
-// A past with evictions, truncation and a budget that changes: slots are in no order.
+// Gives a sequence a past with evictions, truncation and a change of budget, so that slots are in
+// no order.
 Sequence& live(Sequence& sequence, unsigned seed) {
     std::mt19937 random(seed);
     for (int step = 0; step < 25; ++step) {
@@ -184,7 +185,7 @@ void test_problems_are_named() {
     CHECK(problem(count, state.size(), sequence.end) == "a position twice");
 }
 
-// Meant for the sanitizers: whatever is not named must be harmless.
+// The sanitizers check this: damage that is not reported must be harmless.
 void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, unsigned seed) {
     std::mt19937 random(seed);
     Sequence saved(type, ScoreKind::mass, {60, 130}, freezing);

@@ -1,4 +1,5 @@
-// What the C++ tests share: checks that are counted, random micro-batches, ggml's threads.
+// Helps all C++ tests: counts checks, makes random micro-batches, runs nodes on threads as ggml
+// does.
 #pragma once
 
 #include <cmath>
@@ -53,7 +54,7 @@ constexpr ScoreKind kScores[] = {ScoreKind::streaming, ScoreKind::recency,  Scor
                                  ScoreKind::attention, ScoreKind::products, ScoreKind::expected,
                                  ScoreKind::predicted};
 
-// Linear functions for a store that predicts scores: the same for all stores of equal layers.
+// Sets linear functions of a store that predicts scores: the same for all stores of equal layers.
 inline void set_predictor(HeadStore& store) {
     std::mt19937 random(97);
     for (std::size_t layer = 0; layer < store.components().layers.size(); ++layer) {
@@ -65,7 +66,7 @@ inline void set_predictor(HeadStore& store) {
     }
 }
 
-// With every modifier that goes with all of them.
+// Returns settings with every modifier that is allowed with all of them.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
     ImportanceSettings importance{score, 0.5f, 0.9f, 40};
     importance.by_values = importance.distinct = true;
@@ -74,7 +75,7 @@ inline StoreSettings settings_of(KvType type, ScoreKind score) {
     return {type, importance, kProtection, false, true, kMaxTokens, kMaxEntries, {rope}, {}};
 }
 
-// Nothing, recall alone, and the schedule with recall and a limit that drops pages.
+// Returns no freezing, recall alone, and the schedule with recall and a limit that drops pages.
 inline std::vector<std::optional<FreezeSettings>> freezings() {
     FreezeSettings by_recall, by_schedule;
     by_recall.recall_interval = 2;
@@ -90,7 +91,7 @@ inline RowsView view(const std::vector<float>& rows, int heads, int dim) {
     return {reinterpret_cast<const std::byte*>(rows.data()), head * index(heads), head};
 }
 
-// One node of the graph: every thread runs it, and none goes on before all are done.
+// Runs one node of the graph: every thread runs it, and none continues before all are done.
 inline void run_node(int n_threads, const std::function<void(int)>& node) {
     std::vector<std::thread> threads;
     for (int t = 1; t < n_threads; ++t) threads.emplace_back(node, t);

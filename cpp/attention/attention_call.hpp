@@ -12,7 +12,7 @@
 
 namespace entropykv {
 
-struct Call {
+struct AttentionCall {
     // These belong to the sequence.
     HeadStore& store;
     const KernelTable& kernels;
@@ -46,7 +46,7 @@ struct Call {
         return observations.row(layer, head * step.observed_bands(split) + band);
     }
     // Returns the largest shares that the echo's rows in such a band gave to them.
-    float* looked_up(int head, int band) const {
+    float* echo_shares(int head, int band) const {
         const int bands = step.observed_bands(split);
         return observations.row(layer, (shape().n_head_kv + head) * bands + band);
     }
@@ -57,8 +57,8 @@ struct Call {
         return observations.sum(layer, head * bands, bands, total(head));
     }
     // Returns the largest share that a query of the echo gave to every entry of a head, or null.
-    float* most_looked_up(int head) const {
-        if (!step.looking_up) return nullptr;
+    float* max_echo_shares(int head) const {
+        if (!step.observing_echo) return nullptr;
         const int bands = step.observed_bands(split);
         return observations.largest(layer, (shape().n_head_kv + head) * bands, bands, total(head));
     }

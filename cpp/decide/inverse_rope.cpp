@@ -1,8 +1,20 @@
-#include "store/inverse_ropes.hpp"
+#include "decide/inverse_rope.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace entropykv {
+
+void InverseRope::prepare(std::int32_t first_position, int n_tokens) {
+    rotations_.resize(static_cast<std::size_t>(n_tokens) * 2 * frequencies_.size());
+    float* out = rotations_.data();
+    for (int token = 0; token < n_tokens; ++token)
+        for (const double frequency : frequencies_) {
+            const double angle = -frequency * (first_position + token);
+            *out++ = static_cast<float>(std::cos(angle));
+            *out++ = static_cast<float>(std::sin(angle));
+        }
+}
 
 const InverseRope& InverseRopes::of(const RopeParams& rope) {
     const auto known = std::find_if(ropes_.begin(), ropes_.end(), [&](const InverseRope& inverse) {
