@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "attention/head_end.hpp"
-#include "attention/looking_rows.hpp"
+#include "attention/head_finisher.hpp"
 #include "attention/tile_work.hpp"
 #include "platform/relax.hpp"
 #include "platform/scratch.hpp"
@@ -19,6 +18,31 @@ std::vector<LayerShape> shapes_of(const HeadStore& store) {
     std::vector<LayerShape> shapes;
     for (int layer = 0; layer < store.n_layers(); ++layer) shapes.push_back(store.shape(layer));
     return shapes;
+}
+
+// Returns the queries that recall frozen entries of a KV head: the last ones of the text, scaled,
+// in the scratch of the thread.
+QueryRows recall_queries(const AttentionCall& call, int head) noexcept {
+    const PageLayout& layout = call.layout();
+    const Step& step = call.step;
+    const int group = call.split.group;
+    float* rows = call.worker.recall();
+    const int n_last = std::clamp(kMostQueryRows / group, 1, step.n_text);
+    std::int32_t* positions = call.worker.recall_positions();
+    float* slopes =
+        call.params.slopes != nullptr ? rows + kMostQueryRows * layout.k_stride : nullptr;
+    int n = 0;
+    for (int token = step.n_text - n_last; token < step.n_text; ++token) {
+        for (int g = 0; g < std::min(group, kMostQueryRows); ++g, ++n) {
+            positions[n] = step.base_position + token;
+            if (slopes != nullptr) slopes[n] = call.params.slopes[head * group + g];
+            const float* query = call.query.row(token, head * group + g);
+            float* row = rows + n * layout.k_stride;
+            for (int d = 0; d < layout.k_dim; ++d) row[d] = query[d] * call.params.scale;
+            std::fill(row + layout.k_dim, row + layout.k_stride, 0.0f);
+        }
+    }
+    return {rows, n, layout.k_stride, call.params.softcap, positions, slopes};
 }
 
 }  // namespace
@@ -57,30 +81,30 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
         throw std::invalid_argument("a position outside of 0 .. 2^30");
     const auto& freezing = store_.settings().freezing;
     const int interval = freezing ? freezing->recall_interval : 0;
-    step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.parts()).now() > 0 &&
+    step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.components()).now() > 0 &&
                       (n_tokens > 1 || recalls_now_ || base_position % interval == 0);
     store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo);
     recalls_now_ = false;
-    store_.parts().turns.prepare(rope_position, n_text);
-    store_.parts().queries.prepare(rope_position);
+    store_.components().inverse_ropes.prepare(rope_position, n_text);
+    store_.components().query_tracker.prepare(rope_position);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
     step_.base_position = base_position;
     const bool predicts = step_.importance.predicts();
-    // Where scores are predicted, the queries of an echo change no more than the predicted shares;
-    // that of a single token tells nothing.
+    // With predicted scores, the queries of an echo only raise predicted shares. An echo of a
+    // single token is ignored, because one query shows too little.
     step_.observing =
         step_.importance.measure().observes() && (n_text > 0 || !predicts) &&
-        (n_tokens > 1 || base_position % store_.parts().common.scoring_interval() == 0);
-    step_.looking_up = n_echo > 0 && n_tokens > 1 && predicts;
+        (n_tokens > 1 || base_position % store_.components().common.scoring_interval() == 0);
+    step_.observing_echo = n_echo > 0 && n_tokens > 1 && predicts;
     commits_.begin(n_text);
     entropies_.begin(step_);
     queries_.begin(n_tokens);
     reserve();
 }
 
-// Entries that a head attends to in this micro-batch: recall adds only what the budget has room
-// for.
+// Returns how many entries a head attends to at most in this micro-batch: recall adds only as many
+// as the budget has room for.
 int Attention::most_entries(int layer, int head) const {
     const Head& of = store_.head(layer, head);
     const int total = of.count() + step_.n_tokens;
@@ -89,10 +113,10 @@ int Attention::most_entries(int layer, int head) const {
     return std::max(total, std::min(total + recalled, of.budget() + n_echo));
 }
 
-// Scratch for the layer that needs most of it.
+// All layers use the same scratch, so it is sized for the largest.
 void Attention::reserve() {
     Observations::Room room{0, 0, 0, step_.n_tokens == 1};
-    std::size_t kept = 0;  // of a tile
+    std::size_t kept = 0;  // the most floats that are kept of a tile
     for (int l = 0; l < store_.n_layers(); ++l) {
         const Split split = Split::of(store_.shape(l), step_.n_tokens);
         const int n_heads = store_.shape(l).n_head_kv;
@@ -104,15 +128,15 @@ void Attention::reserve() {
             kept = std::max(kept, step_.most_kept_floats(split, most));
         }
         grow(partials_, slots * index(split.tile_rows) * index(store_.layout(l).v_stride + 3));
-        if (!step_.observing && !step_.looking_up) continue;
-        const int rows = n_heads * step_.observed_bands(split) * (step_.looking_up ? 2 : 1);
+        if (!step_.observing && !step_.observing_echo) continue;
+        const int rows = n_heads * step_.observed_bands(split) * (step_.observing_echo ? 2 : 1);
         room.rows = std::max(room.rows, index(rows));
         if (!split.by_rows) room.logits = std::max(room.logits, index(n_heads * split.group));
     }
     observations_.begin(room);
     for (int l = 0; l < store_.n_layers(); ++l)
         if (store_.shape(l).readers > 1)
-            observations_.begin_carrying(l, index(store_.shape(l).n_head_kv), step_.looking_up);
+            observations_.begin_carrying(l, index(store_.shape(l).n_head_kv), step_.observing_echo);
     for (Worker& worker : workers_) worker.keep(kept);
 }
 
@@ -145,11 +169,10 @@ void Attention::make_units(int layer) noexcept {
         });
 }
 
-// ------------------------------------------------------------------------------------------------
-// the graph's nodes
+// The following functions are the nodes of the graph.
 
-// Calls visit(token, head, page, slot) for the thread's part of the micro-batch: whole groups,
-// since neighbours share cache lines.
+// Calls visit(token, head, page, slot) for the part of the micro-batch that this thread stages. A
+// part is made of whole groups, since the entries of a group share cache lines.
 template <typename Visit>
 void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) noexcept {
     const PageLayout& layout = store_.layout(layer);
@@ -168,21 +191,21 @@ void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) n
 void Attention::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {
     if (thread == 0) prepare(layer, std::min(n_threads, this->n_threads()));
     const PageLayout& layout = store_.layout(layer);
-    const LayerPredictor predictor = store_.parts().predictor(index(layer));
+    const LayerPredictor predictor = store_.components().predictor(index(layer));
     over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
         const float* key = k.row(token, head);
         kernels_.store_k(layout, page, slot, key);
         layout.positions(page)[slot] = step_.base_position + token;
         layout.importance(page)[slot] =
             predictor && token < step_.n_text
-                ? predictor.with_key(head, predictor.turns->of(token), key)
+                ? predictor.with_key(head, predictor.inverse_rope->of(token), key)
                 : 0.0f;
     });
 }
 
 void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept {
     const PageLayout& layout = store_.layout(layer);
-    const LayerPredictor predictor = store_.parts().predictor(index(layer));
+    const LayerPredictor predictor = store_.components().predictor(index(layer));
     over_staged(layer, thread, n_threads, [&](int token, int head, std::byte* page, int slot) {
         const float* value = v.row(token, head);
         kernels_.store_v(layout, page, slot, value);
@@ -192,13 +215,13 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
     });
 }
 
-// Every head by its own thread. What the heads hold is known when the last one is done: then the
-// units are made, and no unit begins before that.
-void Attention::recall(const Call& call) noexcept {
+// Each head is recalled by its own thread. Only after the last of them is it known how many entries
+// the heads hold, so the units of work are made then, and all threads wait for that.
+void Attention::recall(const AttentionCall& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
     for (int head = 0; head < n_heads; ++head) {
         if (!commits_.owns(head, call.thread)) continue;
-        store_.recall(call.layer, head, step_.n_text, looking_rows(call, head),
+        store_.recall(call.layer, head, step_.n_text, recall_queries(call, head),
                       step_.base_position + step_.n_text - 1, call.thread);
         if (recalled_heads_.fetch_add(1, std::memory_order_acq_rel) + 1 < n_heads) continue;
         make_units(call.layer);
@@ -210,28 +233,28 @@ void Attention::recall(const Call& call) noexcept {
 
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
-    const Call call{store_,
-                    kernels_,
-                    step_,
-                    entropies_,
-                    observations_,
-                    partials_.data(),
-                    layer,
-                    reader,
-                    Split::of(store_.shape(layer), step_.n_tokens),
-                    units_of(layer, reader),
-                    params,
-                    query,
-                    output,
-                    thread,
-                    workers_[index(thread)]};
+    const AttentionCall call{store_,
+                             kernels_,
+                             step_,
+                             entropies_,
+                             observations_,
+                             partials_.data(),
+                             layer,
+                             reader,
+                             Split::of(store_.shape(layer), step_.n_tokens),
+                             units_of(layer, reader),
+                             params,
+                             query,
+                             output,
+                             thread,
+                             workers_[index(thread)]};
     if (queries_.captures() && thread == 0) queries_.take(layer, params, query);
     if (step_.recalling && reader == 0) recall(call);
     TileWork work(call);
-    HeadEnd end(call, commits_, shared_choice_);
+    HeadFinisher end(call, commits_, shared_choice_);
     const auto owns = [&](int head) { return commits_.owns(head, thread); };
     UnitQueue::Cursor cursor;
-    // One unit ahead, so that its first entries can be asked for in time.
+    // A thread claims one unit ahead, so that it can prefetch the first entries of the next one.
     for (int number = call.units.claim(cursor, owns); number >= 0;) {
         const int next = call.units.claim(cursor, owns);
         const Unit unit = call.unit(number);

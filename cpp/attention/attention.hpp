@@ -1,6 +1,6 @@
-// Attention of one micro-batch over what the heads keep, split over ggml's threads: units of work
-// are claimed one by one, and the thread that finishes a head's last unit merges its partial
-// results. Then the staged entries of heads are committed.
+// Computes the attention of one micro-batch over the entries that the heads keep, on ggml's
+// threads: threads claim units of work one by one, and the thread that finishes the last unit of a
+// head merges its partial results. Then the staged entries of the head are committed.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention/call.hpp"
+#include "attention/attention_call.hpp"
 #include "attention/commit_queue.hpp"
 #include "attention/query_capture.hpp"
 
@@ -17,52 +17,54 @@ namespace entropykv {
 
 class Attention {
 public:
-    // workers: of sequences of one model, which are attended to one after the other by every
-    // thread; none: its own.
+    // workers: the scratch of the threads. Sequences of one model can share it, since every thread
+    // attends to them one after the other; null: this sequence has its own.
     Attention(HeadStore& store, const KernelTable& kernels, int n_threads,
               std::shared_ptr<Workers> workers = nullptr);
 
-    // Every head of a layer ranks by what all of them observed: where their budgets are equal, they
-    // keep the same positions.
+    // With a shared choice, all heads of a layer rank entries by the sum of what they observed, so
+    // that heads with equal budgets keep the same positions.
     void set_shared_choice(bool on) { shared_choice_ = on; }
-    // Frozen entries are looked for with every micro-batch of several tokens, and every
-    // recall_interval-th single one; now: with the next one, whatever it is.
+    // Recall runs in every micro-batch of several tokens, and in every recall_interval-th one of a
+    // single token. Setting this makes it run in the next micro-batch in any case.
     bool& recalls_now() { return recalls_now_; }
     EntropyMeter& entropies() { return entropies_; }
     const EntropyMeter& entropies() const { return entropies_; }
     QueryCapture& queries() { return queries_; }
     const QueryCapture& queries() const { return queries_; }
 
-    // Before every llama_decode: reserves pages and scratch for n_text tokens at base_position,
-    // which RoPE sees at rope_position, and for n_echo tokens behind them: those ask for the text
-    // again and repeat it. They see it, and each other, as any tokens do; their queries, too, tell
-    // what entries are worth (to reconstruct, theirs alone), and nothing of them is kept. An echo
-    // may come alone, for text that was read before. Nothing after it allocates.
+    // Must be called before every llama_decode. Reserves pages and scratch for n_text tokens at
+    // base_position, which RoPE sees at rope_position, and for n_echo tokens behind them: an echo
+    // asks the model to repeat the text and then repeats it. Its tokens attend to the text and to
+    // each other like any others, and their queries count towards importance (measure reconstruct
+    // counts no others), but their K and V are not kept. An echo may come alone, for a text that
+    // was read before. No later call allocates memory.
     void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0);
 
-    // In the graph, in this order, with a barrier between them; no stage_v() for layers whose V is
-    // a part of K; attend() for one reader of the layer after another, other layers in between.
-    // thread < n_threads().
+    // The graph calls these in this order, with a barrier between them. Layers whose V is a part of
+    // K have no stage_v(). A layer with several readers has one attend() for each, and other layers
+    // may lie in between. thread must be below n_threads().
     void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;
     void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
     void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                 float* output, int thread) noexcept;  // output [n_tokens][n_head][v_dim]
-    // After attend(), by every thread: commits what must not wait for the next layer.
+    // Every thread calls this after attend(), to commit what must not wait for the next layer.
     void finish(int thread) noexcept { commits_.run_due(thread); }
-    // Values of the output for one token.
+    // Returns how many values the output has for one token.
     int output_values(int layer) const {
         return store_.shape(layer).n_head * store_.shape(layer).v_dim;
     }
     HeadStore& store() { return store_; }
 
-    // Bytes besides the store: what queries give until it is committed, and, of its own workers,
-    // what threads work with.
+    // Counts the bytes besides the store: what was observed and is not committed yet, and the
+    // scratch of the threads unless other sequences share it.
     std::size_t scratch_bytes() const;
-    // Between micro-batches, where budgets shrank: the next one takes what it needs.
+    // Frees scratch between micro-batches, after budgets shrank; the next micro-batch allocates
+    // what it needs.
     void release_scratch();
 
     int n_threads() const { return n_threads_; }
-    const Step& step() const { return step_; }  // the micro-batch
+    const Step& step() const { return step_; }  // describes the current micro-batch
 
 private:
     UnitQueue& units_of(int layer, int reader) {
@@ -74,7 +76,7 @@ private:
     void make_units(int layer) noexcept;
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
-    void recall(const Call& call) noexcept;
+    void recall(const AttentionCall& call) noexcept;
 
     HeadStore& store_;
     const KernelTable& kernels_;
@@ -89,11 +91,11 @@ private:
     QueryCapture queries_;
     Observations observations_;
     CommitQueue commits_;
-    std::deque<UnitQueue> units_;           // of every reader of every layer
-    std::vector<std::size_t> first_units_;  // of each layer
-    std::vector<float> partials_;           // of the layer that is being attended to
+    std::deque<UnitQueue> units_;           // one for every reader of every layer
+    std::vector<std::size_t> first_units_;  // index in units_, for each layer
+    std::vector<float> partials_;           // partial results of the current layer
     std::atomic<int> recalled_heads_{0};
-    std::atomic<bool> ready_{false};  // units are made
+    std::atomic<bool> ready_{false};  // whether the units of the current layer are made
 };
 
 }  // namespace entropykv

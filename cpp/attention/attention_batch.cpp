@@ -42,8 +42,9 @@ void AttentionBatch::stage_v(int layer, const RowsView& v, int thread, int n_thr
         part.sequence->stage_v(layer, v.from(part.first), thread, n_threads);
 }
 
-// The last part first, since it may be a prompt's, and what is short fills the time of threads that
-// are done with it. Nobody commits, and waits for heads to be ready, before all are attended to.
+// The last part goes first, since it may be a long chunk of a prompt: threads that finish it early
+// then compute the short parts. No thread commits before all parts are attended to, because a
+// commit waits until the heads are ready.
 void AttentionBatch::attend(int layer, int reader, const AttentionParams& params,
                             const RowsView& query, float* output, int thread) noexcept {
     for (auto part = parts_.rbegin(); part != parts_.rend(); ++part) {

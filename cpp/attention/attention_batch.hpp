@@ -1,6 +1,6 @@
-// Attention of one micro-batch that holds tokens of several sequences: every sequence attends with
-// its own store, positions and evictions, to its own range of tokens. Threads go from one sequence
-// to the next without waiting for each other, so that all of them stay busy.
+// Computes the attention of a micro-batch that holds tokens of several sequences. Each sequence
+// attends to its own range of tokens with its own store, positions and evictions. Threads go on to
+// the next sequence without waiting for each other, so that all of them stay busy.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +13,18 @@ namespace entropykv {
 
 class AttentionBatch {
 public:
-    // Begins another micro-batch, of no tokens yet.
+    // Begins another micro-batch, which has no tokens yet.
     void clear();
-    // Adds the next tokens, of a sequence that has none in it yet; those with a single token come
-    // first. All sequences are of one StorePool. n_text, n_echo: see Attention::begin(). What
-    // throws has added nothing.
+    // Adds the next tokens, which belong to a sequence without tokens in this micro-batch.
+    // Sequences with a single token must be added first, and all must share one StorePool. n_text
+    // and n_echo are those of Attention::begin(). If this throws, nothing was added.
     void add(Attention& sequence, int n_text, std::int32_t base_position,
              std::int32_t rope_position, int n_echo = 0);
 
     int n_tokens() const { return n_tokens_; }
     int n_threads() const { return parts_.empty() ? 0 : parts_.front().sequence->n_threads(); }
 
-    // The graph's nodes: see Attention.
+    // The nodes of the graph call these: see Attention.
     void stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept;
     void stage_v(int layer, const RowsView& v, int thread, int n_threads) noexcept;
     void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
@@ -33,12 +33,12 @@ public:
 private:
     struct Part {
         Attention* sequence;
-        int first;  // token
+        int first;  // its first token in the micro-batch
     };
 
     std::vector<Part> parts_;
     int n_tokens_ = 0;
-    std::size_t n_pages_ = 0;  // of the staging area
+    std::size_t n_pages_ = 0;  // pages of the staging area in use
 };
 
 }  // namespace entropykv

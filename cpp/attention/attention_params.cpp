@@ -5,7 +5,7 @@
 namespace entropykv {
 
 std::vector<float> alibi_slopes(int n_head, float max_bias) {
-    int power = 1;  // the largest one that is not above n_head
+    int power = 1;  // becomes the largest power of 2 that is not above n_head
     while (2 * power <= n_head) power *= 2;
     const auto base = [&](float bias) { return std::pow(2.0f, -bias / static_cast<float>(power)); };
     std::vector<float> slopes(static_cast<std::size_t>(n_head));

@@ -1,4 +1,4 @@
-// What a node of the graph says about the attention of a layer.
+// What a node of the graph tells about the attention of a layer.
 #pragma once
 
 #include <cstddef>
@@ -6,19 +6,20 @@
 
 namespace entropykv {
 
-// Constants of one layer's attention.
+// Holds the constants of one layer's attention.
 struct AttentionParams {
     float scale = 1.0f;
-    float softcap = 0.0f;          // 0: none
-    const float* sinks = nullptr;  // one logit per query head, or null
-    // What a logit falls by per position of distance (ALiBi), one per query head, or null.
+    float softcap = 0.0f;          // 0: logits are not capped
+    const float* sinks = nullptr;  // has one logit per query head, or is null
+    // Says by how much a logit falls per position of distance (ALiBi), one value per query head, or
+    // is null.
     const float* slopes = nullptr;
 };
 
-// ALiBi's, as ggml computes them from op_params of a flash attention node.
+// Returns ALiBi's slopes, as ggml computes them from the op_params of a flash attention node.
 std::vector<float> alibi_slopes(int n_head, float max_bias);
 
-// f32 rows of one micro-batch, [n_tokens][n_head][dim] at byte strides.
+// Refers to f32 rows of one micro-batch, [n_tokens][n_head][dim], by strides in bytes.
 struct RowsView {
     const std::byte* data;
     std::size_t token_stride;
@@ -28,7 +29,7 @@ struct RowsView {
                                               static_cast<std::size_t>(token) * token_stride +
                                               static_cast<std::size_t>(head) * head_stride);
     }
-    // The rows from a token on.
+    // Returns the view without the rows of the first `token` tokens.
     RowsView from(int token) const {
         return {data + static_cast<std::size_t>(token) * token_stride, token_stride, head_stride};
     }

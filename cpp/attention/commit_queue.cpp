@@ -19,13 +19,13 @@ void CommitQueue::begin(int n_text) noexcept {
     for (Commit& commit : commits_) commit.ready.store(false, std::memory_order_relaxed);
 }
 
-void CommitQueue::prepare(const Turn& turn) noexcept {
-    n_working_ = turn.n_threads;
-    const int done = turn.recalls ? so_far_ : due_;
+void CommitQueue::prepare(const LayerCommits& layer) noexcept {
+    n_working_ = layer.n_threads;
+    const int done = layer.recalls ? so_far_ : due_;
     before_ = so_far_;
-    so_far_ += turn.n_heads;
-    const bool waits = turn.n_heads > 0 && !turn.is_last;
-    const int left_over = waits ? (so_far_ - done) % turn.n_threads : 0;
+    so_far_ += layer.n_heads;
+    const bool waits = layer.n_heads > 0 && !layer.is_last;
+    const int left_over = waits ? (so_far_ - done) % layer.n_threads : 0;
     due_ = std::max(before_, so_far_ - left_over);
 }
 

@@ -49,7 +49,7 @@ void EntropyMeter::note(int layer, const Split& split, const RowTile& tile,
     if (!tracks_) return;
     std::vector<float>& last = layers_[index(layer)].last;
     for (int r = 0; r < tile.count; ++r) {
-        // A query that is no number has no entropy, and must not spoil the sums of the others.
+        // A query that is not a number has no entropy, and must not spoil the sums of the others.
         const float nats = std::log(state.sum[r]) - state.weighted[r] / state.sum[r];
         last[index(tile.head * split.rows + tile.first + r)] =
             nats > 0.0f ? nats * kBitsPerNat : 0.0f;

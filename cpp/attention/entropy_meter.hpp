@@ -1,4 +1,4 @@
-// Entropies (bits) of attention rows. An attention sink counts as one more entry.
+// Measures entropies of attention rows, in bits. An attention sink counts as one more entry.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,17 @@ public:
     void track(bool on) { tracks_ = on; }
     bool tracks() const { return tracks_; }
 
-    // Since the last reset: sum of the entropies of the rows of every query head of a layer, of all
-    // its readers, and how many rows there were.
+    // Since the last reset: sums() has the sum of the entropies of all rows of every query head of
+    // a layer, over all its readers; rows() says how many rows each sum has.
     const std::vector<double>& sums(int layer) const { return layers_.at(index(layer)).sums; }
     std::int64_t rows(int layer) const { return layers_.at(index(layer)).rows; }
     void reset();
-    // Of the last micro-batch, while entropies are tracked: those of all rows of a layer's last
-    // reader, [n_tokens][n_head], without an echo; else nothing.
+    // Returns the entropies of all rows of a layer's last reader in the last micro-batch,
+    // [n_tokens][n_head], without an echo; it is empty if entropies were not tracked.
     std::vector<float> last_rows(int layer) const;
 
-    // Before a micro-batch; with every tile; after a head's last tile. In bits from the softmax's
-    // sums, which are in nats.
+    // begin() is called before a micro-batch, note() with every tile, add_head() after the last
+    // tile of a head. Entropies are in bits, while the sums of a softmax are in nats.
     void begin(const Step& step);
     void note(int layer, const Split& split, const RowTile& tile,
               const SoftmaxState& state) noexcept;
@@ -40,7 +40,7 @@ private:
         LayerShape shape;
         std::vector<double> sums;
         std::int64_t rows = 0;
-        std::vector<float> last{};  // of the last micro-batch, [KV head][row]
+        std::vector<float> last{};  // entropies of the last micro-batch, [KV head][row]
     };
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
 

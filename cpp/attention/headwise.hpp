@@ -1,4 +1,4 @@
-// A HeadStore with the attention over it: what a sequence is for those who drive it.
+// A HeadStore together with the attention over it: all that one sequence needs.
 #pragma once
 
 #include <memory>
@@ -11,15 +11,17 @@
 
 namespace entropykv {
 
-// The kernels of a name, or the fastest that this machine runs. Throws std::invalid_argument.
+// Returns the kernels with this name, or without a name the fastest that this machine can run.
+// Throws std::invalid_argument for an unknown name.
 const KernelTable& kernels_named(const std::optional<std::string>& name);
 
-// What sequences of one model share.
+// Holds what the sequences of one model share.
 struct SequencePool {
     SequencePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
                  int n_sequences);
 
-    // Of the threads that attend, of what predicts scores, and of what that is fitted to.
+    // Counts the bytes of the threads' scratch, of the predictor, and of the sums that it is fitted
+    // to.
     std::size_t scratch_bytes() const {
         return bytes_of_workers(*workers) + store->prediction_bytes();
     }
@@ -28,7 +30,7 @@ struct SequencePool {
     std::shared_ptr<Workers> workers = std::make_shared<Workers>();
 };
 
-// Rows of a micro-batch, [n_tokens][n_head][dim].
+// Refers to rows of a micro-batch, [n_tokens][n_head][dim].
 struct RowsOfTokens {
     RowsView view;
     int n_tokens;
@@ -36,8 +38,8 @@ struct RowsOfTokens {
     int dim;
 };
 
-// One of the sequences of a pool, if there is one. Layers and heads that are not there are refused:
-// std::invalid_argument.
+// One sequence, which may belong to a pool. Methods throw std::invalid_argument for layers and
+// heads that do not exist.
 class Headwise {
 public:
     Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings, int n_threads,
@@ -46,35 +48,36 @@ public:
     const LayerShape& shape_of(int layer) const;
     void check_head(int layer, int head) const;
 
-    // Budgets in entries; what threads work with shrinks with them.
+    // Sets budgets in entries, and frees scratch that smaller budgets do not need.
     void set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                      const Protection& protection);
     void give_up_share();
     void rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift, int new_shift);
 
-    // One micro-batch without a model, whose last n_echo tokens are an echo.
+    // A micro-batch that is attended to without a model; its last n_echo tokens are an echo.
     struct MicroBatch {
         RowsOfTokens q;
-        std::optional<RowsOfTokens> k;  // for the first reader of a layer, and no other
-        std::optional<RowsOfTokens> v;  // with k, unless it is a part of it
+        std::optional<RowsOfTokens> k;  // given for the first reader of a layer only
+        std::optional<RowsOfTokens> v;  // given with k, unless V is a part of K
         int position;
         int n_echo;
     };
-    // Stages K and V for the first reader of a layer, attends, commits after the last one; output
-    // [n_tokens][n_head][v_dim].
+    // Stages K and V for the first reader of a layer, attends, and commits after the last reader.
+    // The output is [n_tokens][n_head][v_dim].
     void attend(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
                 float* output);
 
     double eviction_seconds() const {
-        return 1e-9 * static_cast<double>(store.parts().common.eviction_nanoseconds.load());
+        return 1e-9 * static_cast<double>(store.components().common.eviction_nanoseconds.load());
     }
 
     void track_entropy(bool on);
-    // Of the attention rows of every query head of a layer since then, in bits.
+    // Returns the mean entropy in bits of the attention rows of every query head of a layer since
+    // track_entropy(true).
     std::vector<double> mean_entropies(int layer) const;
 
     std::size_t scratch_bytes() const {
-        return store.parts().scratch_bytes() + attention.scratch_bytes() +
+        return store.components().scratch_bytes() + attention.scratch_bytes() +
                (in_pool_ ? 0 : store.share().pool().prediction_bytes());
     }
 
@@ -85,8 +88,8 @@ public:
 private:
     void check_batch(int layer, int reader, const MicroBatch& batch) const;
 
-    bool in_pool_;         // of others, too
-    int last_layer_ = -1;  // that attend() was called for
+    bool in_pool_;         // whether other sequences share the pool
+    int last_layer_ = -1;  // the last layer that attend() was called for
     int last_reader_ = -1;
 };
 

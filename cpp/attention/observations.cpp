@@ -15,13 +15,13 @@ void take_larger(float* total, const float* more, int n) {
 
 void Observations::begin(const Room& room) {
     longest_ = room.longest;
-    second_turn_ = room.single ? room.rows * longest_ : 0;
-    grow(observed_, second_turn_ + room.rows * longest_);
+    odd_layers_at_ = room.single ? room.rows * longest_ : 0;
+    grow(observed_, odd_layers_at_ + room.rows * longest_);
     grow(logits_, room.logits * longest_);
 }
 
-void Observations::begin_carrying(int layer, std::size_t n_heads, bool looking_up) {
-    grow(carried_[index(layer)].observed, n_heads * longest_ * (looking_up ? 2 : 1));
+void Observations::begin_carrying(int layer, std::size_t n_heads, bool observing_echo) {
+    grow(carried_[index(layer)].observed, n_heads * longest_ * (observing_echo ? 2 : 1));
     grow(carried_[index(layer)].squares, n_heads);
 }
 
@@ -66,13 +66,13 @@ float* Observations::carry(int layer, int head, bool is_first, const float* obse
     return total;
 }
 
-float* Observations::carry_largest(int layer, int number, bool is_first, const float* looked_up,
+float* Observations::carry_largest(int layer, int number, bool is_first, const float* echo_shares,
                                    int n) noexcept {
     float* total = carried_[index(layer)].observed.data() + index(number) * longest_;
     if (is_first) {
-        std::copy(looked_up, looked_up + n, total);
+        std::copy(echo_shares, echo_shares + n, total);
     } else {
-        take_larger(total, looked_up, n);
+        take_larger(total, echo_shares, n);
     }
     return total;
 }

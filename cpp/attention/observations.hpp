@@ -1,4 +1,4 @@
-// What queries give to entries, from when they attend until it is committed.
+// Holds what queries give to entries, from the time they attend until the entries are committed.
 #pragma once
 
 #include <cstddef>
@@ -13,40 +13,43 @@ public:
     Observations(const Measure& measure, std::size_t n_layers)
         : measure_(measure), carried_(n_layers) {}
 
-    struct Room {             // that a micro-batch needs
+    struct Room {             // says how much memory a micro-batch needs
         std::size_t longest;  // entries of the longest head, staged ones included
-        std::size_t rows;     // of a layer: its heads times their observed bands
-        std::size_t logits;   // rows of the decode kernel: query heads of a layer
-        bool single;          // one token, whose commits may wait for the next layer
+        std::size_t rows;     // rows of a layer: its heads times their observed bands
+        std::size_t logits;   // rows of logits of the decode kernel: query heads of a layer
+        bool single;          // whether it has one token, whose commits may wait for the next layer
     };
     void begin(const Room& room);
-    // looking_up: carry_largest() will be called, too.
-    void begin_carrying(int layer, std::size_t n_heads, bool looking_up);
+    // observing_echo: carry_largest() will be called, too.
+    void begin_carrying(int layer, std::size_t n_heads, bool observing_echo);
     void release();
 
-    // The logits of a row of the decode kernel, and the room that one takes.
+    // Returns where the decode kernel puts the logits of a row; longest() says how many fit.
     float* logits(int row) noexcept { return logits_.data() + index(row) * longest_; }
     std::size_t longest() const { return longest_; }
-    // What the rows of an observed band gave to the entries of a head, added up tile by tile;
-    // number: of the layer's heads times bands.
+    // Returns the row to which the tiles of an observed band of a head add what their queries gave.
+    // number: heads come first, and the bands of a head follow each other.
     float* row(int layer, int number) noexcept {
-        const std::size_t turn = layer % 2 == 0 ? 0 : second_turn_;
-        return observed_.data() + turn + index(number) * longest_;
+        const std::size_t offset = layer % 2 == 0 ? 0 : odd_layers_at_;
+        return observed_.data() + offset + index(number) * longest_;
     }
-    // Adds up so many rows from one on, of n entries, in the first of them, as the measure does.
+    // Combines n_rows rows from `first` on, of n entries each, as the measure does, and returns the
+    // result, which is in the first row.
     float* sum(int layer, int first, int n_rows, int n) noexcept;
-    // The largest of so many rows, in the first of them.
+    // Returns the maximum of n_rows rows, which is in the first row.
     float* largest(int layer, int first, int n_rows, int n) noexcept;
-    // Adds up what two sets of queries gave to each of n entries, or takes the larger one.
+    // Combines what two sets of queries gave to each of n entries: their sum, or for some measures
+    // the larger one.
     void add_up(float* total, const float* more, int n) const noexcept;
 
-    // Adds up what the readers of a layer saw of a head, and the squares of its outputs; returns
-    // what they saw up to this one. observed: null where they saw nothing.
+    // Combines what the readers of a layer observed of a head, and adds up the squares of its
+    // outputs. Returns the result up to this reader. observed: null if this reader observed
+    // nothing.
     float* carry(int layer, int head, bool is_first, const float* observed, float squares,
                  int n) noexcept;
-    // The largest that the readers of a layer up to this one looked up; number: of the heads,
-    // behind those whose sums are carried.
-    float* carry_largest(int layer, int number, bool is_first, const float* looked_up,
+    // Returns the largest shares that an echo's queries gave, over the readers of a layer up to
+    // this one. number: of the head, counted behind the heads whose sums are carried.
+    float* carry_largest(int layer, int number, bool is_first, const float* echo_shares,
                          int n) noexcept;
     float carried_squares(int layer, int head) const noexcept {
         return carried_[index(layer)].squares[index(head)];
@@ -55,18 +58,19 @@ public:
     std::size_t bytes() const;
 
 private:
-    struct Carried {                  // what a layer's readers saw, but for the last one
-        std::vector<float> observed;  // [head][longest], then [head][longest] of what was looked up
+    struct Carried {                  // is what the readers of a layer observed so far
+        std::vector<float> observed;  // [head][longest], then the same for shares of an echo
         std::vector<float> squares;   // [head]
     };
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
     const Measure& measure_;
     std::size_t longest_ = 0;
-    std::vector<float> logits_;     // [row][longest]
-    std::vector<float> observed_;   // [row][longest], of single tokens for two layers in turn
-    std::size_t second_turn_ = 0;   // where those of layers of odd numbers begin
-    std::vector<Carried> carried_;  // of each layer
+    std::vector<float> logits_;  // [row][longest]
+    // Is [row][longest]. For single tokens, even and odd layers use different rows.
+    std::vector<float> observed_;
+    std::size_t odd_layers_at_ = 0;  // where the rows of odd layers begin
+    std::vector<Carried> carried_;   // one for each layer
 };
 
 }  // namespace entropykv

@@ -1,4 +1,4 @@
-// Keeps the queries of a micro-batch, for those who look at single attention rows.
+// Keeps the queries of a micro-batch, so that Python can recompute single attention rows.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +11,23 @@ namespace entropykv {
 
 class QueryCapture {
 public:
-    // What the rows of a layer's last reader were made from.
+    // Holds what the attention rows of a layer's last reader were computed from.
     struct Rows {
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
-        std::vector<float> sinks;    // one logit per query head; kMaskedLogit: none
-        std::vector<float> slopes;   // one per query head; 0: none
+        std::vector<float> sinks;    // one logit per query head; kMaskedLogit: it has no sink
+        // Has one slope per query head; 0 means that logits do not depend on the distance.
+        std::vector<float> slopes;
         float softcap = 0.0f;
     };
 
     explicit QueryCapture(const std::vector<LayerShape>& shapes)
         : shapes_(shapes), layers_(shapes.size()) {}
 
-    void turn(bool on) { captures_ = on; }
+    void enable(bool on) { captures_ = on; }
     bool captures() const { return captures_; }
     const Rows& of(int layer) const { return layers_.at(static_cast<std::size_t>(layer)); }
 
-    // Before a micro-batch; and with the queries of every reader of a layer.
+    // begin() is called before a micro-batch, take() with the queries of every reader of a layer.
     void begin(int n_tokens);
     void take(int layer, const AttentionParams& params, const RowsView& query) noexcept;
 

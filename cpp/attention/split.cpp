@@ -7,13 +7,15 @@
 namespace entropykv {
 namespace {
 
-constexpr int kWideGroup = 12;  // from so many query heads on, rows in lanes pay for decode too
-constexpr int kFewUnits = 8;    // fewer tiles than that are split by entries
-// What is observed is held once for every band of tiles: so many bands of a layer's heads are
-// enough for the threads, and few enough not to need as much memory as the cache.
+// With at least so many query heads, the prompt kernel (rows in lanes) is faster even for one
+// token.
+constexpr int kWideGroup = 12;
+constexpr int kFewUnits = 8;  // With fewer tiles, the tiles are split by entries.
+// Every band of tiles needs memory for what is observed. So many bands of a layer's heads keep all
+// threads busy, and need less memory than the cache.
 constexpr int kMostBands = 64;
-constexpr int kRowsChunk = 256;      // entries of a unit of the prompt kernel, or more
-constexpr int kMostRowsChunks = 64;  // units of such a tile
+constexpr int kRowsChunk = 256;      // fewest entries of a unit of the prompt kernel
+constexpr int kMostRowsChunks = 64;  // most units of a tile of the prompt kernel
 
 }  // namespace
 
@@ -21,7 +23,7 @@ Split Split::of(const LayerShape& shape, int n_tokens) {
     Split split{};
     split.group = shape.n_head / shape.n_head_kv;
     split.rows = n_tokens * split.group;
-    // The decode kernel reads V as it lies in pages of its own.
+    // The decode kernel needs V in pages of its own, so it cannot serve latent attention.
     split.by_rows = n_tokens > 1 || split.group >= kWideGroup || shape.latent;
     split.tile_rows = split.by_rows ? kRowTile : split.rows;
     split.tiles = (split.rows + split.tile_rows - 1) / split.tile_rows;
@@ -32,9 +34,9 @@ Split Split::of(const LayerShape& shape, int n_tokens) {
 }
 
 int Split::chunk_entries(int total) const {
-    // A unit costs as much as some twenty entries, and a few units per thread share out evenly.
-    // What the prompt kernel leaves of a unit is as large as a tile of outputs: there are only so
-    // many.
+    // Starting a unit costs as much as some twenty entries, and a few units per thread are enough
+    // to balance the load. A unit of the prompt kernel leaves a partial result as large as a tile
+    // of outputs, so their number is bounded.
     if (by_rows) return std::max(kRowsChunk, (total / kMostRowsChunks + 63) / 64 * 64);
     return total <= 1024 ? 128 : total <= 8192 ? 256 : total <= 65536 ? 512 : 1024;
 }

@@ -7,14 +7,15 @@
 namespace entropykv {
 namespace {
 
-constexpr int kMostKept = 8192;  // of more entries, weights are computed again to be observed
+constexpr int kMostKept = 8192;  // With more entries, weights are computed again to be observed.
 
 }  // namespace
 
 int Step::first_observed_row(const Split& split) const {
-    // All queries of an echo count; to reconstruct, no others do where there are some.
+    // All queries of an echo count. Measure reconstruct counts no other queries if there is an
+    // echo.
     const bool echo_alone =
-        n_text < n_tokens && (importance.measure().of_echoes || (looking_up && !observing));
+        n_text < n_tokens && (importance.measure().of_echoes || (observing_echo && !observing));
     const int first = echo_alone ? n_text : n_text - importance.observation_window;
     return std::max(0, first) * split.group;
 }
@@ -24,14 +25,15 @@ int Step::observed_bands(const Split& split) const {
 }
 
 bool Step::keeps_weights(const Split& split, int total) const noexcept {
-    return (observing || looking_up) && split.by_rows && !split.by_entries && total <= kMostKept &&
-           importance.measure().statistic != Statistic::product;
+    return (observing || observing_echo) && split.by_rows && !split.by_entries &&
+           total <= kMostKept && importance.measure().statistic != Statistic::product;
 }
 
 std::size_t Step::most_kept_floats(const Split& split, int most) const noexcept {
     const int total = std::min(most, kMostKept);
     if (!keeps_weights(split, total)) return 0;
-    const auto tiles = static_cast<std::size_t>(total / kEntryTile + 3);  // in three ranges
+    // The entries lie in up to three ranges, each of which may begin inside a tile.
+    const auto tiles = static_cast<std::size_t>(total / kEntryTile + 3);
     return tiles * static_cast<std::size_t>(kKeptFloats);
 }
 

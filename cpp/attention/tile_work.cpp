@@ -19,8 +19,9 @@ void TileWork::run(const Unit& unit, int upcoming) noexcept {
         attend_rows(split_.tile(tile.head, number), 0);
 }
 
-// The stored entries of a unit of the decode kernel; layout null: it has none. The unit must have
-// been claimed by this thread: its head is then not committed, and its page table stays.
+// Returns the stored entries of a unit of the decode kernel; its layout is null if the unit has
+// none. This thread must have claimed the unit, so that no other thread commits the head and
+// changes its page table meanwhile.
 EntryRange TileWork::stored_entries(int unit) const noexcept {
     if (unit < 0) return {};
     const auto [tile, chunk] = call_.unit(unit);
@@ -34,7 +35,8 @@ void TileWork::start_softmax(const RowTile& tile, int chunk,
                              const SoftmaxState& state) const noexcept {
     const bool sinks = call_.params.sinks != nullptr && chunk == 0;
     const float unit = split_.by_rows ? kBitsPerNat : 1.0f;
-    const int rows = split_.by_rows ? kRowTile : tile.count;  // the last vector is whole
+    // The prompt kernel computes whole vectors of rows.
+    const int rows = split_.by_rows ? kRowTile : tile.count;
     for (int r = 0; r < rows; ++r) {
         const int query_head = tile.head * split_.group + (tile.first + r) % split_.group;
         state.max[r] = sinks ? call_.params.sinks[query_head] * unit : kMaskedLogit;
@@ -71,8 +73,8 @@ void TileWork::load_queries(const RowTile& tile) noexcept {
     }
 }
 
-// Visits the ranges of entries [first, last) (stored ones first, then staged ones) that rows of
-// the tile see, with whether some row does not see all of the range.
+// Visits those ranges of the entries [first, last) that rows of the tile attend to; stored entries
+// come before staged ones. Also passes whether some row must not see all of the range.
 template <typename Visit>
 void TileWork::over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept {
     const PageLayout& layout = call_.layout();
@@ -125,8 +127,8 @@ void TileWork::attend_rows(const RowTile& tile, int chunk) noexcept {
                     call_.kernels.prompt(task);
                     if (task.kept != nullptr) task.kept += kept_floats(range);
                 });
-    // From [v_stride][kRowTile] to a row each; the query tile is still needed, the kernel's scratch
-    // is not.
+    // The output is transposed from [v_stride][kRowTile] to one row per query. The query tile is
+    // still needed then, but the scratch of the kernel is free.
     const SoftmaxState rows =
         split_.by_entries ? partial(tile, chunk)
                           : SoftmaxState{state.max, state.sum, state.weighted, worker_.kernel()};
@@ -185,9 +187,9 @@ void TileWork::write_output(const RowTile& tile, const SoftmaxState& state) noex
     }
 }
 
-// How much each row of a tile counts: nothing before the observation window, and nothing of an echo
-// that is looked up with. What is divided by an exposure decays within the micro-batch too, as the
-// exposure does.
+// Returns how much each row of a tile counts: 0 before the observation window, and 0 for the rows
+// of an echo that only raises predicted shares. If scores are divided by an exposure, weights decay
+// within the micro-batch as the exposure does.
 const float* TileWork::row_weights(const RowTile& tile) noexcept {
     float* weights = worker_.weights();
     const int first_row = step_.first_observed_row(split_) - tile.first;
@@ -225,18 +227,18 @@ void TileWork::observe(const RowTile& tile, const SoftmaxState& state) noexcept 
             add_observed(tile, state, step_.importance.measure().statistic, row_weights(tile),
                          observed);
     }
-    if (step_.looking_up) {
-        float* looked_up = begin(call_.looked_up(tile.head, band));
+    if (step_.observing_echo) {
+        float* echo_shares = begin(call_.echo_shares(tile.head, band));
         if (tile.first + tile.count > step_.first_echo_row(split_))
             add_observed(tile, state, Statistic::largest_probability, echo_weights(tile),
-                         looked_up);
+                         echo_shares);
     }
 }
 
 void TileWork::add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
                             const float* weights, float* observed) noexcept {
     const int total = call_.total(tile.head);
-    const auto neighbourhood = static_cast<float>(call_.store.parts().common.neighbourhood());
+    const auto neighbourhood = static_cast<float>(call_.store.components().common.neighbourhood());
     PromptTask task = prompt_task(tile, state);
     if (step_.keeps_weights(split_, total)) task.kept = worker_.kept();
     over_ranges(tile, 0, total, [&](const EntryRange& range, int offset, bool masked) {

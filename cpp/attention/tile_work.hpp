@@ -1,27 +1,28 @@
-// Attends with tiles of query rows of a KV head, one of a thread's units after another. A tile that
-// is split by entries leaves a partial softmax for each of its chunks, which HeadEnd merges.
+// Attends with tiles of query rows of a KV head, one unit of the thread after another. A tile that
+// is split by entries leaves one partial softmax per chunk, which HeadFinisher merges.
 #pragma once
 
 #include <cstddef>
 
-#include "attention/call.hpp"
+#include "attention/attention_call.hpp"
 
 namespace entropykv {
 
 class TileWork {
 public:
-    explicit TileWork(const Call& call)
+    explicit TileWork(const AttentionCall& call)
         : call_(call), split_(call.split), step_(call.step), worker_(call.worker) {}
 
-    // upcoming: the thread's next unit, or -1, which the decode kernel asks for early.
+    // upcoming: the next unit of the thread, whose first entries the decode kernel prefetches; -1:
+    // none.
     void run(const Unit& unit, int upcoming) noexcept;
 
-    // What is written of a tile of whole rows.
+    // Writes the outputs of a tile whose rows have attended to all of their entries.
     void write_output(const RowTile& tile, const SoftmaxState& state) noexcept;
-    // Adds what the rows of a tile gave to the entries; `state` is final.
+    // Adds what the rows of a tile gave to the entries; `state` must be final.
     void observe(const RowTile& tile, const SoftmaxState& state) noexcept;
     void observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept;
-    // The queries of a tile, for run() and for observe().
+    // Loads the queries of a tile, for run() and observe().
     void load_queries(const RowTile& tile) noexcept;
     SoftmaxState partial(const RowTile& tile, int chunk) noexcept;
 
@@ -35,14 +36,14 @@ private:
     void over_ranges(const RowTile& tile, int first, int last, Visit visit) noexcept;
     void start_softmax(const RowTile& tile, int chunk, const SoftmaxState& state) const noexcept;
     const float* row_weights(const RowTile& tile) noexcept;
-    // Those of the rows of an echo alone.
+    // Returns 1 for the rows of an echo, and 0 for all others.
     const float* echo_weights(const RowTile& tile) noexcept;
-    // Adds what weighted rows gave to every entry; scores are computed again unless weights are
-    // kept.
+    // Adds what the rows gave to every entry, times their weights. Attention scores are computed
+    // again unless the attention weights were kept.
     void add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
                       const float* weights, float* observed) noexcept;
 
-    const Call& call_;
+    const AttentionCall& call_;
     const Split& split_;
     const Step& step_;
     Worker& worker_;

@@ -1,4 +1,4 @@
-// The units of work of one reader of a layer, from which ggml's threads take one after the other.
+// The units of work of one reader of a layer: ggml's threads take one after another.
 #pragma once
 
 #include <atomic>
@@ -10,14 +10,14 @@ namespace entropykv {
 
 class UnitQueue {
 public:
-    struct Cursor {  // where a thread looks for its next unit
+    struct Cursor {  // is where a thread looks for its next unit
         bool others = false;
         int head = 0;
     };
 
     explicit UnitQueue(int n_heads);
 
-    // Before a layer: units_of(head) is how many units a KV head has.
+    // Must be called before a layer; units_of(head) returns how many units a KV head has.
     template <typename UnitsOf>
     void fill(UnitsOf units_of) noexcept {
         int units = 0;
@@ -32,7 +32,8 @@ public:
         unfinished_heads_.store(n_heads(), std::memory_order_relaxed);
     }
 
-    // A unit of the heads that the thread owns, then of the others; -1: there is none.
+    // Claims a unit of the heads that this thread owns, or else of another head; -1 if there is
+    // none left.
     template <typename Owns>
     int claim(Cursor& cursor, Owns owns) noexcept {
         while (true) {
@@ -54,7 +55,8 @@ public:
         return head;
     }
 
-    // After a unit of a head: whether it was the last one. After a head: whether it was.
+    // ends_head() is called after each unit, and tells whether it was the last one of its head;
+    // ends_layer() is called after each head, and tells whether it was the last one of the layer.
     bool ends_head(int head) noexcept {
         return unfinished_units_[index(head)].fetch_sub(1, std::memory_order_acq_rel) == 1;
     }
@@ -66,9 +68,9 @@ private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     int n_heads() const { return static_cast<int>(first_unit_.size()) - 1; }
 
-    std::vector<int> first_unit_;  // of each head, and the total
+    std::vector<int> first_unit_;  // first unit of each head, then the number of units
     std::unique_ptr<std::atomic<int>[]> unfinished_units_;
-    std::unique_ptr<std::atomic<int>[]> next_unit_;  // of each head
+    std::unique_ptr<std::atomic<int>[]> next_unit_;  // next unit of each head
     std::atomic<int> unfinished_heads_{0};
 };
 

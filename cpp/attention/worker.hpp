@@ -1,4 +1,4 @@
-// What one of ggml's threads works with while it attends.
+// The scratch of one of ggml's threads for attention.
 #pragma once
 
 #include <cstddef>
@@ -12,40 +12,41 @@ namespace entropykv {
 
 class Worker {
 public:
-    // Room for a layer, with that of all others before it.
+    // Makes room for a layer, besides all layers that it was called for before.
     void serve(const PageLayout& layout, bool recalls);
-    // Room for the weights of a tile, between attending and observing.
+    // Makes room for the attention weights of a tile, which are kept until they are observed.
     void keep(std::size_t n_floats);
     void release();
     std::size_t bytes() const;
 
-    float* query() { return query_.data(); }  // a tile
+    float* query() { return query_.data(); }  // holds one tile
     float* kernel() { return kernel_.data(); }
     float* kept() { return kept_.data(); }
     SoftmaxState state() {
         float* softmax = softmax_.data();
         return {softmax, softmax + kRowTile, softmax + 2 * kRowTile, output_.data()};
     }
-    // Of the rows of a tile, kRowTile each.
+    // These hold one value per row of a tile, kRowTile each.
     float* positions() { return softmax_.data() + 3 * kRowTile; }
     float* weights() { return softmax_.data() + 4 * kRowTile; }
     float* oldest() { return softmax_.data() + 5 * kRowTile; }
     float* slopes() { return softmax_.data() + 6 * kRowTile; }
-    // Query rows of recall and their slopes, and the positions of those rows.
+    // These hold the query rows of recall with their slopes, and the positions of those rows.
     float* recall() { return recall_.data(); }
     std::int32_t* recall_positions() { return recall_positions_.data(); }
 
 private:
     std::vector<float> query_;
-    std::vector<float> output_;  // a tile
+    std::vector<float> output_;  // one tile
     std::vector<float> kernel_;
     std::vector<float> kept_;
-    std::vector<float> softmax_;  // max, sum, weighted, positions, weights, oldest, slopes
+    // Holds max, sum, weighted, positions, weights, oldest and slopes of the rows of a tile.
+    std::vector<float> softmax_;
     std::vector<float> recall_;
     std::vector<std::int32_t> recall_positions_;
 };
 
-// Of sequences of one model, which are attended to one after the other by every thread.
+// The scratch of all threads. Sequences of one model can share it.
 using Workers = std::vector<Worker>;
 
 std::size_t bytes_of_workers(const Workers& workers);

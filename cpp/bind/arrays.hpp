@@ -1,4 +1,4 @@
-// NumPy's arrays from vectors, and to pointers.
+// Converts vectors to NumPy arrays, and arrays to pointers.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -17,7 +17,7 @@ py::array_t<T> to_array(const std::vector<T>& values) {
     return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// A copy in rows of any shape.
+// Copies the values into an array of any shape.
 inline py::array_t<float> to_rows(const std::vector<float>& values,
                                   std::vector<py::ssize_t> shape) {
     return py::array_t<float>(std::move(shape), values.data());

@@ -1,4 +1,4 @@
-// What is registered of several hooks alike.
+// Registers the methods that several hooks have in common.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@ namespace entropykv::bind {
 
 namespace py = pybind11;
 
-// What all hooks are for llama_context_params.
+// Registers the two addresses that llama_context_params needs of every hook.
 template <typename Hook>
 void register_callback(py::class_<Hook>& hook) {
     hook.def_property_readonly(
@@ -25,14 +25,14 @@ void register_callback(py::class_<Hook>& hook) {
                                [](Hook& self) { return reinterpret_cast<std::uintptr_t>(&self); });
 }
 
-// And what those that change graphs are around every llama_decode.
+// Registers what hooks that change graphs do around every llama_decode.
 template <typename Hook>
 void register_hook(py::class_<Hook>& hook) {
     register_callback(hook);
     hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
 }
 
-// And what those that change products of weights know of them.
+// Registers what hooks that replace products of weights report.
 template <typename Hook>
 void register_products(py::class_<Hook>& hook) {
     hook.def_property_readonly("products",
@@ -41,7 +41,7 @@ void register_products(py::class_<Hook>& hook) {
                                [](const Hook& self) { return self.products().scratch_bytes(); });
 }
 
-// And what those that time the nodes of graphs tell of them.
+// Registers how hooks time the nodes of graphs.
 template <typename Hook>
 void register_times(py::class_<Hook>& hook) {
     hook.def(

@@ -1,4 +1,4 @@
-// The Python face of the extension.
+// Defines the Python module _core.
 #include "bind/register.hpp"
 
 PYBIND11_MODULE(_core, m) {

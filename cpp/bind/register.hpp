@@ -1,5 +1,5 @@
-// What module.cpp registers: a function, and a file of its name, for every class, or for functions
-// that belong together. They translate arguments and results, and compute nothing.
+// Declares what module.cpp calls: one function, in a file of its name, for every class or group of
+// functions that belong together. They translate arguments and results, and compute nothing.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,11 +30,7 @@ void register_cache_map(py::module_& m);
 void register_flat_store(py::module_& m);
 void register_grammar(py::module_& m);
 
-// Parts of register_headwise_store().
-void register_headwise_observation(py::class_<Headwise>& store);
+// register_headwise_store() calls this for the methods that save and load.
 void register_headwise_state(py::class_<Headwise>& store);
-void register_headwise_sharing(py::class_<Headwise>& store);
-void register_headwise_freezing(py::class_<Headwise>& store);
-void register_headwise_prediction(py::class_<Headwise>& store);
 
 }  // namespace entropykv::bind

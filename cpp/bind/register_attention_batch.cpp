@@ -1,4 +1,4 @@
-// The micro-batch that holds tokens of several sequences.
+// Registers the micro-batch that holds tokens of several sequences.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

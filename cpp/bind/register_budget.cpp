@@ -1,4 +1,4 @@
-// Budgets of KV heads: pure decisions.
+// Registers the functions that compute budgets of KV heads.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// What the extension was built for.
+// Registers what the extension was built for.
 #include "bind/register.hpp"
 
 #include <ggml.h>

@@ -1,4 +1,5 @@
-// A picture for those who watch: bytes of (KV heads of all layers, columns).
+// Registers the map of held and frozen positions; arrays are bytes, (KV heads of all layers,
+// columns).
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>
@@ -13,14 +14,14 @@ void register_cache_map(py::module_& m) {
     py::class_<CacheMap>(m, "CacheMap")
         .def(py::init<>())
         .def(
-            "look",
+            "count",
             [](CacheMap& self, const Headwise& store, std::int32_t first, int per_column,
                int n_columns) {
                 if (first < 0 || per_column < 1 || n_columns < 1)
                     throw std::invalid_argument("columns must be 1 or more, from 0 or later on");
                 {
                     const py::gil_scoped_release release;
-                    self.look(store.store, first, per_column, n_columns);
+                    self.count(store.store, first, per_column, n_columns);
                 }
                 const auto rows = [n_columns](const std::vector<std::uint8_t>& shares) {
                     const auto n = static_cast<py::ssize_t>(shares.size()) / n_columns;

@@ -1,4 +1,4 @@
-// What a fork goes on from.
+// Registers checkpoints, from which forks continue.
 #include "bind/register.hpp"
 
 #include "store/checkpoint.hpp"

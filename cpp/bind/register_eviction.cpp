@@ -1,4 +1,4 @@
-// Which entries survive: pure decisions.
+// Registers the functions that select the entries that survive.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// The store of positions, in llama.cpp's own cache.
+// Registers the store that evicts whole positions from llama.cpp's own cache.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// What is frozen, when, and to where.
+// Registers the settings of cold storage: what is frozen, when, and where to.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

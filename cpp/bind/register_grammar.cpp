@@ -1,4 +1,4 @@
-// What an answer may be: a grammar, and where an answer is in it.
+// Registers grammars, and the matcher that follows an answer through one.
 #include "bind/register.hpp"
 
 #include <pybind11/functional.h>
@@ -14,7 +14,7 @@ namespace {
 
 using Trie = std::shared_ptr<const TokenTrie>;
 
-// The GIL is released around searches; Python is asked again whether to go on.
+// Searches run without the GIL; this takes it to ask Python whether to continue.
 std::function<void()> with_gil(py::function poll) {
     const auto held = std::make_shared<py::function>(std::move(poll));
     return [held] {

@@ -1,16 +1,19 @@
-// What session files hold of a store.
+// Registers how files of sessions and checkpoints get their contents from a store.
 #include "bind/register.hpp"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
+#include "store/forks.hpp"
 #include "store/head_states.hpp"
 
 namespace entropykv::bind {
 namespace {
 
-// The end of the state of a head that has dropped nothing; empty where that is not counted.
+// Returns the end of the state of a head that has dropped nothing; empty if dropped entries are not
+// counted.
 py::bytes nothing_dropped(const Headwise& self) {
     std::string state;
     if (self.store.head(0, 0).dropped) {
@@ -20,9 +23,55 @@ py::bytes nothing_dropped(const Headwise& self) {
     return state;
 }
 
+void register_checkpoints(py::class_<Headwise>& store) {
+    store.def("checkpoint", [](Headwise& self) { return make_checkpoint(self.store.components()); })
+        .def(
+            "fork_from",
+            [](Headwise& self, Checkpoint& from, bool ends) {
+                const py::gil_scoped_release release;
+                return fork_from(self.store, from, ends);
+            },
+            py::arg("checkpoint"), py::arg("ends"))
+        .def(
+            "checkpoint_count",
+            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+                self.check_head(layer, head);
+                return checkpoint_head(self.store.components(), from, layer, head).count;
+            },
+            py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "save_checkpoint_head",
+            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+                self.check_head(layer, head);
+                const HeadSaver saver(self.store.components());
+                const CheckpointHead& saved =
+                    checkpoint_head(self.store.components(), from, layer, head);
+                py::bytes state(nullptr, saver.bytes(layer, saved));
+                saver.save(layer, saved,
+                           reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
+                return state;
+            },
+            py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "checkpoint_state_bytes",
+            [](const Headwise& self, const Checkpoint& from, int layer, int head) {
+                self.check_head(layer, head);
+                return HeadSaver(self.store.components())
+                    .bytes(layer, checkpoint_head(self.store.components(), from, layer, head));
+            },
+            py::arg("checkpoint"), py::arg("layer"), py::arg("kv_head"))
+        .def(
+            "on_full",
+            [](Headwise& self, std::function<bool()> drop) {
+                self.store.components().share.pool().on_full(std::move(drop));
+            },
+            py::arg("drop"));
+}
+
 }  // namespace
 
 void register_headwise_state(py::class_<Headwise>& store) {
+    register_checkpoints(store);
     const auto data = [](const py::bytearray& state) {
         return reinterpret_cast<std::byte*>(PyByteArray_AS_STRING(state.ptr()));
     };
@@ -31,14 +80,14 @@ void register_headwise_state(py::class_<Headwise>& store) {
             "state_bytes",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                return HeadSaver(self.store.parts()).bytes(layer, head);
+                return HeadSaver(self.store.components()).bytes(layer, head);
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
             "save_head",
             [](const Headwise& self, int layer, int head) {
                 self.check_head(layer, head);
-                const HeadSaver saver(self.store.parts());
+                const HeadSaver saver(self.store.components());
                 py::bytes state(nullptr, saver.bytes(layer, head));
                 saver.save(layer, head,
                            reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
@@ -50,7 +99,7 @@ void register_headwise_state(py::class_<Headwise>& store) {
             [data](const Headwise& self, int layer, int count, const py::bytearray& state,
                    int end) {
                 self.shape_of(layer);
-                return HeadSaver(self.store.parts())
+                return HeadSaver(self.store.components())
                     .problem(layer, count, data(state), state.size(), end);
             },
             py::arg("layer"), py::arg("count"), py::arg("state"), py::arg("end"))
@@ -60,21 +109,21 @@ void register_headwise_state(py::class_<Headwise>& store) {
                    const std::vector<py::bytearray>& states, const std::vector<int>& budgets) {
                 std::vector<const std::byte*> starts;
                 for (const py::bytearray& state : states) starts.push_back(data(state));
-                HeadLoader(self.store.parts()).begin(counts, starts, budgets);
+                HeadLoader(self.store.components()).begin(counts, starts, budgets);
             },
             py::arg("counts"), py::arg("states"), py::arg("budgets"))
         .def_property_readonly("nothing_dropped", &nothing_dropped)
         .def(
             "set_evicted",
             [](Headwise& self, std::size_t evicted) {
-                self.store.parts().common.evicted = evicted;
+                self.store.components().common.evicted = evicted;
             },
             py::arg("evicted"))
         .def(
             "load_head",
             [data](Headwise& self, int layer, int head, int count, const py::bytearray& state) {
                 self.check_head(layer, head);
-                HeadLoader(self.store.parts()).load(layer, head, count, data(state));
+                HeadLoader(self.store.components()).load(layer, head, count, data(state));
             },
             py::arg("layer"), py::arg("kv_head"), py::arg("count"), py::arg("state"));
 }

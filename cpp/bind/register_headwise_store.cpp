@@ -1,4 +1,5 @@
-// The store whose KV heads keep entries of their own, with the attention over them.
+// Registers the headwise store, whose KV heads keep entries of their own, with the attention over
+// them.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>
@@ -6,14 +7,12 @@
 #include "attention/headwise.hpp"
 #include "bind/arrays.hpp"
 #include "page/page_codec.hpp"
-#include "store/head_rows.hpp"
-#include "store/losses.hpp"
 
 namespace entropykv::bind {
 
 namespace {
 
-// An array of [n_tokens][heads][dim]; another shape has no tokens, and is refused by attend().
+// Converts an array of [n_tokens][heads][dim].
 RowsOfTokens rows_of(const InputArray<float>& rows) {
     if (rows.ndim() != 3) throw std::invalid_argument("q, k and v must be [n_tokens][heads][dim]");
     return {{reinterpret_cast<const std::byte*>(rows.data()),
@@ -28,7 +27,7 @@ std::optional<RowsOfTokens> rows_of(const std::optional<InputArray<float>>& rows
     return rows_of(*rows);
 }
 
-// One value for every query head, or none.
+// Returns one value for every query head, or null without an array.
 const float* per_head(const std::optional<InputArray<float>>& values, int n_head,
                       const char* problem) {
     if (!values) return nullptr;
@@ -133,26 +132,183 @@ void register_losses(py::class_<Headwise>& store) {
         .def(
             "measure_losses",
             [](Headwise& self, const std::vector<int>& knots) {
-                measure_losses(self.store.parts(), knots);
+                self.store.components().measure_losses(knots);
             },
             py::arg("knots"))
         .def(
             "losses",
             [](const Headwise& self, bool of_held) {
-                return to_array(last_losses(self.store.parts(), of_held));
+                return to_array(self.store.components().last_losses(of_held));
             },
             py::arg("of_held") = false);
+}
+
+void register_freezing(py::class_<Headwise>& store) {
+    store
+        .def_property(
+            "recalls_now", [](Headwise& self) { return self.attention.recalls_now(); },
+            [](Headwise& self, bool on) { self.attention.recalls_now() = on; })
+        .def(
+            "freeze_all",
+            [](Headwise& self, int now) { FrozenHeads(self.store.components()).freeze_all(now); },
+            py::arg("now"))
+        .def(
+            "restore",
+            [](Headwise& self, int now, int frozen_after, int due_after, bool forget) {
+                return FrozenHeads(self.store.components())
+                    .restore({frozen_after, due_after}, now, forget);
+            },
+            py::arg("now"), py::arg("frozen_after") = -1, py::arg("due_after") = -1,
+            py::arg("forget") = false)
+        .def("stop_freezing", [](Headwise& self) { FrozenHeads(self.store.components()).stop(); })
+        .def(
+            "frozen_positions",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                return to_array(frozen_positions(self.store.head(layer, head)));
+            },
+            py::arg("layer"), py::arg("kv_head"))
+        .def_property_readonly("frozen", [](const Headwise& s) { return s.store.frozen().now(); })
+        .def_property_readonly("frozen_total",
+                               [](const Headwise& s) { return s.store.frozen().frozen(); })
+        .def_property_readonly("restored_total",
+                               [](const Headwise& s) { return s.store.frozen().restored(); })
+        .def_property_readonly("recalled_total",
+                               [](const Headwise& s) { return s.store.frozen().recalled(); })
+        .def_property_readonly("cold_seconds",
+                               [](const Headwise& s) { return s.store.frozen().seconds(); })
+        .def_property_readonly("cold_bytes",
+                               [](const Headwise& s) { return s.store.frozen().bytes(); })
+        .def_property_readonly("sketch_bytes",
+                               [](const Headwise& s) { return s.store.frozen().sketch_bytes(); })
+        .def_property_readonly("cold_overhead_bytes",
+                               [](const Headwise& s) { return s.store.frozen().overhead_bytes(); })
+        .def_property_readonly("cold_file_bytes",
+                               [](const Headwise& s) { return s.store.frozen().file_bytes(); })
+        .def_property_readonly("cold_failure", [](const Headwise& s) -> std::optional<std::string> {
+            const char* why = s.store.frozen().failure();
+            if (why == nullptr) return std::nullopt;
+            return why;
+        });
+}
+
+void register_observation(py::class_<Headwise>& store) {
+    store
+        .def(
+            "row_entropies",
+            [](const Headwise& self, int layer) {
+                const LayerShape& shape = self.shape_of(layer);
+                const std::vector<float> rows = self.attention.entropies().last_rows(layer);
+                if (rows.empty()) throw std::invalid_argument("entropies were not tracked");
+                return to_rows(rows, {self.attention.step().n_text, shape.n_head});
+            },
+            py::arg("layer"))
+        .def(
+            "capture_queries", [](Headwise& self, bool on) { self.attention.queries().enable(on); },
+            py::arg("on"))
+        .def(
+            "queries",
+            [](const Headwise& self, int layer) {
+                const LayerShape& shape = self.shape_of(layer);
+                const QueryCapture::Rows& capture = self.attention.queries().of(layer);
+                const int n_tokens = self.attention.step().n_tokens;
+                const auto size = static_cast<std::size_t>(n_tokens * shape.n_head * shape.k_dim);
+                if (capture.queries.size() != size)
+                    throw std::invalid_argument("queries were not captured");
+                return py::make_tuple(
+                    to_rows(capture.queries, {n_tokens, shape.n_head, shape.k_dim}),
+                    to_array(capture.sinks), capture.softcap, shape.window, shape.chunked,
+                    to_array(capture.slopes));
+            },
+            py::arg("layer"))
+        .def(
+            "rows",
+            [](const Headwise& self, int layer, int head) {
+                self.check_head(layer, head);
+                StoredRows rows = rows_of(self.store.head(layer, head));
+                for (float& importance : rows.importance)
+                    importance = self.store.settings().importance.score_of(importance);
+                const auto n = static_cast<py::ssize_t>(rows.positions.size());
+                const LayerShape& shape = self.store.shape(layer);
+                return py::make_tuple(to_array(rows.positions), to_array(rows.importance),
+                                      to_rows(rows.k, {n, shape.k_dim}),
+                                      to_rows(rows.v, {n, shape.v_dim}));
+            },
+            py::arg("layer"), py::arg("kv_head"));
+}
+
+int n_features(const Headwise& self, int layer) {
+    self.shape_of(layer);
+    return self.store.components().features_of(static_cast<std::size_t>(layer)).n;
+}
+
+void set_predictor(Headwise& self, int layer, const InputArray<float>& weights) {
+    const LayerShape& shape = self.shape_of(layer);
+    const bool fits = weights.ndim() == 2 && weights.shape(0) == shape.n_head_kv &&
+                      weights.shape(1) == n_features(self, layer);
+    if (!fits && weights.size() > 0)
+        throw std::invalid_argument("a predictor's weights must be [n_head_kv][n_features]");
+    self.store.components().set_predictor(
+        static_cast<std::size_t>(layer),
+        std::vector<float>(weights.data(), weights.data() + weights.size()));
+}
+
+// Returns the shares sorted by position.
+py::array_t<float> predicted_shares(const Headwise& self, int layer, int head) {
+    self.check_head(layer, head);
+    if (!self.store.settings().importance.predicts())
+        throw std::invalid_argument("this store predicts no shares: use the measure predicted");
+    std::vector<float> shares = importance_of(self.store.head(layer, head));
+    for (float& share : shares) share = PackedImportance(share).share();
+    return to_array(shares);
+}
+
+py::tuple lessons(const Headwise& self, int layer) {
+    const LayerShape& shape = self.shape_of(layer);
+    const LessonSums* lessons = self.store.components().lessons();
+    if (lessons == nullptr) throw std::invalid_argument("lessons were not collected");
+    const auto number = static_cast<std::size_t>(layer);
+    const py::ssize_t n = n_features(self, layer) + 1;
+    return py::make_tuple(lessons->count(number),
+                          py::array_t<double>(std::vector<py::ssize_t>{shape.n_head_kv, n, n},
+                                              lessons->sums(number).data()));
+}
+
+void register_prediction(py::class_<Headwise>& store) {
+    store.def("predictor_features", &n_features, py::arg("layer"))
+        .def("set_predictor", &set_predictor, py::arg("layer"), py::arg("weights"))
+        .def_property_readonly(
+            "is_predicted",
+            [](const Headwise& self) { return self.store.components().has_predictor(); })
+        .def(
+            "predict_stored",
+            [](Headwise& self, std::int32_t n_positions, std::int32_t shift) {
+                self.store.components().predict_stored(n_positions, shift);
+            },
+            py::arg("n_positions"), py::arg("shift"))
+        .def("predicted_shares", &predicted_shares, py::arg("layer"), py::arg("head"))
+        .def(
+            "collect_lessons",
+            [](Headwise& self, bool on) { self.store.components().collect_lessons(on); },
+            py::arg("on"))
+        .def(
+            "teach_stored",
+            [](Headwise& self, std::int32_t begin, std::int32_t end, std::int32_t shift) {
+                self.store.components().teach_stored(begin, end, shift);
+            },
+            py::arg("begin"), py::arg("end"), py::arg("shift"))
+        .def("lessons", &lessons, py::arg("layer"))
+        .def("clear_lessons", [](Headwise& self) { self.store.components().clear_lessons(); });
 }
 
 }  // namespace
 
 void register_headwise_store(py::module_& m) {
     py::class_<Headwise> store(m, "HeadwiseStore");
-    register_headwise_observation(store);
+    register_observation(store);
     register_headwise_state(store);
-    register_headwise_sharing(store);
-    register_headwise_freezing(store);
-    register_headwise_prediction(store);
+    register_freezing(store);
+    register_prediction(store);
     register_figures(store);
     store
         .def(py::init(&make_store), py::arg("layers"), py::arg("kv_type"), py::arg("importance"),

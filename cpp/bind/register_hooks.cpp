@@ -1,12 +1,12 @@
-// What changes graphs of llama.cpp.
+// Registers the hooks that change llama.cpp's graphs.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>
 
 #include "attention/attention_batch.hpp"
 #include "bind/hooks.hpp"
-#include "llama/gate_hook.hpp"
 #include "llama/graph_hook.hpp"
+#include "llama/squared_relu_hook.hpp"
 #include "llama/stock_hook.hpp"
 #include "llama/weight_hook.hpp"
 
@@ -20,9 +20,9 @@ void register_hooks(py::module_& m) {
         .def_readonly("softcap", &AttentionNode::softcap)
         .def_readonly("has_sinks", &AttentionNode::has_sinks)
         .def_readonly("rope", &AttentionNode::rope);
-    py::class_<GateHook> gate_hook(m, "GateHook");
-    gate_hook.def(py::init<int>(), py::arg("n_layers"));
-    register_hook(gate_hook);
+    py::class_<SquaredReluHook> squared_relu_hook(m, "SquaredReluHook");
+    squared_relu_hook.def(py::init<int>(), py::arg("n_layers"));
+    register_hook(squared_relu_hook);
     py::class_<StockHook> stock_hook(m, "StockHook");
     stock_hook.def(py::init<int>(), py::arg("relu2_layers"));
     register_callback(stock_hook);
@@ -38,7 +38,7 @@ void register_hooks(py::module_& m) {
     register_times(graph_hook);
     graph_hook
         .def(py::init<int, int, bool>(), py::arg("relu2_layers"), py::arg("n_threads"),
-             py::arg("in_company") = false)
+             py::arg("batch_invariant") = false)
         .def_property_readonly("nodes", &GraphHook::nodes)
         .def_property_readonly("refusal", &GraphHook::refusal)
         .def_property_readonly("rope_obstacle", &GraphHook::rope_obstacle)

@@ -1,4 +1,4 @@
-// How entries are ranked.
+// Registers the measures of importance and their settings.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// What this machine computes with.
+// Registers which kernels this machine can run.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// The heads of a layer, and the pages that hold their entries.
+// Registers the shape of a layer, and the sizes of the pages that hold its entries.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// What looks at graphs and changes nothing.
+// Registers the probes, which read graphs and change nothing.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// How a model rotates its keys.
+// Registers the parameters by which a model rotates its keys.
 #include "bind/register.hpp"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// What sequences of one model share.
+// Registers the pool that sequences of one model share.
 #include "bind/register.hpp"
 
 #include <pybind11/functional.h>

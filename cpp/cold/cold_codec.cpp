@@ -11,7 +11,8 @@ namespace entropykv {
 namespace {
 
 constexpr std::size_t kScaleBytes = sizeof(std::uint16_t);
-constexpr std::size_t kUnit = sizeof(std::uint32_t);  // entries as stored begin at multiples of it
+// Rows that are kept as stored are aligned to this.
+constexpr std::size_t kUnit = sizeof(std::uint32_t);
 
 float put_scale(float scale, std::byte* block) {
     const std::uint16_t half = float_to_half(scale);
@@ -44,7 +45,8 @@ void unpack_int8(const std::byte* block, float* values) {
                                 block[kScaleBytes + static_cast<std::size_t>(i)]));
 }
 
-// Values i and i + 16 share a byte. The scale has the sign that puts the largest value at -8.
+// Values i and i + 16 share a byte. The sign of the scale is chosen so that the largest value
+// becomes -8.
 void pack_int4(const float* values, std::byte* block) {
     float limit = 0.0f;
     for (int i = 0; i < kQuantBlock; ++i)
@@ -67,7 +69,7 @@ void unpack_int4(const std::byte* block, float* values) {
     }
 }
 
-// A block of kQuantBlock values with their scale.
+// Encodes blocks of kQuantBlock values with one scale each.
 struct BlockCodec {
     std::size_t bytes;
     void (*pack)(const float* values, std::byte* block);
@@ -89,7 +91,7 @@ std::size_t row_bytes(ColdType type, int dim) {
     return blocks_of(type).bytes * static_cast<std::size_t>((dim + kQuantBlock - 1) / kQuantBlock);
 }
 
-// Rows end with zeros up to whole blocks.
+// Rows are padded with zeros to whole blocks.
 std::byte* pack_row(ColdType type, float* row, int dim, std::byte* packed) {
     const BlockCodec& blocks = blocks_of(type);
     const int end = (dim + kQuantBlock - 1) / kQuantBlock * kQuantBlock;
@@ -105,7 +107,7 @@ const std::byte* unpack_row(ColdType type, const std::byte* packed, int dim, flo
     return packed;
 }
 
-// Units of K and V as they lie in a page, so many units apart: see PageCodec.
+// Copies units of K and V that lie `stride` units apart in a page: see PageCodec.
 template <typename Type, std::size_t stride>
 struct Units {
     static void gather(const std::byte* from, int n, std::byte* to) {
@@ -113,7 +115,7 @@ struct Units {
         Type* target = reinterpret_cast<Type*>(to);
         for (int i = 0; i < n; ++i) target[i] = source[static_cast<std::size_t>(i) * stride];
     }
-    // A few at a time: to restore entries is mostly this.
+    // This loop takes most of the time of restoring entries, so it moves a few units at a time.
     static void scatter(const std::byte* from, int n, std::byte* to) {
         if (stride == 1) {
             std::memcpy(to, from, bytes(n));
@@ -141,7 +143,7 @@ void visit_keys(const PageLayout& layout, int slot, Visit visit) {
     visit(Units<std::uint32_t, kGroupEntries>{}, at, layout.k_units);
 }
 
-// Units that lie together are bytes, or so many bytes in a row.
+// Calls the visitor for units that are bytes, or runs of a few bytes.
 template <typename Visit>
 void visit_values(const PageLayout& layout, int slot, Visit visit) {
     const std::size_t at = layout.v_at(slot);
@@ -149,8 +151,8 @@ void visit_values(const PageLayout& layout, int slot, Visit visit) {
     visit(Units<std::uint8_t, 1>{}, at, layout.v_units * layout.v_unit_bytes);
 }
 
-// Calls visit(Units, place in the page, number of units) for the parts of an entry, in the order in
-// which they are packed.
+// Calls visit(Units, place in the page, number of units) for all fields of an entry, in the order
+// in which they are packed.
 template <typename Visit>
 void over_parts(const PageLayout& layout, int slot, Visit visit) {
     const auto scales = [&](std::size_t offset, int blocks) {

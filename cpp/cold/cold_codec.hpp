@@ -1,7 +1,7 @@
-// How a page of frozen entries is held: the K and V rows of one entry after the other, so that a
-// single one is read without the others. As the store has them, bit by bit: K, V, the scales of K,
-// those of V. Or narrower, in ggml's blocks of 32 values (q8_0: scale and 32 bytes; q4_0: scale and
-// 32 values of 4 bits).
+// Encodes a page of frozen entries. The K and V rows of an entry are neighbours, so that it can be
+// read without the others. Entries are kept either bit by bit as the store has them (K, V, the
+// scales of K, those of V), or narrower in ggml's blocks of 32 values (q8_0: a scale and 32 bytes;
+// q4_0: a scale and 32 values of 4 bits).
 #pragma once
 
 #include <cstddef>
@@ -18,14 +18,14 @@ public:
 
     std::size_t bytes() const { return bytes_; }
     bool as_stored() const { return type_ == ColdType::as_stored; }
-    // All entries of a page.
+    // Packs all entries of a page.
     void pack(const std::byte* page, std::byte* packed) const noexcept;
     void unpack(const std::byte* packed, const KernelTable& kernels,
                 std::byte* page) const noexcept;
-    // One of them, to a slot of a page.
+    // Unpacks all entries of a page, or one entry to a slot of a page.
     void unpack(const std::byte* packed, int entry, const KernelTable& kernels, std::byte* page,
                 int slot) const noexcept;
-    // Where an entry begins, and how much it is.
+    // Return where a packed entry begins, and how many bytes it has.
     const std::byte* rows(const std::byte* packed, int entry) const {
         return packed + static_cast<std::size_t>(entry) * entry_bytes_;
     }

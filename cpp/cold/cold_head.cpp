@@ -13,7 +13,8 @@ ColdLayout::ColdLayout(ColdType type, const PageLayout& hot)
 
 ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages,
                    bool timed)
-    : ColdBook(layout.page, timed),
+    : layout_(&layout.page),
+      records_(layout.page, timed),
       cold_(&layout),
       storage_(&storage),
       most_pages_(most_pages),
@@ -24,10 +25,10 @@ ColdHead::ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t m
 void ColdHead::prepare(int n_new) {
     const std::size_t n_pages = index(n_new / per_page() + 2);
     reserve(n_pages);
-    const std::size_t n_slabs = (pages_.size() + n_pages - 1) / index(kSketchesOfSlab) + 1;
+    const std::size_t n_slabs = (pages_.size() + n_pages - 1) / index(kSketchesPerSlab) + 1;
     make_room(sketches_, n_slabs);
     while (sketches_.size() < n_slabs)
-        sketches_.emplace_back(index(kSketchesOfSlab) * cold_->sketch.page_bytes());
+        sketches_.emplace_back(index(kSketchesPerSlab) * cold_->sketch.page_bytes());
     make_room(spare_, pages_.capacity());
     const std::size_t room = is_limited() ? most_pages_ - n_stored_ : n_pages;
     while (spare_.size() < std::min(n_pages, room)) spare_.push_back(storage_->take());
@@ -45,8 +46,7 @@ std::size_t ColdHead::overhead_bytes() const {
            heap_bytes(keys_) + packed_.heap_bytes() + open_rows_.heap_bytes() - open_entries;
 }
 
-// ------------------------------------------------------------------------------------------------
-// entries
+// The following functions add, freeze and restore entries.
 
 int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record,
                   const ImportanceSettings& settings, const KernelTable& kernels) noexcept {
@@ -69,7 +69,8 @@ void ColdHead::close_open(const KernelTable& kernels) noexcept {
     store(open_, packed_.data());
 }
 
-// Into packed_. The sketch is of what is read back: the same for a session that is loaded.
+// Packs a page into packed_, and makes its sketch from what would be read back, so that a session
+// that was saved and loaded has the same sketch.
 void ColdHead::pack(int page, std::byte* rows, const KernelTable& kernels) noexcept {
     cold_->codec.pack(rows, packed_.data());
     if (!cold_->codec.as_stored()) cold_->codec.unpack(packed_.data(), kernels, rows);
@@ -99,21 +100,21 @@ void ColdHead::take(const std::byte* rows, int record, const KernelTable& kernel
         cold_->codec.unpack(rows, entry, kernels, page, slot);
 }
 
-void ColdHead::ask_for_due(std::int32_t now) const noexcept {
-    records_.ask_for_all();
+void ColdHead::prefetch_due(std::int32_t now) const noexcept {
+    records_.prefetch_all();
     if (!storage_->in_place()) return;
     for (int page = 0; page < n_pages(); ++page) {
         if (n_frozen(page) == 0 || page == open_ || records_.count_due(page, now) == 0) continue;
         const std::byte* packed = storage_->read(pages_[index(page)].place, nullptr);
         for (int slot = 0; slot < per_page(); ++slot)
             if (records_.due(page, slot, now))
-                ask_for(cold_->codec.rows(packed, slot), cold_->codec.entry_bytes());
+                prefetch(cold_->codec.rows(packed, slot), cold_->codec.entry_bytes());
     }
 }
 
 void ColdHead::products(const KernelTable& kernels, int page, const QueryRows& queries,
                         float* out) const noexcept {
-    if (page + 1 < n_pages()) ask_for(sketch_of(page + 1), cold_->sketch.page_bytes());
+    if (page + 1 < n_pages()) prefetch(sketch_of(page + 1), cold_->sketch.page_bytes());
     if (page == open_)
         kernels.products(cold_->page, open_rows_.data(), queries.data, queries.n, out, per_page());
     else
@@ -121,8 +122,7 @@ void ColdHead::products(const KernelTable& kernels, int page, const QueryRows& q
                                 per_page());
 }
 
-// ------------------------------------------------------------------------------------------------
-// what goes
+// The following functions drop entries.
 
 void ColdHead::drop_page(int page) noexcept {
     dropped_page_ = page;
@@ -139,7 +139,7 @@ void ColdHead::truncate(std::int32_t from) {
     }
 }
 
-// A page without records, if it is not free already.
+// Frees a page without records, unless it is free already.
 void ColdHead::release_page(int page) {
     if (page == open_) {
         n_open_ = 0;
@@ -147,6 +147,115 @@ void ColdHead::release_page(int page) {
         storage_->release(pages_[index(page)].place);
         free_page(page);
     }
+}
+
+// The following functions keep the list of pages and their records.
+
+void ColdHead::freeze(int number, float importance, std::int32_t now, std::int32_t due,
+                      Detections detections) noexcept {
+    const int page = layout_->page_of(number);
+    const int slot = layout_->slot_of(number);
+    records_.importance(page)[slot] = importance;
+    records_.frozen_at(page)[slot] = now;
+    if (records_.timed()) {
+        records_.dues(page)[slot] = due;
+        records_.detections(page)[slot] = detections;
+    }
+    ++pages_[index(page)].n_frozen;
+    ++n_frozen_;
+}
+
+void ColdHead::restore(int number) noexcept {
+    const int page = layout_->page_of(number);
+    const int slot = layout_->slot_of(number);
+    records_.frozen_at(page)[slot] = kActive;
+    if (records_.timed()) records_.dues(page)[slot] = kNever;
+    --pages_[index(page)].n_frozen;
+    --n_frozen_;
+}
+
+void ColdHead::clear_detections() {
+    if (!records_.timed()) return;
+    for (int page = 0; page < n_pages(); ++page)
+        std::fill_n(records_.detections(page), per_page(), Detections{});
+}
+
+void ColdHead::reserve(std::size_t n_pages) {
+    make_room(pages_, pages_.size() + n_pages);
+    make_room(free_pages_, pages_.capacity());
+    records_.reserve(pages_.size() + n_pages);
+}
+
+void ColdHead::open_next() noexcept {
+    if (free_pages_.empty()) {
+        free_pages_.push_back(n_pages());
+        pages_.emplace_back();
+        records_.resize(n_pages());
+    }
+    // Takes the lowest number, no matter which became free first, because a loaded session must
+    // choose the same page.
+    const auto lowest = std::min_element(free_pages_.begin(), free_pages_.end());
+    open_ = *lowest;
+    *lowest = free_pages_.back();
+    free_pages_.pop_back();
+    n_open_ = 0;
+}
+
+int ColdHead::add_record(const ColdRecord& record) noexcept {
+    const int number = open_ * per_page() + n_open_++;
+    records_.positions(open_)[layout_->slot_of(number)] = record.position;
+    ++pages_[index(open_)].n_records;
+    freeze(number, record.importance, record.frozen_at, record.due, record.detections);
+    return number;
+}
+
+int ColdHead::least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept {
+    int least = kNone;
+    float least_worth = 0.0f;
+    for (int page = 0; page < n_pages(); ++page) {
+        if (!pages_[index(page)].stored) continue;
+        float worth = 0.0f;
+        for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
+            const ColdRecord r = record(i);
+            if (!r.frozen()) continue;
+            const float factor = decay_factor(settings.decay, now - r.frozen_at);
+            worth += settings.score_of(settings.decayed(r.importance, factor));
+        }
+        if (least == kNone || worth < least_worth) {
+            least = page;
+            least_worth = worth;
+        }
+    }
+    return least;
+}
+
+void ColdHead::forget_records(int page) noexcept {
+    for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
+        if (frozen(i)) restore(i);
+        records_.set(i, {});
+    }
+}
+
+void ColdHead::truncate_records(int page, std::int32_t from) {
+    const std::int32_t now = from - 1;
+    for (int i = page * per_page(); i < (page + 1) * per_page(); ++i) {
+        ColdRecord r = record(i);
+        if (r.position >= from) {
+            if (r.frozen()) restore(i);
+            records_.set(i, {});
+            --pages_[index(page)].n_records;
+        } else if (r.frozen() && r.frozen_at > now) {
+            if (r.due != kNever) r.due = now + (r.due - r.frozen_at);
+            r.frozen_at = now;
+            records_.set(i, r);
+        }
+    }
+}
+
+void ColdHead::free_page(int page) {
+    pages_[index(page)] = Page{};
+    --n_stored_;
+    free_pages_.push_back(page);
 }
 
 }  // namespace entropykv

@@ -1,9 +1,9 @@
-// The frozen entries of one KV head. An entry that is frozen gets a record, and its K and V are
-// written once: where it is restored, the record stays, so that freezing it again moves nothing.
-// Records lie in pages; the last one is open, and is written to storage when it is full. Every full
-// page has a sketch of its keys, which queries are compared with: see key_sketch.hpp. (A page's
-// bounds of q.k, as in Quest, Tang et al. 2024, arXiv:2406.10774, or the means of clusters of its
-// keys promise too much: nearly every page would have to be read.)
+// Holds the frozen entries of one KV head. When an entry is frozen for the first time, it gets a
+// record, and its K and V are written to storage. When it is restored, the record stays, so
+// freezing it again moves no data. Records lie in pages. The last page is open, and goes to storage
+// when it is full. Every full page has a sketch of its keys, which queries are compared with: see
+// key_sketch.hpp. (Bounds of q.k per page, as in Quest, Tang et al. 2024, arXiv:2406.10774, or
+// means of clusters of keys select far too many pages: nearly every page would have to be read.)
 #pragma once
 
 #include <cmath>
@@ -13,15 +13,17 @@
 #include <string>
 #include <vector>
 
-#include "cold/cold_book.hpp"
 #include "cold/cold_codec.hpp"
+#include "cold/cold_records.hpp"
 #include "cold/cold_storage.hpp"
+#include "decide/importance.hpp"
 #include "kernels/kernels.hpp"
+#include "page/page_layout.hpp"
 #include "platform/aligned_bytes.hpp"
 
 namespace entropykv {
 
-// What all heads of a layer share.
+// Holds what the cold storage of all heads of a layer has in common.
 struct ColdLayout {
     ColdLayout(ColdType type, const PageLayout& page);
     PageLayout page;
@@ -29,19 +31,20 @@ struct ColdLayout {
     ColdCodec codec;
 };
 
-// Queries of a micro-batch, all of one KV head, scaled; rows are padded to the stride of its keys.
+// Refers to the scaled queries of a micro-batch for one KV head; rows are padded to the stride of
+// its keys.
 struct QueryRows {
     const float* data;
     int n;
     int stride;
     float softcap;
     const std::int32_t* positions;
-    const float* slopes;  // what a logit falls by per position of distance (ALiBi), or null
+    const float* slopes;  // the slope of each row (ALiBi), or null
     const float* row(int r) const {
         return data + static_cast<std::size_t>(r) * static_cast<std::size_t>(stride);
     }
     bool adjusts() const { return softcap > 0.0f || slopes != nullptr; }
-    // The logit of query r and an entry at a position, of their product.
+    // Returns the logit of query r with an entry at a position, given their dot product.
     float adjusted(int r, float product, std::int32_t position) const {
         const float logit = softcap > 0.0f ? softcap * std::tanh(product / softcap) : product;
         if (slopes == nullptr) return logit;
@@ -49,68 +52,117 @@ struct QueryRows {
     }
 };
 
-class ColdHead : public ColdBook {
+class ColdHead {
 public:
-    // most_pages: of storage; 0: no limit. timed: see ColdRecords.
+    static constexpr int kNone = -1;
+
+    // most_pages: the limit of pages in storage; 0: none. timed: see ColdRecords.
     ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages, bool timed);
 
-    // Before add() is called up to n_new times: nothing of it allocates. Throws what
-    // ColdStorage::take() throws, and nothing has changed.
+    // Must be called before add() is called up to n_new times, so that add() allocates nothing.
+    // Throws what ColdStorage::take() throws, and then changes nothing.
     void prepare(int n_new);
 
-    // Takes in an entry that has no record, frozen; returns the record. Where the limit is reached,
-    // the page that is worth least is dropped first: see dropped_page().
+    // Adds an entry without a record, and returns its new record. If the limit is reached, the page
+    // whose entries are worth least is dropped first: see dropped_page().
     int add(const std::byte* page, int slot, const ColdRecord& record,
             const ImportanceSettings& settings, const KernelTable& kernels) noexcept;
 
-    // K and V of a page of records as take() takes them, in place or in `buffer` (a page of
-    // storage); null where storage failed.
+    // Returns the packed K and V of a page of records, for take(): either in place, or in `buffer`,
+    // which has room for a page of storage. Returns null if storage failed.
     const std::byte* read(int page, std::byte* buffer) const noexcept;
-    // K and V of a record whose page was read, to a slot of a page of the store.
+    // Copies K and V of one record, whose page was read, to a slot of a page of the store.
     void take(const std::byte* rows, int record, const KernelTable& kernels, std::byte* page,
               int slot) const noexcept;
 
-    // Asks for K and V of what is due, where it is in memory, and for what freeze() changes: a step
-    // that freezes and restores many entries then waits for few of them.
-    void ask_for_due(std::int32_t now) const noexcept;
+    // Prefetches K and V of entries that are due, and the records that freeze() will change, so
+    // that a step that moves many entries waits less for memory.
+    void prefetch_due(std::int32_t now) const noexcept;
 
-    // q.k of all slots of a page, by its sketch; out [queries][per_page()]. Asks for what comes
-    // next, too: page + 1.
+    // Estimates q.k for all slots of a page from its sketch; out is [queries][per_page()]. Also
+    // prefetches the sketch of the next page.
     void products(const KernelTable& kernels, int page, const QueryRows& queries,
                   float* out) const noexcept;
 
-    // Calls change(page, slot, position) for every entry that has a record, and writes it back.
-    // buffer: as read()'s, and layout.page.bytes.
+    // Calls change(page, slot, position) for every entry that has a record, and writes the entry
+    // back. buffer: has room for a page of storage and layout.page.bytes.
     template <typename Change>
     void rewrite(const KernelTable& kernels, std::byte* buffer, Change change);
 
-    // Forgets records at positions >= from; timers end as if time had gone back to it.
+    // Drops records at positions >= from. Timers end as if time had gone back to `from`.
     void truncate(std::int32_t from);
-    // Whether a page that was read stays where it is while entries are added.
+    // Tells whether the data of a page that was read stays where it is while entries are added.
     bool stays(int page) const { return page != open_ && !is_limited() && storage_->in_place(); }
 
-    // Whether pages of records are dropped where storage has no more room.
+    // Tells whether pages of records are dropped when the limit of storage is reached.
     bool is_limited() const { return most_pages_ != 0; }
 
-    // Page of records that the last add() dropped, or kNone.
+    // Returns the page of records that the last add() dropped, or kNone.
     int dropped_page() const { return dropped_page_; }
     int n_dropped() const { return n_dropped_; }
-    // What sketches take of the heap, those that will be drawn next, too; and all that is neither
-    // sketches nor entries: records, lists, and what pages are packed with.
+    // sketch_bytes() counts the memory of sketches, including those allocated in advance.
+    // overhead_bytes() counts all memory that is neither sketches nor entries: records, lists and
+    // buffers.
     std::size_t sketch_bytes() const;
     std::size_t overhead_bytes() const;
+
+    int per_page() const { return layout_->entries; }
+    int n_pages() const { return static_cast<int>(pages_.size()); }
+    int open_page() const { return open_; }
+    std::size_t stored_pages() const { return n_stored_; }
+    int n_frozen() const { return n_frozen_; }
+    int n_frozen(int page) const { return pages_[index(page)].n_frozen; }
+    int n_records() const { return records_.size(); }
+
+    ColdRecord record(int i) const { return records_.get(i); }
+    bool frozen(int i) const {
+        return records_.frozen_at(layout_->page_of(i))[layout_->slot_of(i)] != kActive;
+    }
+    std::int32_t position(int i) const {
+        return records_.positions(layout_->page_of(i))[layout_->slot_of(i)];
+    }
+    const ColdRecords& records() const { return records_; }
+    int count_due(std::int32_t now) const { return records_.count_due(now); }
+
+    // freeze() freezes an entry that has a record; restore() marks it as restored, and its record
+    // stays.
+    void freeze(int record, float importance, std::int32_t now, std::int32_t due,
+                Detections detections) noexcept;
+    void restore(int record) noexcept;
+    void clear_detections();
 
 private:
     friend class ColdLoader;
     friend class ColdSaver;
-    static constexpr int kSketchesOfSlab = 4;
+    static constexpr int kSketchesPerSlab = 4;
+    struct Page {
+        std::uint32_t place = 0;  // number of the page in storage, once full
+        int n_records = 0;        // records in use
+        int n_frozen = 0;
+        bool stored = false;
+    };
 
+    static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    // Makes room for n_pages more pages.
+    void reserve(std::size_t n_pages);
+    bool is_open_full() const { return open_ == kNone || n_open_ == per_page(); }
+    void open_next() noexcept;
+    // Adds a record in the open page, and returns its number.
+    int add_record(const ColdRecord& record) noexcept;
+    // Returns the stored page whose frozen entries are worth least.
+    int least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept;
+    // Drop the records of a page: all, or those at positions >= from. Timers end as if time had
+    // gone back to `from`.
+    void forget_records(int page) noexcept;
+    void truncate_records(int page, std::int32_t from);
+    // Marks a stored page as free.
+    void free_page(int page);
     void close_open(const KernelTable& kernels) noexcept;
     void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;
     void store(int page, const std::byte* packed) noexcept;
     std::byte* sketch_of(int page) {
-        return sketches_[index(page / kSketchesOfSlab)].data() +
-               index(page % kSketchesOfSlab) * cold_->sketch.page_bytes();
+        return sketches_[index(page / kSketchesPerSlab)].data() +
+               index(page % kSketchesPerSlab) * cold_->sketch.page_bytes();
     }
     const std::byte* sketch_of(int page) const {
         return const_cast<ColdHead*>(this)->sketch_of(page);
@@ -118,14 +170,22 @@ private:
     void drop_page(int page) noexcept;
     void release_page(int page);
 
+    const PageLayout* layout_;
+    ColdRecords records_;
+    std::vector<Page> pages_{};
+    std::vector<int> free_pages_{};  // page numbers to use again
+    int open_ = kNone;
+    int n_open_ = 0;  // entries in the open page
+    int n_frozen_ = 0;
+    std::size_t n_stored_ = 0;
     const ColdLayout* cold_;
     ColdStorage* storage_;
     std::size_t most_pages_;
-    std::vector<std::uint32_t> spare_;    // taken from storage, not in use
-    AlignedBytes open_rows_;              // of the open page
-    AlignedBytes packed_;                 // it, as storage takes it
-    std::vector<AlignedBytes> sketches_;  // of kSketchesOfSlab pages each
-    std::vector<float> keys_;             // [kGroupEntries][k_dim], of what is sketched
+    std::vector<std::uint32_t> spare_;    // taken from storage, not yet used
+    AlignedBytes open_rows_;              // rows of the open page
+    AlignedBytes packed_;                 // the packed form of one page
+    std::vector<AlignedBytes> sketches_;  // each has sketches of kSketchesPerSlab pages
+    std::vector<float> keys_;             // keys to be sketched, [kGroupEntries][k_dim]
     int dropped_page_ = kNone;
     int n_dropped_ = 0;
 };

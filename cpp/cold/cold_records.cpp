@@ -54,11 +54,11 @@ int ColdRecords::count_due(int page, std::int32_t now) const noexcept {
     return timed_ ? count_until(dues(page), per_page_, now) : 0;
 }
 
-void ColdRecords::ask_for_all() const noexcept {
+void ColdRecords::prefetch_all() const noexcept {
     for (int page = 0; timed_ && page < n_pages_; page += kPagesOfBlock) {
         const std::size_t n = index(std::min(kPagesOfBlock, n_pages_ - page) * per_page_);
-        ask_for(reinterpret_cast<const std::byte*>(importance(page)), n * sizeof(float));
-        ask_for(reinterpret_cast<const std::byte*>(detections(page)), n * sizeof(Detections));
+        prefetch(reinterpret_cast<const std::byte*>(importance(page)), n * sizeof(float));
+        prefetch(reinterpret_cast<const std::byte*>(detections(page)), n * sizeof(Detections));
     }
 }
 

@@ -43,7 +43,8 @@ const char* record_problem(const ColdRecord& record, std::vector<bool>& seen) {
     if (record.position == kDead)
         return record.frozen() ? "a frozen entry without a position" : nullptr;
     const auto position = static_cast<std::size_t>(record.position);
-    if (position >= seen.size()) return "a frozen position that was never read";  // or negative
+    // This also catches negative positions.
+    if (position >= seen.size()) return "a frozen position that was never read";
     if (!std::isfinite(record.importance) || record.importance < 0.0f)
         return "an impossible importance of a frozen entry";
     if (record.frozen_at < kActive || record.frozen_at >= static_cast<std::int32_t>(seen.size()))
@@ -58,16 +59,16 @@ const char* record_problem(const ColdRecord& record, std::vector<bool>& seen) {
 }  // namespace
 
 std::size_t ColdSaver::bytes() const {
-    const std::size_t of_records = ColdBook::index(head_.n_records()) * sizeof(ColdRecord);
+    const std::size_t of_records = ColdHead::index(head_.n_records()) * sizeof(ColdRecord);
     return sizeof(Header) + of_records +
-           (head_.open_ == ColdBook::kNone ? 0 : head_.cold_->page.bytes) +
+           (head_.open_ == ColdHead::kNone ? 0 : head_.cold_->page.bytes) +
            head_.n_stored_ * head_.cold_->codec.bytes();
 }
 
 std::size_t ColdSaver::empty_bytes() { return sizeof(Header); }
 
 void ColdSaver::save_empty(std::byte* state) {
-    const Header header{0, ColdBook::kNone, 0};
+    const Header header{0, ColdHead::kNone, 0};
     std::memcpy(state, &header, sizeof header);
 }
 
@@ -79,14 +80,14 @@ bool ColdSaver::save(std::byte* state) const {
         const ColdRecord record = head_.record(i);
         std::memcpy(state, &record, sizeof record);
     }
-    if (head_.open_ != ColdBook::kNone) {
+    if (head_.open_ != ColdHead::kNone) {
         std::memset(state, 0, head_.cold_->page.bytes);
         for (int slot = 0; slot < head_.n_open_; ++slot)
             copy_entry(head_.cold_->page, head_.open_rows_.data(), slot, state, slot);
         state += head_.cold_->page.bytes;
     }
     AlignedBytes packed(head_.storage_->page_bytes());
-    for (const ColdBook::Page& page : head_.pages_) {
+    for (const ColdHead::Page& page : head_.pages_) {
         if (!page.stored) continue;
         const std::byte* rows = head_.storage_->read(page.place, packed.data());
         if (rows == nullptr) return false;
@@ -101,10 +102,10 @@ std::string ColdSaver::problem(const std::byte* state, std::size_t size,
     constexpr const char* kSize = "frozen entries of another size";
     if (size < sizeof(Header)) return kSize;
     const Header header = header_of(state);
-    const std::size_t of_page = ColdBook::index(head_.per_page()) * sizeof(ColdRecord);
-    if (header.n_pages < 0 || ColdBook::index(header.n_pages) > (size - sizeof header) / of_page)
+    const std::size_t of_page = ColdHead::index(head_.per_page()) * sizeof(ColdRecord);
+    if (header.n_pages < 0 || ColdHead::index(header.n_pages) > (size - sizeof header) / of_page)
         return kSize;
-    const bool open = header.open != ColdBook::kNone;
+    const bool open = header.open != ColdHead::kNone;
     if (open ? header.open < 0 || header.open >= header.n_pages || header.n_open < 0 ||
                    header.n_open > head_.per_page()
              : header.n_open != 0)
@@ -117,13 +118,14 @@ std::string ColdSaver::problem(const std::byte* state, std::size_t size,
             return "a frozen entry that was never written";
     }
     const std::size_t expected =
-        sizeof header + ColdBook::index(header.n_pages) * of_page +
+        sizeof header + ColdHead::index(header.n_pages) * of_page +
         (open ? head_.cold_->page.bytes : 0) +
-        ColdBook::index(count_stored(state, head_.per_page())) * head_.cold_->codec.bytes();
+        ColdHead::index(count_stored(state, head_.per_page())) * head_.cold_->codec.bytes();
     return size == expected ? "" : kSize;
 }
 
-bool ColdSaver::is_home(const std::byte* state, int record, int per_page, std::int32_t position) {
+bool ColdSaver::is_restored_record(const std::byte* state, int record, int per_page,
+                                   std::int32_t position) {
     if (record < 0 || record >= header_of(state).n_pages * per_page) return false;
     const ColdRecord found = record_in(state, record);
     return !found.frozen() && found.position == position;
@@ -131,8 +133,8 @@ bool ColdSaver::is_home(const std::byte* state, int record, int per_page, std::i
 
 void ColdLoader::begin(const std::byte* state, int n_new) {
     head_.prepare(header_of(state).n_pages * head_.per_page() + n_new);
-    const std::size_t n = ColdBook::index(count_stored(state, head_.per_page()));
-    while (head_.spare_.size() < n + ColdBook::index(n_new / head_.per_page() + 2))
+    const std::size_t n = ColdHead::index(count_stored(state, head_.per_page()));
+    while (head_.spare_.size() < n + ColdHead::index(n_new / head_.per_page() + 2))
         head_.spare_.push_back(head_.storage_->take());
 }
 
@@ -140,7 +142,7 @@ int ColdLoader::load(const std::byte* state, const ImportanceSettings& settings,
                      const KernelTable& kernels, std::byte* buffer) {
     const Header header = header_of(state);
     head_.truncate(0);
-    head_.pages_.assign(ColdBook::index(header.n_pages), ColdBook::Page{});
+    head_.pages_.assign(ColdHead::index(header.n_pages), ColdHead::Page{});
     head_.records_.resize(header.n_pages);
     head_.free_pages_.clear();
     head_.open_ = header.open;
@@ -151,8 +153,8 @@ int ColdLoader::load(const std::byte* state, const ImportanceSettings& settings,
         head_.records_.set(i, record);
     }
     const std::byte* rows =
-        state + sizeof header + ColdBook::index(head_.n_records()) * sizeof(ColdRecord);
-    if (head_.open_ != ColdBook::kNone) {
+        state + sizeof header + ColdHead::index(head_.n_records()) * sizeof(ColdRecord);
+    if (head_.open_ != ColdHead::kNone) {
         std::memcpy(head_.open_rows_.data(), rows, head_.cold_->page.bytes);
         rows += head_.cold_->page.bytes;
     }
@@ -161,7 +163,7 @@ int ColdLoader::load(const std::byte* state, const ImportanceSettings& settings,
             head_.free_pages_.push_back(number);
     for (int number = 0; number < head_.n_pages(); ++number) {
         count_records(number);
-        if (number == head_.open_ || head_.pages_[ColdBook::index(number)].n_records == 0) continue;
+        if (number == head_.open_ || head_.pages_[ColdHead::index(number)].n_records == 0) continue;
         std::memcpy(head_.packed_.data(), rows, head_.cold_->codec.bytes());
         rows += head_.cold_->codec.bytes();
         head_.cold_->codec.unpack(head_.packed_.data(), kernels, buffer);
@@ -178,8 +180,8 @@ int ColdLoader::load(const std::byte* state, const ImportanceSettings& settings,
 }
 
 void ColdLoader::count_records(int number) {
-    ColdBook::Page& page = head_.pages_[ColdBook::index(number)];
-    page = ColdBook::Page{};
+    ColdHead::Page& page = head_.pages_[ColdHead::index(number)];
+    page = ColdHead::Page{};
     for (int i = number * head_.per_page(); i < (number + 1) * head_.per_page(); ++i) {
         if (head_.position(i) == kDead) continue;
         ++page.n_records;

@@ -1,7 +1,7 @@
-// The frozen entries of a head as bytes, for session files: three 32-bit numbers (pages of records,
-// the open page, its entries), the records, the open page as the store has it, then the packed rows
-// of every other page that has records. Numbers are little-endian. Whoever changes any of it
-// changes the version of the session files with it (session/file.py).
+// Saves the frozen entries of a head as bytes for session files: three 32-bit numbers (how many
+// pages of records, the open page, its entries), the records, the rows of the open page as the
+// store has them, then the packed rows of all other pages that have records. Numbers are
+// little-endian. A change needs a new version of the session files (session/file.py).
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,16 @@ public:
     explicit ColdSaver(const ColdHead& head) : head_(head) {}
 
     std::size_t bytes() const;
-    bool save(std::byte* state) const;  // false where storage failed
-    // As without records.
+    bool save(std::byte* state) const;  // returns false if storage failed
+    // These save the state of a head without records.
     static std::size_t empty_bytes();
     static void save_empty(std::byte* state);
-    // What is wrong with a state, or nothing; seen: by position, what the head holds, and then
-    // what is frozen, too.
+    // Returns what is wrong with a state, or an empty string. seen: by position, whether the head
+    // holds it; frozen positions are marked, too.
     std::string problem(const std::byte* state, std::size_t size, std::vector<bool>& seen) const;
-    // Whether a record of a state without problems is that of an active entry at the position.
-    static bool is_home(const std::byte* state, int record, int per_page, std::int32_t position);
+    // Tells whether a record of a valid state is that of a restored entry at the position.
+    static bool is_restored_record(const std::byte* state, int record, int per_page,
+                                   std::int32_t position);
 
 private:
     const ColdHead& head_;
@@ -35,9 +36,9 @@ class ColdLoader {
 public:
     explicit ColdLoader(ColdHead& head) : head_(head) {}
 
-    // Room for load(), and for n_new calls of ColdHead::add() after it.
+    // Makes room for load(), and for n_new calls of ColdHead::add() after it.
     void begin(const std::byte* state, int n_new);
-    // Returns how many frozen entries the limit dropped: their records are dead.
+    // Returns how many frozen entries were dropped because of the limit; their records are free.
     int load(const std::byte* state, const ImportanceSettings& settings, const KernelTable& kernels,
              std::byte* buffer);
 

@@ -11,7 +11,7 @@ namespace entropykv {
 
 std::uint32_t ColdStorage::take() {
     if (free_.empty()) {
-        make_room(free_, n_pages_ + 1);  // to take all of them back
+        make_room(free_, n_pages_ + 1);  // so that freeing pages allocates nothing
         grow(n_pages_ + 1);
         return static_cast<std::uint32_t>(n_pages_++);
     }
@@ -20,10 +20,9 @@ std::uint32_t ColdStorage::take() {
     return page;
 }
 
-// ------------------------------------------------------------------------------------------------
-// memory
+// The following functions keep pages in memory.
 
-// Frozen entries become more: a slab at a time.
+// Allocates a slab at a time, since frozen entries become more and more.
 void MemoryStorage::grow(std::size_t n_pages) {
     pages_.grow(n_pages, n_pages + kSlabBytes / page_bytes());
 }
@@ -37,8 +36,7 @@ const std::byte* MemoryStorage::read(std::uint32_t page, std::byte*) noexcept {
     return pages_.at(page);
 }
 
-// ------------------------------------------------------------------------------------------------
-// a file
+// The following functions keep pages in a file.
 
 namespace {
 
@@ -77,7 +75,8 @@ std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
 
 }  // namespace
 
-// Room is allocated before it is needed: a full disk is an error here, and never half-way.
+// Allocates disk space before it is needed, so that a full disk is reported here and not in the
+// middle of a micro-batch.
 void FileStorage::grow(std::size_t n_pages) {
     const std::size_t needed = place(static_cast<std::uint32_t>(n_pages));
     if (needed <= allocated_) return;

@@ -1,9 +1,8 @@
-// Where the pages of frozen entries lie: in memory, or in a file. Every page has the same size;
-// what is in it is the caller's.
-//
-// A file is read and written, not mapped: where it is cut short, a mapping would end the process.
-// Every page of it carries a checksum over its bytes, its number and a nonce of the session, so
-// that nothing is ever trusted that this session did not write there.
+// Stores the pages of frozen entries in memory or in a file. All pages have the same size, and
+// their contents are up to the caller.
+// A file is read and written, not mapped, because access to a mapping that was cut short ends the
+// process. Every page of a file has a checksum over its bytes, its number and a nonce of the
+// session, so that only what this session wrote there is ever accepted.
 #pragma once
 
 #include <array>
@@ -29,22 +28,24 @@ public:
     ColdStorage(const ColdStorage&) = delete;
     ColdStorage& operator=(const ColdStorage&) = delete;
 
-    // A page to write to later. Throws ColdStorageError or std::bad_alloc where there is no room.
+    // Returns a page for a later write(). Throws ColdStorageError or std::bad_alloc if there is no
+    // room.
     std::uint32_t take();
     void release(std::uint32_t page) { free_.push_back(page); }
-    // What it takes of memory, pages that are not in use included.
+    // Counts the memory used, including pages that are not in use.
     virtual std::size_t memory_bytes() const { return heap_bytes(free_); }
 
-    // Different pages may be read and written at the same time. False, null: see failed().
+    // Threads may read and write different pages at the same time. They return false or null on
+    // errors: see failed().
     virtual bool write(std::uint32_t page, const std::byte* data) noexcept = 0;
-    // The page's bytes, in place or in `buffer` (page_bytes()).
+    // Returns the bytes of the page: either in place, or in `buffer`, which has page_bytes() bytes.
     virtual const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept = 0;
     virtual bool in_place() const { return false; }
 
     std::size_t page_bytes() const { return page_bytes_; }
-    // What a file has at least by now; 0 in memory.
+    // Returns the size of the file so far; 0 in memory.
     virtual std::size_t file_bytes() const { return 0; }
-    // What could not be read or written first, or null; stays.
+    // Returns the first error, or null; it is never cleared.
     const char* failed() const { return failed_.load(std::memory_order_relaxed); }
 
 protected:
@@ -80,9 +81,10 @@ private:
 
 class FileStorage final : public ColdStorage {
 public:
-    static constexpr std::size_t kHeaderBytes = 4096;  // the caller's
+    // The file begins with so many bytes, which are left to the caller.
+    static constexpr std::size_t kHeaderBytes = 4096;
 
-    // The descriptor stays the caller's, and open.
+    // The descriptor must stay open; the caller closes it.
     FileStorage(std::size_t page_bytes, int descriptor, std::array<std::uint64_t, 2> nonce)
         : ColdStorage(page_bytes), descriptor_(descriptor), nonce_(nonce) {}
     bool write(std::uint32_t page, const std::byte* data) noexcept override;

@@ -8,7 +8,7 @@
 namespace entropykv {
 namespace {
 
-// Shares `total` in proportion to the weights with no share above its cap.
+// Shares `total` in proportion to the weights, so that no share exceeds its cap.
 std::vector<double> capped_shares(const std::vector<double>& weights, double total,
                                   const std::vector<double>& caps) {
     std::vector<double> shares(weights.size(), 0.0);
@@ -47,7 +47,7 @@ void check(const BudgetRequest& request) {
         if (limit < 1) throw std::invalid_argument("a limit below 1");
 }
 
-// What heads can take beyond their floors.
+// Returns how many entries each head can take beyond its floor.
 std::vector<double> rooms(const BudgetRequest& request) {
     std::vector<double> rooms(request.entries_per_page.size());
     for (std::size_t i = 0; i < rooms.size(); ++i)
@@ -55,7 +55,7 @@ std::vector<double> rooms(const BudgetRequest& request) {
     return rooms;
 }
 
-// All that is beyond the floors.
+// Returns how many entries there are to share beyond the floors.
 double to_share(const BudgetRequest& request) {
     const std::size_t n_heads = request.entries_per_page.size();
     double total = static_cast<double>(std::min(request.mean_entries, request.max_entries)) *
@@ -64,7 +64,8 @@ double to_share(const BudgetRequest& request) {
     return total;
 }
 
-// Where nothing has to be weighed: every head gets the mean, or the most that it can use.
+// Tells whether all heads get the same budget: there are no weights, and every head can use the
+// mean.
 bool is_even(const BudgetRequest& request, int mean) {
     for (std::size_t i = 0; i < request.limits.size(); ++i)
         if (request.limit_of(i) < mean) return false;
@@ -77,8 +78,8 @@ std::vector<int> all_limits(const BudgetRequest& request) {
     return limits;
 }
 
-// Entries of every head from what it should get beyond the floor, in whole pages: rounded down
-// first; then a page more for the heads that lost most by rounding.
+// Converts shares beyond the floors to budgets in whole pages: rounds all down, then gives one more
+// page each to the heads that lost most by rounding.
 std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double>& shares) {
     const std::size_t n_heads = request.entries_per_page.size();
     const int mean = std::min(request.mean_entries, request.max_entries);
@@ -97,7 +98,7 @@ std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double
         entries_left -= budgets[i];
         pages_left -= pages_for(budgets[i], per_page);
     }
-    // Heads at a floor that fills no whole page can use more pages than their share.
+    // Heads at a floor that fills no whole page can take more pages than their share.
     while (pages_left < 0) {
         const auto largest = std::max_element(budgets.begin(), budgets.end());
         const auto head = static_cast<std::size_t>(largest - budgets.begin());
@@ -122,6 +123,44 @@ std::vector<int> in_pages(const BudgetRequest& request, const std::vector<double
         budgets[i] = next;
     }
     return budgets;
+}
+
+struct Segment {
+    double slope;  // loss that one more entry saves, 0 or more
+    double length;
+    std::size_t head;
+};
+
+void check(const LossTable& curves) {
+    if (curves.knots.empty() || curves.knots.front() != 0.0)
+        throw std::invalid_argument("the first knot must be 0");
+    for (std::size_t i = 1; i < curves.knots.size(); ++i)
+        if (!(curves.knots[i] > curves.knots[i - 1]))
+            throw std::invalid_argument("knots must ascend");
+    if (curves.losses.size() % curves.knots.size() != 0)
+        throw std::invalid_argument("losses must be [head][knot]");
+    for (const double loss : curves.losses)
+        if (!(loss >= 0.0 && loss <= 1e9))
+            throw std::invalid_argument("a loss outside of 0 .. 1e9");
+}
+
+// Appends the segments of the lower convex hull of one head's losses, up to `most` entries, from
+// the steepest to the flattest.
+void add_hull(const std::vector<double>& knots, const double* losses, std::size_t head, double most,
+              std::vector<Segment>& segments) {
+    std::vector<std::size_t> hull{0};
+    const auto slope = [&](std::size_t a, std::size_t b) {
+        return (losses[a] - losses[b]) / (knots[b] - knots[a]);
+    };
+    for (std::size_t i = 1; i < knots.size(); ++i) {
+        while (hull.size() > 1 &&
+               slope(hull.back(), i) >= slope(hull[hull.size() - 2], hull.back()))
+            hull.pop_back();
+        hull.push_back(i);
+    }
+    for (std::size_t i = 1; i < hull.size() && knots[hull[i - 1]] < most; ++i)
+        segments.push_back({std::max(slope(hull[i - 1], hull[i]), 0.0),
+                            std::min(knots[hull[i]], most) - knots[hull[i - 1]], head});
 }
 
 }  // namespace
@@ -161,6 +200,32 @@ std::vector<int> share_budget(const BudgetRequest& request) {
     const std::vector<double> even(n_heads, 1.0);
     const std::vector<double>& weights = request.weights.empty() ? even : request.weights;
     return in_pages(request, capped_shares(weights, to_share(request), rooms(request)));
+}
+
+std::vector<double> curve_shares(const LossTable& curves, double total,
+                                 const std::vector<double>& most) {
+    check(curves);
+    const std::size_t n_knots = curves.knots.size();
+    const std::size_t n_heads = curves.losses.size() / n_knots;
+    std::vector<Segment> segments;
+    for (std::size_t head = 0; head < n_heads; ++head)
+        add_hull(curves.knots, curves.losses.data() + head * n_knots, head,
+                 most.empty() ? curves.knots.back() : most[head], segments);
+    std::stable_sort(segments.begin(), segments.end(),
+                     [](const Segment& a, const Segment& b) { return a.slope > b.slope; });
+    std::vector<double> shares(n_heads, 0.0);
+    for (std::size_t first = 0; first < segments.size() && total > 0.0;) {
+        std::size_t last = first;
+        double length = 0.0;
+        for (;
+             last < segments.size() && segments[last].slope >= segments[first].slope * (1 - 1e-12);
+             ++last)
+            length += segments[last].length;
+        const double part = std::min(1.0, total / length);
+        for (; first < last; ++first) shares[segments[first].head] += part * segments[first].length;
+        total -= part * length;
+    }
+    return shares;
 }
 
 std::vector<int> share_by_curves(const BudgetRequest& request, const LossTable& curves) {

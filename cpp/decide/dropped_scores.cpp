@@ -60,10 +60,10 @@ void losses_at(const float* scores, int n, const DroppedScores& dropped, float u
     int octave = 0;
     std::int64_t kept = n;
     for (int o = 0; o < DroppedScores::kOctaves; ++o) kept += dropped.count(o);
-    std::int64_t left = dropped.count(0);  // of the octave
+    std::int64_t left = dropped.count(0);  // entries left in the octave
     double lost = 0.0;
     for (std::size_t i = knots.size(); i-- > 0;) {
-        // The least of what is left goes first.
+        // Drop the lowest score that is left, until only knots[i] entries are kept.
         while (kept > knots[i]) {
             while (left == 0 && octave + 1 < DroppedScores::kOctaves)
                 left = dropped.count(++octave);

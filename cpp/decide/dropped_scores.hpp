@@ -1,6 +1,6 @@
-// What a KV head has dropped, by what it was worth: for every octave of scores, how many entries
-// were dropped and the sum of their scores. A head with little room has dropped much that was worth
-// something, which the entries that it still holds do not tell.
+// Remembers the scores of the entries that a KV head has dropped: for every octave of scores, how
+// many entries were dropped and the sum of their scores. The held entries alone would underestimate
+// the loss of a head with a small budget, which has dropped entries with high scores.
 #pragma once
 
 #include <array>
@@ -12,24 +12,26 @@ namespace entropykv {
 
 class DroppedScores {
 public:
-    // Scores outside of the octaves from 2^kFirstOctave on count in the first or the last of them.
+    // Scores below the first octave, 2^kFirstOctave, or above the last one count in that octave.
     static constexpr int kOctaves = 64;
     static constexpr int kFirstOctave = -40;
 
-    // An entry of this score was dropped; scores of 0 are worth nothing, and not counted.
+    // Counts a dropped entry with this score; a score of 0 is ignored, since dropping it loses
+    // nothing.
     void add(float score) noexcept;
-    // Scores of entries that get nothing more shrink so, those of dropped ones too: 0 .. 1.
+    // Multiplies all scores by a factor from 0 to 1, as the scores of held entries decay.
     void decay(float factor) noexcept;
     void forget() noexcept { *this = DroppedScores{}; }
 
-    // How many entries of an octave there are, and their mean score, which ascends with the octave.
+    // Return how many entries an octave has, and their mean score, which is larger in higher
+    // octaves.
     std::uint32_t count(int octave) const { return counts_[index(octave)]; }
     float mean(int octave) const {
         const std::uint32_t n = count(octave);
         return n == 0 ? 0.0f : sums_[index(octave)] * shrunk_ / static_cast<float>(n);
     }
 
-    // As bytes, for session files; a state of zeros is that of a head that has dropped nothing.
+    // Save and load the object as bytes for session files. Zeros mean that nothing was dropped.
     static constexpr std::size_t state_bytes() {
         return sizeof(float) + kOctaves * (sizeof(std::uint32_t) + sizeof(float));
     }
@@ -41,15 +43,15 @@ private:
     static std::size_t index(int octave) { return static_cast<std::size_t>(octave); }
     void halve() noexcept;
 
-    // Sums are of scores as they were before they shrank by `shrunk_`, which is above 1/2: where it
-    // would fall below, all entries move down by an octave instead.
+    // Sums are not multiplied when scores decay; the factor is collected in `shrunk_`. Before it
+    // would fall to 1/2, all octaves move down by one and it is doubled.
     float shrunk_ = 1.0f;
     std::array<std::uint32_t, kOctaves> counts_{};
     std::array<float, kOctaves> sums_{};
 };
 
-// losses[i]: the sum of all but the largest knots[i] of n scores and of those that were dropped,
-// which count `unit` times their mean each; scores descending, knots ascending.
+// losses[i] becomes the sum of all but the largest knots[i] of n scores and the dropped scores, of
+// which each counts `unit` times its octave's mean. Scores must descend, knots ascend.
 void losses_at(const float* scores, int n, const DroppedScores& dropped, float unit,
                const std::vector<int>& knots, float* losses);
 

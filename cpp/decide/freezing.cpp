@@ -28,13 +28,14 @@ Detections detected(Detections detections, std::int32_t now, int history) {
 
 int count_detections(Detections detections, std::int32_t now, int history) {
     if (history == 0) return detections.current;
-    // Of the window before, the last (history - 1 - elapsed) positions are still within reach.
+    // The sliding history still covers the last (history - 1 - elapsed) positions of the previous
+    // window.
     const std::int64_t covered = history - 1 - now % history;
     return detections.current + static_cast<int>(detections.previous * covered / history);
 }
 
 int freeze_steps(int detections, float rate) {
-    constexpr float kMost = 1e9f;  // a position and as many steps are one, too
+    constexpr float kMost = 1e9f;  // so that a position plus steps fits into 32 bits
     return static_cast<int>(std::min(std::sqrt(static_cast<float>(detections)) / rate, kMost));
 }
 

@@ -7,21 +7,24 @@
 namespace entropykv {
 namespace {
 
-// The newer, the higher, and never 0: of ages, floats tell more apart than of positions.
+// Returns a score that is higher for newer positions and never 0. It depends on the age, since
+// floats could not tell large positions apart.
 float newness(std::int32_t position, std::int32_t newest, float) {
     return 1.0f / (1.0f + static_cast<float>(newest - position));
 }
 
-float little_attention(const LittleQuestion& asked) { return asked.rows * asked.even; }
-float little_mass(const LittleQuestion& asked) { return asked.rows * asked.even * asked.even; }
-float little_of_one_row(const LittleQuestion& asked) { return asked.even; }
-float small_products(const LittleQuestion& asked) { return asked.rows * asked.threshold; }
+float attention_limit(const DetectionQuery& asked) { return asked.rows * asked.even_share; }
+float mass_limit(const DetectionQuery& asked) {
+    return asked.rows * asked.even_share * asked.even_share;
+}
+float one_row_limit(const DetectionQuery& asked) { return asked.even_share; }
+float product_limit(const DetectionQuery& asked) { return asked.rows * asked.threshold; }
 
-constexpr Statistic kNone = Statistic::probability;  // of what is not observed
+constexpr Statistic kNone = Statistic::probability;  // is given for measures without observations
 constexpr float kEvenShare = 1.0f;
-constexpr float kThresholdOfProducts = 0.5f;  // as the freeze document has it
+constexpr float kThresholdOfProducts = 0.5f;  // the threshold of the freeze document
 
-// By position: of a text, every head keeps the same entries.
+// Defines a measure that depends on positions only, so that all heads keep the same ones.
 constexpr Measure positional(ScoreKind kind, const char* name, const char* summary,
                              float (*score)(std::int32_t, std::int32_t, float)) {
     return {kind,  name,    summary, Evidence::position, kNone, false, false,
@@ -32,22 +35,23 @@ constexpr Measure positional(ScoreKind kind, const char* name, const char* summa
 
 constexpr std::array<Measure, kNumberOfMeasures> kMeasures{{
     positional(ScoreKind::streaming, "streaming", "the newer, the higher", newness),
-    // The BitNet document's score.
+    // This is the score of the BitNet document.
     positional(ScoreKind::recency, "recency", "exponential decay, a bonus for the newest tenth",
                recency_score),
-    // Up to the size of its value, the squared error that dropping the entry would have caused.
+    // Up to the size of the value, this is the squared error that dropping the entry would have
+    // caused.
     {ScoreKind::mass, "mass", "squared attention probabilities", Evidence::queries,
-     Statistic::squared_probability, true, false, nullptr, little_mass, true, kEvenShare},
-    // H2O, SnapKV, the layer document.
+     Statistic::squared_probability, true, false, nullptr, mass_limit, true, kEvenShare},
+    // H2O, SnapKV and the layer document use this.
     {ScoreKind::attention, "attention", "attention probabilities", Evidence::queries,
-     Statistic::probability, false, false, nullptr, little_attention, true, kEvenShare},
-    // The freeze document: |q.k| says nothing of shares.
+     Statistic::probability, false, false, nullptr, attention_limit, true, kEvenShare},
+    // The freeze document uses this. |q.k| is not a share of attention.
     {ScoreKind::products, "products", "|q.k|, scaled as the softmax sees it", Evidence::queries,
-     Statistic::product, false, false, nullptr, small_products, false, kThresholdOfProducts},
-    // KVzip (Kim et al. 2025, arXiv:2505.23416).
+     Statistic::product, false, false, nullptr, product_limit, false, kThresholdOfProducts},
+    // This is the score of KVzip (Kim et al. 2025, arXiv:2505.23416).
     {ScoreKind::reconstruct, "reconstruct",
      "the largest attention probability of queries that repeat what was read", Evidence::queries,
-     Statistic::largest_probability, false, true, nullptr, little_of_one_row, true, kEvenShare},
+     Statistic::largest_probability, false, true, nullptr, one_row_limit, true, kEvenShare},
     {ScoreKind::expected, "expected",
      "attention probabilities that queries like those so far would give from the next positions on",
      Evidence::expectation, kNone, false, false, nullptr, nullptr, false, kEvenShare},

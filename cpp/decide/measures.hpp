@@ -1,12 +1,12 @@
-// What the measures of importance mean, in one table: what their scores are made of, what the
-// schedule of freezing calls little, and how Python names them. Nothing else asks which one it is.
+// Defines the measures of importance in one table: what scores are made of, what the freeze
+// schedule detects, and how Python names them. No other code compares ScoreKind values.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 
-#include "decide/statistic.hpp"
+#include "decide/kernel_types.hpp"
 
 namespace entropykv {
 
@@ -22,19 +22,19 @@ enum class ScoreKind {
 };
 constexpr std::size_t kNumberOfMeasures = static_cast<std::size_t>(ScoreKind::predicted) + 1;
 
-// What the score of an entry is made of.
+// Says what the score of an entry is made of.
 enum class Evidence {
-    position,     // where it stands in the text
+    position,     // its position in the text
     queries,      // what the queries of the observation window gave to it: see Statistic
     expectation,  // what queries like those so far would give to it: see query_statistics.hpp
-    prediction,   // what a linear function of its key and value says when it is written
+    prediction,   // what a linear function of its key and value predicts when it is stored
 };
 
-// What the schedule of freezing asks: whether a step found little in an entry.
-struct LittleQuestion {
-    float rows;       // query rows that were observed
-    float even;       // the schedule's threshold, as a share of the attention of one row
-    float threshold;  // the same as it is
+// What the freeze schedule knows when it asks for the limit below which an entry is detected.
+struct DetectionQuery {
+    float rows;        // query rows that were observed
+    float even_share;  // the schedule's threshold as a share of one row's attention
+    float threshold;   // the schedule's threshold itself
 };
 
 struct Measure {
@@ -42,29 +42,32 @@ struct Measure {
     const char* name;
     const char* summary;
     Evidence evidence;
-    Statistic statistic;  // of queries
-    // Scores are squares, so that the norms of values count squared, too; with these, they are
-    // parts of the squared outputs of a head.
+    Statistic statistic;  // what queries are observed to give
+    // Whether scores are squares. Then norms of values are squared, too, and the products are parts
+    // of the squared outputs of a head.
     bool squared;
-    // Where queries repeat the text, they alone are observed.
+    // Whether the queries of an echo are the only ones that count, if there is an echo.
     bool of_echoes;
-    // The score by position, the higher the newer; null: of what was given.
+    // Computes the score from the position, higher for newer ones; null: scores come from what was
+    // observed.
     float (*by_position)(std::int32_t position, std::int32_t newest, float variation);
-    // Of what is observed of an entry, what is too little for the schedule; null: nothing is.
-    float (*little)(const LittleQuestion&);
-    // Whether that is a share of attention, which recall must then ask for, too: what the schedule
-    // would freeze again must not come back.
+    // Returns what must be observed of an entry so that the schedule does not detect it; null: it
+    // detects nothing.
+    float (*detection_limit)(const DetectionQuery&);
+    // Whether that limit is a share of attention. Recall must then ask for at least the same share,
+    // since the schedule would freeze the entry again otherwise.
     bool of_shares;
-    float threshold;  // of the schedule, unless somebody says another one
+    float threshold;  // is the default of the schedule
 
     bool observes() const { return evidence == Evidence::queries; }
-    // Whether the largest of what queries gave counts, and not the sum.
+    // Tells whether the largest of what queries gave counts, and not the sum.
     bool by_largest() const { return observes() && statistic == Statistic::largest_probability; }
 };
 
-extern const std::array<Measure, kNumberOfMeasures> kMeasures;  // in the order of ScoreKind
+// The table has its rows in the order of ScoreKind.
+extern const std::array<Measure, kNumberOfMeasures> kMeasures;
 
-// The row of a measure. Throws std::invalid_argument where there is none.
+// Returns the row of a measure. Throws std::invalid_argument if there is none.
 const Measure& measure_of(ScoreKind kind);
 
 }  // namespace entropykv

@@ -1,9 +1,9 @@
-// The importance of an entry where its key and value predict a part of it: two numbers in the 32
-// bits of the float that every entry has. The upper 20 bits are those of a float: what queries
-// gave, which decays. The lower 12 are the share of attention that a later query is expected to
-// give, which stays: the upper bits of a float from 2^-20 to 1, counted from the lowest of them. As
-// a float, the 32 bits are what queries gave, up to rounding, so that the checks of importance
-// hold.
+// Packs the importance of an entry into 32 bits if a part of it is predicted: two numbers share the
+// float that every entry has. The upper 20 bits are the upper bits of a float: what queries gave,
+// which decays. The lower 12 bits are the share of attention that a later query is expected to
+// give, which stays: the upper bits of a float from 2^-20 to 1, counted from those of 2^-20. Read
+// as a float, all 32 bits are what queries gave, up to rounding, so the checks of importance apply
+// to them.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@ public:
     explicit PackedImportance(float packed) : bits_(bits_of(packed)) {}
     PackedImportance(float given, float share) : bits_(rounded(given) | code_of(share)) {}
 
-    // What queries gave, 12 bits precise.
+    // Returns what queries gave, with 12 bits of precision.
     float given() const { return float_of(bits_ & ~kShareMask); }
-    // The largest share of its attention that a later query is expected to give, from 2^-20 to 1,
-    // 8 bits precise.
+    // Returns the largest share of its attention that a later query is expected to give, from 2^-20
+    // to 1, with 8 bits of precision.
     float share() const { return float_of(kLeastShare + ((bits_ & kShareMask) << kShareShift)); }
     PackedImportance with_given(float given) const {
         return PackedImportance(rounded(given) | (bits_ & kShareMask));
@@ -34,9 +34,10 @@ public:
 private:
     static constexpr std::uint32_t kShareMask = 0xfffu;
     static constexpr std::uint32_t kShareShift = 16;
-    static constexpr std::uint32_t kLeastShare = 0x35800000u;  // 2^-20
+    static constexpr std::uint32_t kLeastShare = 0x35800000u;  // 2^-20 as a float
     static constexpr std::uint32_t kOne = 0x3f800000u;
-    static constexpr std::uint32_t kLargest = 0x7f7ff000u;  // finite, with the lower bits 0
+    // This is the largest finite float whose lower bits are 0.
+    static constexpr std::uint32_t kLargest = 0x7f7ff000u;
 
     explicit PackedImportance(std::uint32_t bits) : bits_(bits) {}
     static std::uint32_t bits_of(float value) {

@@ -8,8 +8,8 @@
 namespace entropykv {
 namespace {
 
-// Mean of e^(i * frequency * t) over the n positions t after `newest`.
-std::complex<double> mean_turn(double frequency, std::int32_t newest, int n) {
+// Returns the mean of e^(i * frequency * t) over the n positions t after `newest`.
+std::complex<double> mean_rotation(double frequency, std::int32_t newest, int n) {
     const double half = 0.5 * frequency;
     const double length =
         std::abs(std::sin(half)) < 1e-12 ? 1.0 : std::sin(n * half) / (n * std::sin(half));
@@ -17,17 +17,6 @@ std::complex<double> mean_turn(double frequency, std::int32_t newest, int n) {
 }
 
 }  // namespace
-
-void TurnsBack::prepare(std::int32_t first_position, int n_tokens) {
-    turns_.resize(static_cast<std::size_t>(n_tokens) * 2 * frequencies_.size());
-    float* out = turns_.data();
-    for (int token = 0; token < n_tokens; ++token)
-        for (const double frequency : frequencies_) {
-            const double angle = -frequency * (first_position + token);
-            *out++ = static_cast<float>(std::cos(angle));
-            *out++ = static_cast<float>(std::sin(angle));
-        }
-}
 
 QueryStatistics::QueryStatistics(int group, int dim)
     : dim_(static_cast<std::size_t>(dim)), sums_(1 + 2 * static_cast<std::size_t>(group) * dim_) {}
@@ -52,8 +41,8 @@ void QueryStatistics::finish() {
         std::fill(sums_.begin(), sums_.end(), 0.0f);
 }
 
-void QueryStatistics::expect(int query_head, const TurnsBack& turns, int n_future, float* mean,
-                             float* half_variance) const {
+void QueryStatistics::expect(int query_head, const InverseRope& inverse_rope, int n_future,
+                             float* mean, float* half_variance) const {
     const float* values = sums_.data() + 1 + static_cast<std::size_t>(query_head) * dim_;
     const float* squares = values + (sums_.size() - 1) / 2;
     const float scale = sums_[0] > 0.0f ? 1.0f / sums_[0] : 0.0f;
@@ -61,17 +50,18 @@ void QueryStatistics::expect(int query_head, const TurnsBack& turns, int n_futur
         mean[d] = values[d] * scale;
         half_variance[d] = 0.5f * std::max(squares[d] * scale - mean[d] * mean[d], 0.0f);
     }
-    const RopeParams& rope = turns.rope();
-    const std::size_t pairs = turns.frequencies().size();
+    const RopeParams& rope = inverse_rope.rope();
+    const std::size_t pairs = inverse_rope.frequencies().size();
     const std::size_t step = rope.neox ? 1 : 2;
     const std::size_t apart = rope.neox ? pairs : 1;
     std::size_t first = static_cast<std::size_t>(rope.offset);
     for (std::size_t i = 0; i < pairs; ++i, first += step) {
         const std::size_t second = first + apart;
-        const std::complex<double> turn = mean_turn(turns.frequencies()[i], newest_, n_future);
+        const std::complex<double> rotation =
+            mean_rotation(inverse_rope.frequencies()[i], newest_, n_future);
         const std::complex<double> now{mean[first], mean[second]};
-        const std::complex<double> then = now * turn;
-        // A mean that turns on varies around where it is on average.
+        const std::complex<double> then = now * rotation;
+        // The rotation spreads the mean over a circle, which adds to the variance.
         const double turning = 0.5 * (std::norm(now) - std::norm(then));
         const double variance = half_variance[first] + half_variance[second] + turning;
         mean[first] = static_cast<float>(then.real());

@@ -5,8 +5,8 @@
 
 namespace entropykv {
 
-int find_contest(const float* scores, const std::int32_t* positions, int n, int keep,
-                 const Protection& protection, std::int32_t newest, std::int32_t* order) {
+int find_compared(const float* scores, const std::int32_t* positions, int n, int keep,
+                  const Protection& protection, std::int32_t newest, std::int32_t* order) {
     int n_candidates = 0;
     int n_protected = 0;
     for (std::int32_t i = 0; i < n; ++i) {
@@ -18,8 +18,8 @@ int find_contest(const float* scores, const std::int32_t* positions, int n, int 
     }
     const int wanted = keep - n_protected;
     if (wanted <= 0 || wanted >= n_candidates) return 0;
-    const int last = std::min(n_candidates, std::max(wanted + kContest / 2, kContest));
-    const int first = std::max(0, last - kContest);
+    const int last = std::min(n_candidates, std::max(wanted + kComparedKeys / 2, kComparedKeys));
+    const int first = std::max(0, last - kComparedKeys);
     const auto ranks_before = [&](std::int32_t a, std::int32_t b) {
         return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
     };

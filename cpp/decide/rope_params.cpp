@@ -8,7 +8,8 @@ namespace {
 
 constexpr double kPi = 3.14159265358979323846;
 
-// ggml_rope_yarn_corr_dims: between the first and the second pair, interpolation takes over.
+// Computes what ggml_rope_yarn_corr_dims computes: between two pairs, interpolation takes over
+// gradually.
 struct YarnRange {
     double first;
     double last;
@@ -57,8 +58,8 @@ bool fits(const RopeParams& params, int dim) {
 
 void rotate(const RopeParams& params, const float* angles, float* row) {
     const int pairs = params.n_dims / 2;
-    const int step = params.neox ? 1 : 2;       // from pair to pair
-    const int apart = params.neox ? pairs : 1;  // of the two values of a pair
+    const int step = params.neox ? 1 : 2;       // distance from pair to pair
+    const int apart = params.neox ? pairs : 1;  // distance between the two values of a pair
     float* first = row + params.offset;
     for (int i = 0; i < pairs; ++i, first += step, angles += 2) {
         const float x = first[0];

@@ -1,4 +1,4 @@
-// Bounds what a grammar may cost, and lets somebody stop it.
+// Bounds what a grammar may cost, and lets the caller stop a search.
 #pragma once
 
 #include <cstddef>
@@ -9,21 +9,21 @@
 namespace entropykv {
 
 struct GrammarLimits {
-    std::size_t most_symbols = 250000;   // of all rules
-    std::size_t most_repeats = 1000000;  // what a number in {m,n} may be
-    std::size_t most_stacks = 32768;     // ways in which a text may be meant, at one time
+    std::size_t most_symbols = 250000;   // all rules together may have so many
+    std::size_t most_repeats = 1000000;  // largest number in {m,n}
+    std::size_t most_stacks = 32768;     // in how many ways a text may be parsed at a time
     std::uint64_t most_work = 20000000;  // steps for one token: about a second
-    std::size_t most_kept = 1000000;     // stacks, states and transitions that are remembered
+    std::size_t most_kept = 1000000;     // stacks, states and transitions that are kept
 };
 
-// Counts the steps of a search. Throws std::length_error where they are too many.
+// Counts the steps of a search, and throws std::length_error if there are too many.
 class GrammarEffort {
 public:
-    // `poll` is called every few milliseconds; what it throws ends the search.
+    // `poll` is called every few milliseconds; an exception from it ends the search.
     GrammarEffort(std::uint64_t most_work, std::function<void()> poll)
         : most_work_(most_work), poll_(std::move(poll)) {}
 
-    // Starts counting afresh.
+    // Starts counting from 0.
     void begin() {
         done_ = 0;
         next_ = kBetweenPolls;

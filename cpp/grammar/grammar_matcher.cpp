@@ -11,8 +11,8 @@ namespace {
 constexpr std::size_t kMostAnswers = 32;
 constexpr std::uint32_t kLastCodePoint = 0x10FFFF;
 
-// Whether a byte may follow the first of a character in UTF-8: no character has more bytes than it
-// needs, is a surrogate, or lies behind the last.
+// Tells whether a byte may follow the first one of a UTF-8 character. Characters must not be longer
+// than necessary, surrogates, or beyond the last code point.
 bool is_second_byte(std::uint32_t bits, std::uint32_t n_missing, std::uint8_t byte) {
     if (n_missing == 2 && bits == 0x0) return byte >= 0xA0;
     if (n_missing == 2 && bits == 0xD) return byte < 0xA0;
@@ -21,7 +21,7 @@ bool is_second_byte(std::uint32_t bits, std::uint32_t n_missing, std::uint8_t by
     return true;
 }
 
-// The first character of so many bytes.
+// Returns the smallest code point that takes n_bytes bytes.
 std::uint32_t first_of(std::uint32_t n_bytes) { return n_bytes == 4 ? 0x10000 : 0x800; }
 
 }  // namespace
@@ -84,7 +84,7 @@ const GrammarMatcher::Allowed& GrammarMatcher::allowed() {
     return answers_.emplace(key, std::move(allowed)).first->second;
 }
 
-// Looks at the texts of all tokens; once the beginning of some is refused, all of them are.
+// Visits the texts of all tokens. If a prefix is refused, all texts that begin with it are skipped.
 void GrammarMatcher::walk(Allowed& allowed) {
     path_[0] = position_;
     for (std::size_t i = 0; i < trie_->size();) {
@@ -133,7 +133,7 @@ GrammarMatcher::Position GrammarMatcher::after_byte(Position position, std::uint
     return {states_.after_character(position.state, position.bits), 0, 0};
 }
 
-// Whether a text can go on from a position, in the middle of a character, too.
+// Tells whether a text can continue from a position, which may be inside a character.
 bool GrammarMatcher::lives(const Position& position) {
     if (position.state == GrammarStates::kDead || position.is_whole())
         return position.state != GrammarStates::kDead;

@@ -1,4 +1,4 @@
-// Says which tokens a grammar allows after those that were taken.
+// Tells which tokens a grammar allows after those that were accepted.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +16,15 @@
 
 namespace entropykv {
 
-// A token that may be chosen, as llama.cpp's samplers have it.
+// A token that may be sampled, as llama.cpp's samplers represent it.
 struct TokenCandidate {
     std::int32_t token;
     float logit;
     float probability;
 };
 
-// Used by one thread at a time. Every function throws std::length_error where a limit is reached,
-// and what `poll` throws.
+// Must be used by one thread at a time. Every function throws std::length_error if a limit is
+// reached, and passes on what `poll` throws.
 class GrammarMatcher {
 public:
     GrammarMatcher(std::shared_ptr<const GrammarRules> grammar,
@@ -33,15 +33,15 @@ public:
     GrammarMatcher(const GrammarMatcher&) = delete;
     GrammarMatcher& operator=(const GrammarMatcher&) = delete;
 
-    // Gives the logit -infinity to all candidates that are not allowed.
+    // Sets the logit of all candidates that are not allowed to -infinity.
     void apply(TokenCandidate* candidates, std::size_t n_candidates);
-    // Goes on after a token. Throws std::invalid_argument for one that is not allowed.
+    // Moves on by one token. Throws std::invalid_argument if it is not allowed.
     void accept(std::int32_t token);
-    // Whether the text may end here.
+    // Tells whether the text may end here.
     bool may_end() const { return position_.is_whole() && states_.may_end(position_.state); }
 
 private:
-    // A state, and the bits of a character whose last bytes have not come yet.
+    // A state, and the bits of a character whose last bytes are still missing.
     struct Position {
         GrammarStates::State state = GrammarStates::kDead;
         std::uint32_t bits = 0;
@@ -49,7 +49,7 @@ private:
 
         bool is_whole() const { return n_missing == 0; }
     };
-    using Allowed = std::vector<bool>;  // of every token
+    using Allowed = std::vector<bool>;  // tells for every token whether it is allowed
 
     const Allowed& allowed();
     void walk(Allowed& allowed);
@@ -62,8 +62,8 @@ private:
     GrammarEffort effort_;
     GrammarStates states_;
     Position position_;
-    std::vector<Position> path_;  // of the node that is looked at, by depth
-    // Answers for positions that come again and again, such as within a string.
+    std::vector<Position> path_;  // has the positions above the current trie node, by depth
+    // Answers for positions that recur often, for example within a string.
     std::map<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>, Allowed> answers_;
 };
 

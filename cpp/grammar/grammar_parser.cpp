@@ -14,12 +14,12 @@ constexpr std::uint64_t kNoEnd = GrammarWriter::kNoEnd;
 
 using Sequence = GrammarWriter::Sequence;
 
-// A rule, or a group in one, whose end was not read yet.
-struct Open {
+// Is a rule, or a group in a rule, whose end was not read yet.
+struct OpenRule {
     std::uint32_t rule = 0;
     std::vector<Sequence> alternatives;
     Sequence sequence;
-    std::size_t item = 0;  // where the part begins that a repetition would repeat
+    std::size_t item = 0;  // where the latest item begins, which a repetition repeats
 };
 
 class Parser {
@@ -50,7 +50,7 @@ private:
         text_.skip_space(true);
     }
 
-    // Parses what is next within a rule; returns whether anything was.
+    // Parses the next part of a rule; returns whether there was one.
     bool parse_part() {
         const char c = text_.peek();
         if (c == '"') {
@@ -156,9 +156,9 @@ private:
         repeat(least, most);
     }
 
-    // Replaces the latest item by `least` of it, and then up to `most`, or any number of it.
+    // Replaces the latest item by `least` to `most` of it, or by any number of it.
     void repeat(std::uint64_t least, std::uint64_t most) {
-        Open& open = open_.back();
+        OpenRule& open = open_.back();
         if (open.item == open.sequence.size()) text_.fail("there is nothing before a repetition");
         Sequence item(open.sequence.begin() + static_cast<std::ptrdiff_t>(open.item),
                       open.sequence.end());
@@ -167,10 +167,10 @@ private:
         open.sequence.insert(open.sequence.end(), parts.begin(), parts.end());
     }
 
-    // --- what is being written -------------------------------------------------------------------
+    // The following functions build the rule that is being parsed.
 
-    Open opened(std::uint32_t rule) {
-        Open open;
+    OpenRule opened(std::uint32_t rule) {
+        OpenRule open;
         open.rule = rule;
         return open;
     }
@@ -189,7 +189,7 @@ private:
     }
 
     void end_alternative() {
-        Open& open = open_.back();
+        OpenRule& open = open_.back();
         open.alternatives.push_back(std::move(open.sequence));
         open.sequence.clear();
         open.item = 0;
@@ -204,7 +204,7 @@ private:
     GrammarText text_;
     const FindToken& find_token_;
     GrammarWriter writer_;
-    std::vector<Open> open_;
+    std::vector<OpenRule> open_;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Reads a grammar in llama.cpp's notation (GBNF).
+// Parses a grammar in llama.cpp's notation (GBNF).
 #pragma once
 
 #include <functional>
@@ -11,11 +11,12 @@
 
 namespace entropykv {
 
-// The token that a text such as <think> is; none if it is not exactly one.
+// Returns the token whose text is, for example, <think>; nothing if the text is not exactly one
+// token.
 using FindToken = std::function<std::optional<std::uint32_t>(const std::string& text)>;
 
-// Returns the rules of a text. Throws std::invalid_argument, with the number of the line, for what
-// is no grammar or too large.
+// Returns the rules of a text. Throws std::invalid_argument with the line number if the text is not
+// a grammar or is too large.
 GrammarRules parse_grammar(std::string_view text, const std::string& root,
                            const GrammarLimits& limits, const FindToken& find_token);
 

@@ -6,7 +6,8 @@ namespace entropykv {
 
 namespace {
 
-// The last range that begins at or before a code point; the end of the ranges if none does.
+// Returns the last range that begins at or before a code point, or the end of the ranges if there
+// is none.
 auto range_before(const std::vector<CharacterRange>& ranges, std::uint32_t code_point) {
     const auto after = std::upper_bound(
         ranges.begin(), ranges.end(), code_point,

@@ -70,7 +70,7 @@ GrammarStates::State GrammarStates::either(State a, State b) {
 }
 
 bool GrammarStates::may_end(State state) const {
-    // Stacks are in order, and the empty one is the first.
+    // Stacks are sorted, so the empty stack can only be the first.
     return state != kDead && members_[begins_[state]] == kEmpty;
 }
 
@@ -118,7 +118,7 @@ std::uint32_t GrammarStates::push_count(std::uint32_t repetition, std::uint32_t 
     return over ? below : push(counts_[repetition] + n_times, below);
 }
 
-// Goes on with what is counted once more or, if it came often enough, with what is behind it.
+// Continues with one more repetition, or with what follows if there were enough.
 void GrammarStates::search_count(std::uint32_t stack) {
     const auto [symbol, below] = stacks_[stack];
     const auto after = std::upper_bound(counts_.begin(), counts_.end(), symbol);
@@ -141,8 +141,8 @@ std::uint32_t GrammarStates::push(std::uint32_t symbol, std::uint32_t below) {
     return number;
 }
 
-// The stack once its top was read. Ends are taken off at once, so that what repeats itself at the
-// end of a rule does not grow.
+// Returns the stack after its top was read. Ends of alternatives are removed at once, so that right
+// recursion does not make the stack grow.
 std::uint32_t GrammarStates::past(std::uint32_t stack) {
     const auto [symbol, below] = stacks_[stack];
     const bool last = grammar_.symbols[symbol + 1].kind == SymbolKind::end;
@@ -154,7 +154,7 @@ void GrammarStates::begin_search() {
     found_.clear();
 }
 
-// Adds to `found_` the stacks that a stack stands for, with something to read on top of each.
+// Adds to `found_` all stacks that this one can expand to, each with something to read on top.
 void GrammarStates::search(std::uint32_t stack) {
     todo_.assign(1, stack);
     while (!todo_.empty()) {
@@ -241,7 +241,7 @@ void GrammarStates::clear() {
     stacks_.assign(1, {0, kEmpty});
     seen_.assign(1, 0);
     members_.clear();
-    begins_.assign(2, 0);  // the state without stacks is dead
+    begins_.assign(2, 0);  // the dead state has no stacks
     same_hash_.assign(1, NumberMap::kNone);
     stack_numbers_.clear();
     state_numbers_.clear();

@@ -7,7 +7,8 @@ namespace entropykv {
 
 namespace {
 
-constexpr std::uint64_t kMostNumber = std::uint64_t{1} << 60;  // ten times as much fits as well
+// Numbers are limited so that ten times as much fits into 64 bits.
+constexpr std::uint64_t kMostNumber = std::uint64_t{1} << 60;
 
 }  // namespace
 

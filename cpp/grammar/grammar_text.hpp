@@ -1,4 +1,4 @@
-// The characters of a grammar's text, one after the other.
+// Reads the text of a grammar character by character.
 #pragma once
 
 #include <cstdint>
@@ -16,22 +16,22 @@ public:
         return at_ + ahead < text_.size() ? text_[at_ + ahead] : '\0';
     }
     void advance(std::size_t n = 1) { at_ += n; }
-    // Takes a text, if it is next.
+    // Takes the expected text if it is next.
     bool take(std::string_view expected);
-    // Skips spaces and comments; `lines`: ends of lines, too.
+    // Skips spaces and comments, and if `lines` is true also ends of lines.
     void skip_space(bool lines);
-    // Takes the end of a line, if it is next.
+    // Takes the end of a line if it is next.
     bool take_line_end();
-    // Takes a name of letters, digits and hyphens; empty if there is none.
+    // Takes a name of letters, digits and hyphens; returns an empty string if there is none.
     std::string take_name();
-    // Takes a number; what is beyond 2^60 counts as that.
+    // Takes a number; numbers beyond 2^60 count as 2^60.
     std::uint64_t take_number();
-    // Takes a character, or what a backslash stands for.
+    // Takes a character or an escape sequence.
     std::uint32_t take_character();
-    // Takes everything up to and with a character.
+    // Takes everything up to and including a character.
     std::string take_through(char last);
 
-    // Throws std::invalid_argument: what is wrong in the line that is read.
+    // Throws std::invalid_argument with a message and the number of the current line.
     [[noreturn]] void fail(const std::string& what) const;
 
 private:

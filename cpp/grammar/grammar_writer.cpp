@@ -8,8 +8,9 @@ namespace entropykv {
 
 namespace {
 
-constexpr std::uint64_t kMostWrittenOut = 4;      // times; what is repeated more often is counted
-constexpr std::uint64_t kMostRepeats = 1U << 30;  // of all repetitions together
+// Items that are repeated more often are counted instead of written out.
+constexpr std::uint64_t kMostWrittenOut = 4;
+constexpr std::uint64_t kMostRepeats = 1U << 30;  // limit of all repetitions together
 
 }  // namespace
 
@@ -103,7 +104,7 @@ std::uint32_t GrammarWriter::write_part(std::uint32_t rule,
     return part;
 }
 
-// A rule that is counted. Its alternatives only say what it can begin with.
+// Adds a rule that counts repetitions. Its alternatives only say what it can begin with.
 Symbol GrammarWriter::counted(std::uint32_t rule, Symbol part, std::uint64_t least,
                               std::uint64_t most) {
     const bool endless = most == kNoEnd;

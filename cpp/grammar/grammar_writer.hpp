@@ -1,4 +1,4 @@
-// Puts rules together: their symbols, the numbers of names and sets, and repetitions.
+// Builds the rules of a grammar: collects symbols, numbers names and sets, and makes repetitions.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace entropykv {
 
-// Throws std::invalid_argument where a grammar grows beyond its limits.
+// Functions throw std::invalid_argument if a grammar exceeds its limits.
 class GrammarWriter {
 public:
     using Sequence = std::vector<Symbol>;
@@ -19,17 +19,18 @@ public:
 
     explicit GrammarWriter(const GrammarLimits& limits) : limits_(limits) {}
 
-    // Counts symbols that are being read.
+    // Counts symbols that were read.
     void count(std::uint64_t n_symbols);
-    // The rule of a name, whose alternatives may come later.
+    // Returns the rule with a name; its alternatives may be added later.
     std::uint32_t rule_of(const std::string& name);
-    // A new rule, which is a part of another one.
+    // Adds a rule that is a part of another one.
     std::uint32_t part_of(std::uint32_t rule);
     void write(std::uint32_t rule, const std::vector<Sequence>& alternatives);
-    // What a sequence of one symbol or more is, `least` to `most` times; a part of `rule`.
+    // Returns a sequence that matches `item` (one symbol or more) `least` to `most` times; new
+    // rules become parts of `rule`.
     Sequence repeated(std::uint32_t rule, Sequence item, std::uint64_t least, std::uint64_t most);
     Symbol set_of(std::vector<CharacterRange> ranges, bool inverted);
-    // The grammar. Throws std::invalid_argument where a rule is missing.
+    // Returns the grammar. Throws std::invalid_argument if a rule is missing.
     GrammarRules finish(const std::string& root);
 
 private:
@@ -40,7 +41,8 @@ private:
     GrammarLimits limits_;
     GrammarRules grammar_;
     std::unordered_map<std::string, std::uint32_t> names_;
-    std::unordered_map<std::uint32_t, std::uint32_t> singles_;  // sets of one character
+    // Has the numbers of sets with one character.
+    std::unordered_map<std::uint32_t, std::uint32_t> singles_;
     std::uint64_t n_symbols_ = 0;
     std::uint64_t n_repeats_ = 0;
 };

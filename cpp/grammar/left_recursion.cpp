@@ -1,5 +1,5 @@
-// Finds rules that begin with themselves. Nothing here calls itself: a grammar can have as many
-// rules in a row as it has symbols.
+// Finds rules that begin with themselves. No function is recursive, because a grammar can nest
+// rules as deep as it has symbols.
 #include <algorithm>
 #include <stdexcept>
 
@@ -9,15 +9,15 @@ namespace entropykv {
 
 namespace {
 
-struct Begin {
+struct FirstRule {
     std::uint32_t rule;
-    bool followed;  // by something else of the same alternative
+    bool followed;  // whether something else of the same alternative follows
 };
 
-// Which rules may be nothing at all.
+// Returns which rules can match the empty text.
 std::vector<bool> empty_rules(const GrammarRules& grammar) {
     struct Use {
-        std::uint32_t rule;  // whose alternative it is
+        std::uint32_t rule;  // whose alternative this is
         std::uint32_t alternative;
     };
     std::vector<bool> empty(grammar.rules.size(), false);
@@ -50,10 +50,10 @@ std::vector<bool> empty_rules(const GrammarRules& grammar) {
     return empty;
 }
 
-// What each rule can begin with, before any character is read.
-std::vector<std::vector<Begin>> beginnings(const GrammarRules& grammar) {
+// Returns which rules each rule can begin with before it reads a character.
+std::vector<std::vector<FirstRule>> beginnings(const GrammarRules& grammar) {
     const std::vector<bool> empty = empty_rules(grammar);
-    std::vector<std::vector<Begin>> begins(grammar.rules.size());
+    std::vector<std::vector<FirstRule>> begins(grammar.rules.size());
     for (std::size_t rule = 0; rule < grammar.rules.size(); rule++) {
         const std::uint32_t first = grammar.rules[rule].first;
         const std::uint32_t count = grammar.rules[rule].count;
@@ -68,11 +68,11 @@ std::vector<std::vector<Begin>> beginnings(const GrammarRules& grammar) {
     return begins;
 }
 
-// Numbers rules so that those which can begin with each other have the same number (Tarjan's
+// Numbers the rules so that those which can begin with each other get the same number (Tarjan's
 // strongly connected components).
-class Circles {
+class RuleCycles {
 public:
-    explicit Circles(const std::vector<std::vector<Begin>>& begins)
+    explicit RuleCycles(const std::vector<std::vector<FirstRule>>& begins)
         : begins_(begins), seen_(begins.size(), 0), low_(begins.size(), 0), of_(begins.size(), 0) {
         for (std::uint32_t rule = 0; rule < begins.size(); rule++)
             if (seen_[rule] == 0) walk(rule);
@@ -121,10 +121,10 @@ private:
         }
     }
 
-    const std::vector<std::vector<Begin>>& begins_;
-    std::vector<std::uint32_t> seen_;  // in which order; 0: not yet
+    const std::vector<std::vector<FirstRule>>& begins_;
+    std::vector<std::uint32_t> seen_;  // order of the first visit; 0: not visited
     std::vector<std::uint32_t> low_;
-    std::vector<std::uint32_t> of_;  // 0: not closed yet
+    std::vector<std::uint32_t> of_;  // number of the component; 0: not closed yet
     std::vector<std::uint32_t> open_;
     std::uint32_t n_seen_ = 0;
     std::uint32_t n_circles_ = 0;
@@ -133,11 +133,11 @@ private:
 }  // namespace
 
 void check_left_recursion(const GrammarRules& grammar) {
-    const std::vector<std::vector<Begin>> begins = beginnings(grammar);
-    const Circles circles(begins);
+    const std::vector<std::vector<FirstRule>> begins = beginnings(grammar);
+    const RuleCycles cycles(begins);
     for (std::uint32_t rule = 0; rule < begins.size(); rule++)
-        for (const Begin& begin : begins[rule])
-            if (begin.followed && circles.of(begin.rule) == circles.of(rule))
+        for (const FirstRule& begin : begins[rule])
+            if (begin.followed && cycles.of(begin.rule) == cycles.of(rule))
                 throw std::invalid_argument(
                     "the rule " + grammar.name_of(rule) +
                     " begins with itself (left recursion); let it begin with a character");

@@ -1,4 +1,4 @@
-// A map from 64-bit keys to 32-bit numbers: what a grammar asks for at every character.
+// Maps 64-bit keys to 32-bit numbers. It is fast, because a grammar uses it for every character.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,8 @@ namespace entropykv {
 
 class NumberMap {
 public:
-    // The place of a key's number, which is kNone where the key is new. Valid until the next call.
+    // Returns where the number of a key is stored, which is kNone for a new key. The reference is
+    // valid until the next call.
     std::uint32_t& at(std::uint64_t key) {
         if (2 * (n_ + 1) > slots_.size()) grow();
         Slot& slot = find(key);
@@ -39,7 +40,7 @@ private:
 
     Slot& find(std::uint64_t key) {
         const std::size_t mask = slots_.size() - 1;
-        // The highest bits of the product depend on all of the key's.
+        // The highest bits of the product depend on all bits of the key.
         auto at = static_cast<std::size_t>((key * 0x9E3779B97F4A7C15U) >> shift_);
         while (slots_[at].key != key && slots_[at].key != kFree) at = (at + 1) & mask;
         return slots_[at];
@@ -53,8 +54,8 @@ private:
             if (slot.key != kFree) find(slot.key) = slot;
     }
 
-    std::vector<Slot> slots_;  // a power of two
-    int shift_ = 64;           // so that as many bits are left as number the slots
+    std::vector<Slot> slots_;  // their number is a power of two
+    int shift_ = 64;           // leaves as many bits as are needed to number the slots
     std::size_t n_ = 0;
 };
 

@@ -13,7 +13,7 @@ TokenTrie::TokenTrie(std::vector<std::string> texts, std::vector<bool> ends)
         if (has_text(token)) tokens_.push_back(token);
     std::stable_sort(tokens_.begin(), tokens_.end(),
                      [this](std::uint32_t a, std::uint32_t b) { return texts_[a] < texts_[b]; });
-    std::vector<std::uint32_t> path;  // the nodes of the text before
+    std::vector<std::uint32_t> path;  // nodes of the previous text
     std::string_view before;
     const auto leave = [&](std::size_t depth) {
         for (; path.size() > depth; path.pop_back())

@@ -1,4 +1,5 @@
-// Part of kernels.cpp: a tile of K and V in f32, for the prompt kernel.
+// Part of kernels.cpp: converts a tile of K and V to f32 or to pairs of 16-bit integers, for the
+// prompt kernel.
 #pragma once
 
 #include "kernels/kernel_tile.hpp"
@@ -6,7 +7,7 @@
 namespace entropykv {
 namespace {
 
-// A tile starts anywhere in its first group.
+// A tile may start anywhere in its first group.
 constexpr int kPromptGroups = kEntryTile / kGroupEntries + 1;
 constexpr int kPromptEntries = kPromptGroups * kGroupEntries;
 using PromptTile = Tile<kPromptGroups>;
@@ -63,8 +64,8 @@ inline void convert_int8_v(const PromptTile& tile, const PageLayout& layout, flo
     }
 }
 
-// K of a tile as [k_stride][kPromptEntries], V as [entries][v_stride], both in f32 and from the
-// tile's first group on.
+// Converts K of a tile to [k_stride][kPromptEntries] and V to [entries][v_stride], both in f32 and
+// from the first group of the tile on.
 template <KvType Type>
 inline void convert_k(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
@@ -84,6 +85,75 @@ inline void convert_v(const PromptTile& tile, const PageLayout& layout, float* o
         convert_int8_v(tile, layout, out);
     } else {
         static_assert(kIsUnknown<Type>, "no conversion of this type");
+    }
+}
+
+// The following functions convert a tile of q8_0 to pairs of 16-bit integers.
+
+// Converts K to [k_stride / 2][kPromptEntries] pairs of neighbouring values.
+inline void convert_k_pairs(const PromptTile& tile, const PageLayout& layout, std::int32_t* out) {
+    for (int g = 0; g < tile.n_groups; ++g) {
+        const std::byte* k = tile.groups[g].k;
+        for (int d = 0; d < layout.k_stride; d += 4) {
+            for (int e = 0; e < kGroupEntries; e += kLanes) {
+                const IntVec bytes = flip_high_bits(load_ints(k + d * kGroupEntries + e * 4));
+                std::int32_t* pairs = out + d / 2 * kPromptEntries + g * kGroupEntries + e;
+                store_ints(pairs, even_bytes(bytes));
+                store_ints(pairs + kPromptEntries, odd_bytes(bytes));
+            }
+        }
+    }
+}
+
+// Converts the scales of K to [k_blocks][kPromptEntries]. Scales behind the last entry become 0,
+// because the page may hold anything there.
+inline void convert_k_scales(const PromptTile& tile, const PageLayout& layout, float* out) {
+    for (int block = 0; block < layout.k_blocks; ++block, out += kPromptEntries) {
+        for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
+            store(out + e, load_half(tile.groups[e / kGroupEntries].k_scales +
+                                     block * kGroupEntries + e % kGroupEntries));
+        for (int e = tile.count; e < tile.n_groups * kGroupEntries; ++e) out[e] = 0.0f;
+    }
+}
+
+// Returns where value d of the entries (2 * pair, 2 * pair + 1) lies: V is [pair][v_stride], and V
+// that is a part of K is [v_stride][pair].
+template <bool Latent>
+inline int pair_place(int stride, int pair, int d) {
+    return Latent ? d * (kPromptEntries / 2) + pair : pair * stride + d;
+}
+
+// Converts V that is a part of K to 16-bit integers, [v_stride][kPromptEntries].
+inline void convert_latent_pairs(const PromptTile& tile, const PageLayout& layout,
+                                 std::int32_t* out) {
+    auto* shorts = reinterpret_cast<std::int16_t*>(out);
+    for (int g = 0; g < tile.n_groups; ++g) {
+        const std::byte* k = tile.groups[g].k;
+        for (int d = 0; d < layout.v_stride; d += 4) {
+            for (int e = 0; e < kGroupEntries; e += kLanes) {
+                const IntVec bytes = flip_high_bits(load_ints(k + d * kGroupEntries + e * 4));
+                for (int i = 0; i < 4; ++i)
+                    store_shorts(shorts + (d + i) * kPromptEntries + g * kGroupEntries + e,
+                                 byte_of(bytes, quad_place(i)));
+            }
+        }
+    }
+}
+
+// Converts V to pairs of neighbouring entries: see pair_place().
+inline void convert_v_pairs(const PromptTile& tile, const PageLayout& layout, std::int32_t* out) {
+    if (layout.latent) return convert_latent_pairs(tile, layout, out);
+    const int stride = layout.v_stride;
+    for (int g = 0; g < tile.n_groups; ++g) {
+        const std::byte* v = tile.groups[g].v;
+        for (int e = 0; e < kGroupEntries; e += 4) {
+            std::int32_t* pairs = out + (g * kGroupEntries + e) / 2 * stride;
+            for (int d = 0; d < stride; d += kLanes) {
+                const IntVec bytes = load_ints(v + e * stride + d * 4);
+                store_ints(pairs + d, even_bytes(bytes));
+                store_ints(pairs + stride + d, odd_bytes(bytes));
+            }
+        }
     }
 }
 

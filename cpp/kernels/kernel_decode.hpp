@@ -1,5 +1,6 @@
-// Part of kernels.cpp: few query rows that see the same entries, tile by tile: q.k of all entries
-// of a tile, softmax, p.v. Every byte of K and V is read once, and asked for half a tile ahead.
+// Part of kernels.cpp: attention of a few query rows that see the same entries, tile by tile: q.k
+// of all entries of a tile, softmax, p.v. Every byte of K and V is read once, and prefetched half a
+// tile ahead.
 #pragma once
 
 #include "kernels/kernel_tile.hpp"
@@ -7,28 +8,27 @@
 namespace entropykv {
 namespace {
 
-constexpr int kDecodeRows = 16;    // query rows of one task at most
-constexpr int kDecodeGroups = 16;  // of a tile at most
+constexpr int kDecodeRows = 16;    // most query rows of a task
+constexpr int kDecodeGroups = 16;  // most groups of a tile
 constexpr int kDecodeTile = kDecodeGroups * kGroupEntries;
 constexpr int kGroupVectors = kGroupEntries / kLanes;
-constexpr int kSoftmaxStep =
-    64;  // logits of a row are worked on in so many, to keep them in flight
+constexpr int kSoftmaxStep = 64;  // logits of a row that are computed at a time, to overlap
 using DecodeTile = Tile<kDecodeGroups>;
 
-// What both types of entries need in one call of the decode kernel.
+// Holds what both KV types need in one call of the decode kernel.
 struct DecodeScratch {
-    DecodeTile tiles[2];  // this one, and the next one for prefetching
-    alignas(64) float logits[kDecodeRows * kDecodeTile];  // then weights
-    alignas(64) float sums[kDecodeRows * kLanes];         // of the softmax, by lane
-    alignas(64) float weighted[kDecodeRows * kLanes];     // in bits
+    DecodeTile tiles[2];  // this tile, and the next one for prefetching
+    alignas(64) float logits[kDecodeRows * kDecodeTile];  // logits, then weights
+    alignas(64) float sums[kDecodeRows * kLanes];         // sums of the softmax, by lane
+    alignas(64) float weighted[kDecodeRows * kLanes];     // sums for the entropy, by lane, in bits
     alignas(64) float max[kDecodeRows];
     alignas(64) float tile_max[kDecodeRows];
-    alignas(64) float shifts[kDecodeRows];    // of the maximum, by this tile; in bits
-    alignas(64) float factors[kDecodeRows];   // of what was summed before this tile
-    alignas(64) float heaviest[kDecodeRows];  // weight of this tile
+    alignas(64) float shifts[kDecodeRows];    // change of the maximum by this tile, in bits
+    alignas(64) float factors[kDecodeRows];   // factors by which earlier sums are multiplied
+    alignas(64) float heaviest[kDecodeRows];  // largest weight of this tile
 };
 
-// The largest power of two of vectors whose sums for `rows` rows fit into registers.
+// Returns the largest power of two of vectors whose sums for `rows` rows fit into registers.
 constexpr int power_of_vectors(int rows, int most) {
     int vectors = 1;
     while (vectors * 2 <= most && vectors * 2 * rows <= kAccumulators) vectors *= 2;
@@ -42,7 +42,7 @@ inline void over_row_blocks(int rows, Step step, int row = 0) {
     if constexpr (Rows > 1) over_row_blocks<Rows - 1>(rows, step, row);
 }
 
-// Calls step<Vectors>(first vector) for the vectors of a tile, in whole or parts of groups.
+// Calls step<Vectors>(first vector) for the vectors of a tile, in groups or parts of groups.
 template <int Vectors, typename Step>
 inline void over_entry_vectors(int n_groups, Step step) {
     constexpr int tail = Vectors < kGroupVectors ? Vectors : kGroupVectors;
@@ -53,9 +53,9 @@ inline void over_entry_vectors(int n_groups, Step step) {
     for (; first < n; first += tail) step(first, std::integral_constant<int, tail>());
 }
 
-// Asks memory for the next tile while this one is worked on: its groups from front to back, as many
-// bytes as are used up meanwhile. The hardware's prefetcher follows one ascending stream of misses,
-// but loses what the kernels read (several groups side by side, and rows that end with the page).
+// Prefetches the next tile while this one is computed: its groups from front to back, as many bytes
+// as are consumed meanwhile. The prefetcher of the hardware can follow one ascending stream of
+// misses, but not several groups side by side, nor rows that end with the page.
 class Stream {
 public:
     void start(const DecodeTile& tile, const PageLayout& layout) {
@@ -67,7 +67,7 @@ public:
         in_v_ = false;
     }
 
-    // Step `step` uses up `Bytes` bytes.
+    // Notes that step `step` consumes `Bytes` bytes.
     template <int Bytes>
     void ask(int step) {
         if constexpr (Bytes >= kLine) {
@@ -118,12 +118,14 @@ inline void over_logits(int n, Step step) {
         for (int i = 0; i < kSoftmaxStep; i += kLanes) step(e + i);
 }
 
-// How far a vector of entries lies from the task's token, negative; `at`: their positions.
+// Returns how far a vector of entries is from the token of the task (negative). `at`: their
+// positions.
 inline Vec distance_to(const DecodeTask& task, const std::int32_t* at) {
     return to_float(load_ints(at) + broadcast_int(-task.position));
 }
 
-// A tile's logits of one row; what the task does not see, or the tile does not hold, is masked.
+// Finishes the logits of one row in a tile, and masks entries that the row does not see or that are
+// not part of the tile.
 inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int number, float* row) {
     if (task.softcap > 0.0f)
         for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
@@ -148,8 +150,8 @@ inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int nu
     for (int e = tile.count; e < softmax_entries(tile); ++e) row[e] = kMaskedLogit;
 }
 
-// Maxima of the rows with this tile, and how they rescale.
-inline void raise_maxima(int rows, DecodeScratch& scratch) {
+// Updates the maxima of the rows with this tile, and by how much earlier sums are rescaled.
+inline void update_maxima(int rows, DecodeScratch& scratch) {
     const Vec to_bits = broadcast(kLog2E);
     for (int r = 0; r < rows; r += kLanes) {
         const Vec old = load(scratch.max + r);
@@ -163,7 +165,7 @@ inline void raise_maxima(int rows, DecodeScratch& scratch) {
     }
 }
 
-// Replaces the logits of one row by e^(l - max), in powers of two.
+// Replaces the logits of one row by e^(l - max), computed with powers of two.
 inline void row_softmax(int row, int n, DecodeScratch& scratch) {
     float* logits = scratch.logits + row * kDecodeTile;
     const Vec factor = broadcast(scratch.factors[row]);
@@ -171,7 +173,7 @@ inline void row_softmax(int row, int n, DecodeScratch& scratch) {
     Vec weighted = load(scratch.weighted + row * kLanes);
     weighted = factor * multiply_add(sums, broadcast(scratch.shifts[row]), weighted);
     sums = sums * factor;
-    // Where nothing was seen yet, what is masked must not weigh 2^0.
+    // If a row has seen nothing yet, masked entries must not get the weight 2^0.
     const Vec max = maximum(broadcast(scratch.max[row]), broadcast(0.5f * kMaskedLogit));
     over_logits(n, [&](int e) ENTROPYKV_INLINE {
         const Vec bits =
@@ -200,7 +202,7 @@ inline void decode_softmax(const DecodeTask& task, const DecodeTile& tile, int f
         over_logits(n, [&](int e) ENTROPYKV_INLINE { best = maximum(best, load(row + e)); });
         scratch.tile_max[r] = largest(best);
     }
-    raise_maxima(task.rows, scratch);
+    update_maxima(task.rows, scratch);
     for (int r = 0; r < task.rows; ++r) row_softmax(r, n, scratch);
 }
 
@@ -225,7 +227,8 @@ inline void end_decode(const DecodeTask& task, const DecodeScratch& scratch) {
     }
 }
 
-// `Scores` fills the logits of a tile of `Groups` groups, `Values` adds its values to the output.
+// Runs the kernel on tiles of `Groups` groups. `Scores` computes the logits of a tile, `Values`
+// adds its values to the output.
 template <int Groups, typename Scores, typename Values>
 inline void decode_tiles(const DecodeTask& task, DecodeScratch& scratch, Scores scores,
                          Values values) {

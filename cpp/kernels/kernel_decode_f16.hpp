@@ -1,4 +1,4 @@
-// Part of kernels.cpp: q.k and p.v of the decode kernel over pages of f16.
+// Part of kernels.cpp: computes q.k and p.v of the decode kernel on pages of f16.
 #pragma once
 
 #include "kernels/kernel_decode.hpp"
@@ -6,7 +6,7 @@
 namespace entropykv {
 namespace {
 
-// Logits of the entries of `Vectors` vectors, from vector `first` of the tile on.
+// Computes the logits of `Vectors` vectors of entries, from vector `first` of the tile on.
 template <int Rows, int Vectors>
 ENTROPYKV_NOINLINE void score_half(const DecodeTile& tile, int first, const PageLayout& layout,
                                    const float* query, Stream* stream, float* logits) {
@@ -37,8 +37,8 @@ ENTROPYKV_NOINLINE void score_half(const DecodeTile& tile, int first, const Page
     });
 }
 
-// output[Rows][..] = output * factor + sum over entries of weight * v, for Vectors vectors from d
-// on.
+// Computes output[Rows][..] = output * factor + the sum over entries of weight * v, for Vectors
+// vectors from d on.
 template <int Rows, int Vectors>
 ENTROPYKV_NOINLINE void add_half_values(const DecodeTile& tile, Stream* stream,
                                         const PageLayout& layout, int d, int row,
@@ -75,7 +75,7 @@ ENTROPYKV_NOINLINE void add_half_values(const DecodeTile& tile, Stream* stream,
     });
 }
 
-// The same for `vectors` vectors, at most `Most`.
+// Does the same for `vectors` vectors, at most `Most`.
 template <int Rows, int Most>
 inline void add_some_half_values(int vectors, const DecodeTile& tile, Stream* stream,
                                  const PageLayout& layout, int d, int row,
@@ -88,7 +88,7 @@ inline void add_some_half_values(int vectors, const DecodeTile& tile, Stream* st
     add_half_values<Rows, Most>(tile, stream, layout, d, row, scratch, output);
 }
 
-constexpr int kHalfGroups = 8;  // this tile and the next one stay in the second cache
+constexpr int kHalfGroups = 8;  // this tile and the next one fit into the second cache
 
 void decode_f16(const DecodeTask& task) {
     const PageLayout& layout = *task.entries.layout;

@@ -1,6 +1,7 @@
-// Part of kernels.cpp: q.k and p.v of the decode kernel over pages of q8_0, in products of pairs of
-// integers. The query and the weights become 16-bit integers, with a scale for every block of
-// values: next to K and V, which have 8 bits, their rounding is small (a few hundredths).
+// Part of kernels.cpp: computes q.k and p.v of the decode kernel on pages of q8_0, by products of
+// pairs of integers. The query and the weights are rounded to 16-bit integers with one scale per
+// block of values. The error of that is a few hundredths of the error of K and V, which have 8
+// bits.
 #pragma once
 
 #include "kernels/kernel_decode.hpp"
@@ -14,10 +15,11 @@ constexpr int kBlockVectors = kQuantBlock / kLanes;
 struct QuantScratch : DecodeScratch {
     alignas(64) std::int16_t query[kDecodeRows * kMaxHeadDim];  // [rows][k_stride]
     float query_scales[kDecodeRows * kMaxBlocks];               // [rows][k_blocks]
-    std::int32_t query_starts[kDecodeRows * kMaxBlocks];  // takes back the 128 added to bytes of K
+    // Corrects the 128 that is added to bytes of K.
+    std::int32_t query_starts[kDecodeRows * kMaxBlocks];
     alignas(64) float v_scales[kDecodeTile];
     alignas(64) std::int16_t weights[kDecodeRows * kDecodeTile];
-    float units[kDecodeRows];  // what an integer weight of 1 is worth
+    float units[kDecodeRows];  // value of an integer weight of 1
 };
 
 inline void quantise_query(const DecodeTask& task, QuantScratch& scratch) {
@@ -46,7 +48,7 @@ inline void quantise_query(const DecodeTask& task, QuantScratch& scratch) {
     }
 }
 
-// Adds what one block of K says to the logits of `Vectors` vectors of entries.
+// Adds the products with one block of K to the logits of `Vectors` vectors of entries.
 template <int Rows, int Vectors>
 ENTROPYKV_NOINLINE void score_block_int8(const DecodeTile& tile, int first,
                                          const PageLayout& layout, int block, int row,
@@ -90,8 +92,8 @@ ENTROPYKV_NOINLINE void score_block_int8(const DecodeTile& tile, int first,
     });
 }
 
-// The weights of all rows, times the scales of one block of V, as integers: parts of the heaviest
-// weight of the tile and of the largest scale.
+// Multiplies the weights of all rows by the scales of one block of V, and rounds them to integers
+// relative to the heaviest weight of the tile and the largest scale.
 inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int block,
                              QuantScratch& scratch) {
     for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
@@ -104,7 +106,8 @@ inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int
                 [&](int e) ENTROPYKV_INLINE { best = maximum(best, load(scratch.v_scales + e)); });
     const float limit = largest(best);
     for (int r = 0; r < task.rows; ++r) {
-        // A tile of less than 1e-30 of what was seen before is nothing, and neither is V of zeros.
+        // A tile contributes nothing if its weights are below 1e-30 of the earlier ones, or if its
+        // V is zero.
         const float heaviest = scratch.heaviest[r];
         const bool counts = heaviest > 1e-30f && limit > 0.0f;
         scratch.units[r] = counts ? heaviest * limit / kShortLimit : 0.0f;
@@ -119,13 +122,13 @@ inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int
     }
 }
 
-// output[Rows][..] = output * factor + sum over entries of weight * v, for Vectors vectors of a
-// block from d on.
+// Computes output[Rows][..] = output * factor + the sum over entries of weight * v, for Vectors
+// vectors of a block from d on.
 template <int Rows, int Vectors>
 ENTROPYKV_NOINLINE void add_int8_values(const DecodeTile& tile, Stream* stream,
                                         const PageLayout& layout, int d, int row,
                                         const QuantScratch& scratch, float* output) {
-    constexpr int chains = Rows * Vectors <= 4 ? 2 : 1;  // to hide the latency of dot_pairs
+    constexpr int chains = Rows * Vectors <= 4 ? 2 : 1;  // hides the latency of dot_pairs
     const int stride = layout.v_stride;
     IntVec sums[Rows][Vectors][chains];
     repeat<Rows * Vectors * chains>([&](auto i) ENTROPYKV_INLINE {
@@ -168,7 +171,7 @@ template <int Rows>
 inline void add_int8_block(const DecodeTile& tile, Stream* stream, const PageLayout& layout,
                            int block, int row, const QuantScratch& scratch, float* output) {
     constexpr int most = power_of_vectors(Rows, kBlockVectors);
-    constexpr int fewer = smaller(most, kBlockVectors / 2);  // a last block of 16 values
+    constexpr int fewer = smaller(most, kBlockVectors / 2);  // the last block may have 16 values
     const int end = smaller((block + 1) * kQuantBlock, layout.v_stride);
     int d = block * kQuantBlock;
     for (; d + most * kLanes <= end; d += most * kLanes)

@@ -1,8 +1,8 @@
-// Part of kernels.cpp: what entries are told by (decide/features.hpp), linear functions of it, and
-// sums of its products for those who fit them.
+// Part of kernels.cpp: computes the features of entries (decide/features.hpp), linear functions of
+// them, and the sums of their products that a fit needs.
 #pragma once
 
-#include "decide/feature_shape.hpp"
+#include "decide/kernel_types.hpp"
 #include "kernels/kernel_tile.hpp"
 
 namespace entropykv {
@@ -25,24 +25,23 @@ inline float log_norm(const float* row, int n) {
     return __builtin_logf(__builtin_sqrtf(dot(row, row, n)) + kLeastNorm);
 }
 
-// The pairs of a key, `Step` values from each other, turned by the angles of `turns`, and their
-// norms.
+// Rotates the pairs of a key, which are `Step` values apart, and computes their norms.
 template <int Step>
-inline void turn_pairs(const float* first, const float* second, const float* turns, int n,
-                       float* to_first, float* to_second, float* norms) {
+inline void rotate_pairs(const float* first, const float* second, const float* rotation, int n,
+                         float* to_first, float* to_second, float* norms) {
     for (int i = 0; i < n; ++i) {
         const float x = first[i * Step];
         const float y = second[i * Step];
-        const float cosine = turns[2 * i];
-        const float sine = turns[2 * i + 1];
+        const float cosine = rotation[2 * i];
+        const float sine = rotation[2 * i + 1];
         to_first[i * Step] = x * cosine - y * sine;
         to_second[i * Step] = x * sine + y * cosine;
         norms[i] = __builtin_sqrtf(x * x + y * y);
     }
 }
 
-// The features that the key gives, at their places in `out`; turns: [pair][cosine, sine].
-inline void key_features(const FeatureShape& shape, const float* key, const float* turns,
+// Computes the features of the key, at their places in `out`. rotation: [pair][cosine, sine].
+inline void key_features(const FeatureShape& shape, const float* key, const float* rotation,
                          float* out) {
     for (int d = 0; d < shape.k_dim; ++d) out[d] = key[d];
     const float* first = key + shape.first_pair;
@@ -51,41 +50,41 @@ inline void key_features(const FeatureShape& shape, const float* key, const floa
     float* to_second = to_first + shape.pair_apart;
     float* norms = out + shape.norms_at;
     if (shape.pair_step == 1)
-        turn_pairs<1>(first, second, turns, shape.n_pairs, to_first, to_second, norms);
+        rotate_pairs<1>(first, second, rotation, shape.n_pairs, to_first, to_second, norms);
     else
-        turn_pairs<2>(first, second, turns, shape.n_pairs, to_first, to_second, norms);
+        rotate_pairs<2>(first, second, rotation, shape.n_pairs, to_first, to_second, norms);
     out[shape.key_log_at] = log_norm(key, shape.k_dim);
 }
 
-// All features of an entry; value: not read where it is a part of the key.
-void features(const FeatureShape& shape, const float* key, const float* value, const float* turns,
-              float* out) {
-    key_features(shape, key, turns, out);
+// Computes all features of an entry. value: not read if it is a part of the key.
+void features(const FeatureShape& shape, const float* key, const float* value,
+              const float* rotation, float* out) {
+    key_features(shape, key, rotation, out);
     for (int d = 0; d < shape.v_dim; ++d) out[shape.k_dim + d] = value[d];
     if (shape.v_dim > 0) out[shape.value_log_at] = log_norm(value, shape.v_dim);
     out[shape.n - 1] = 1.0f;
 }
 
-// What a linear function of the features is without those of the value: where there are none, all
-// of it.
+// Returns the linear function of all features but those of the value, which is the whole function
+// if the value is a part of the key.
 float predict_key(const FeatureShape& shape, const float* weights, const float* key,
-                  const float* turns) {
+                  const float* rotation) {
     float of_key[kMaxFeatures];
-    key_features(shape, key, turns, of_key);
+    key_features(shape, key, rotation, of_key);
     const int norms = shape.norms_at;
     return dot(weights, of_key, shape.k_dim) +
            dot(weights + norms, of_key + norms, shape.key_log_at + 1 - norms) +
            weights[shape.n - 1];
 }
 
-// What the features of the value add to it.
+// Returns what the features of the value add to that.
 float predict_value(const FeatureShape& shape, const float* weights, const float* value) {
     return dot(weights + shape.k_dim, value, shape.v_dim) +
            weights[shape.value_log_at] * log_norm(value, shape.v_dim);
 }
 
-// sums [n][n], of which only those up to the diagonal are kept, row by row, += the products of the
-// columns of rows [n_rows][stride], which end with zeros; stride: whole vectors.
+// Adds to sums [n][n], of which only the lower triangle is stored row by row, the products of all
+// pairs of columns of rows [n_rows][stride]. stride: whole vectors; rows are padded with zeros.
 void add_products(const float* rows, int n_rows, int stride, int n, double* sums) {
     constexpr int kColumns = 4;
     for (int i = 0; i < n; i += kColumns) {

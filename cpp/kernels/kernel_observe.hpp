@@ -1,4 +1,4 @@
-// Part of kernels.cpp: what queries give to single entries.
+// Part of kernels.cpp: computes what queries give to single entries.
 #pragma once
 
 #include "kernels/kernel_prompt.hpp"
@@ -17,7 +17,7 @@ inline Vec add_observed(Vec given, Vec sums) {
     }
 }
 
-// What the lanes of `given` and `sum` are together.
+// Combines what was given so far with what is given now.
 template <Statistic What>
 inline float merged(float sum_so_far, Vec given) {
     if constexpr (What == Statistic::largest_probability) {
@@ -33,11 +33,11 @@ inline float row_factor(float weight, float softmax_sum) {
     if constexpr (What == Statistic::product) return weight;
     if constexpr (What == Statistic::probability || What == Statistic::largest_probability)
         return weight / softmax_sum;
-    return __builtin_sqrtf(weight) / softmax_sum;  // what it gives is squared with it
+    return __builtin_sqrtf(weight) / softmax_sum;  // factors are squared together with the weight
 }
 
-// What rows give to an entry by a score or a weight of a tile; factors turn weights into shares of
-// the whole softmax, and products into logits.
+// Returns what rows give to an entry, given a score or a weight of a tile. The factors turn weights
+// into shares of the whole softmax, and products into logits.
 template <Statistic What>
 inline Vec given_by(Vec value, Vec factor) {
     if constexpr (What != Statistic::product) return value * factor;
@@ -45,7 +45,7 @@ inline Vec given_by(Vec value, Vec factor) {
     return where_less(value, floor, zero(), maximum(value, zero() - value)) * factor;
 }
 
-// The factors of all rows for what a tile holds. Rows that do not count have none.
+// Returns the factors of all rows for a tile; those of rows that do not count are 0.
 template <Statistic What>
 inline void observed_factors(const PromptTask& task, const PromptScratch& scratch,
                              const float* row_factors, const float* tile_max, float* factors) {
@@ -58,7 +58,7 @@ inline void observed_factors(const PromptTask& task, const PromptScratch& scratc
     }
 }
 
-// What all rows give to an entry of a tile.
+// Returns what all rows give to one entry of a tile.
 template <Statistic What, bool Near>
 inline Vec observed_entry(const PromptTask& task, const float* values, const float* factors,
                           Vec reach) {
@@ -78,7 +78,7 @@ inline float earliest_row(const PromptTask& task) {
     return earliest;
 }
 
-// Adds what the rows give to the entries of a tile to their sums, from the tile's first one on.
+// Adds what the rows give to the entries of a tile to their sums, from the tile's first entry on.
 template <Statistic What>
 inline void observe_tile(const PromptTask& task, const PromptTile& tile, const KeptTile& kept,
                          const float* factors, float neighbourhood, float* sums) {
@@ -110,8 +110,8 @@ void prompt_observe_typed(const PromptTask& task, const float* row_weights, floa
                           float* sums) {
     const PromptScratch scratch = split_scratch(task);
     if (task.kept == nullptr) prepare_queries<Type>(task, scratch);
-    // Rows beyond task.rows only fill the last vector, and rows without a sum are no numbers: they
-    // must not count.
+    // Rows beyond task.rows only fill the last vector, and rows whose sum is 0 contain values that
+    // are not numbers. Neither may count.
     float row_factors[kRowTile];
     for (int row = 0; row < kRowTile; ++row) {
         const bool counts =
@@ -144,7 +144,8 @@ void prompt_observe_what(const PromptTask& task, const float* row_weights, float
     });
 }
 
-// What a row's query gives to an entry by its logit; shift and factor are of the row.
+// Returns what the query of a row gives to an entry with this logit; shift and factor belong to the
+// row.
 template <Statistic What>
 inline Vec observed(Vec logit, Vec shift, Vec factor) {
     const Vec floor = broadcast(0.5f * kMaskedLogit);
@@ -179,9 +180,9 @@ void logits_observe_what(const float* logits, int n, float max, float softmax_su
     }
 }
 
-// A statistic as a type, so that kernels are compiled for it.
+// Wraps a statistic in a type, so that kernels are compiled for it.
 template <Statistic What>
-struct Known {
+struct KnownStatistic {
     static constexpr Statistic what = What;
 };
 
@@ -189,11 +190,11 @@ template <typename Observe>
 inline void with_statistic(Statistic what, Observe observe) {
     switch (what) {
         case Statistic::squared_probability:
-            return observe(Known<Statistic::squared_probability>{});
-        case Statistic::probability: return observe(Known<Statistic::probability>{});
-        case Statistic::product: return observe(Known<Statistic::product>{});
+            return observe(KnownStatistic<Statistic::squared_probability>{});
+        case Statistic::probability: return observe(KnownStatistic<Statistic::probability>{});
+        case Statistic::product: return observe(KnownStatistic<Statistic::product>{});
         case Statistic::largest_probability:
-            return observe(Known<Statistic::largest_probability>{});
+            return observe(KnownStatistic<Statistic::largest_probability>{});
     }
 }
 

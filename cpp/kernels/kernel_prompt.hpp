@@ -1,8 +1,7 @@
-// Part of kernels.cpp: many query rows, each with its own position. Query rows are in the lanes, so
-// that softmax needs no sums across lanes.
-//
-// The weights of a tile of entries are relative to the tile's own largest logit, rounded up to a
-// power of two: they are the same whatever was read before.
+// Part of kernels.cpp: attention of many query rows, each with its own position. The rows are in
+// the lanes, so that softmax needs no sums across lanes.
+// The weights of a tile of entries are relative to the largest logit of the tile, rounded up to a
+// power of two, so that they do not depend on what was read before.
 #pragma once
 
 #include "kernels/kernel_prompt_values.hpp"
@@ -10,11 +9,11 @@
 namespace entropykv {
 namespace {
 
-// Scores of a vector of rows become e^(logit - max).
+// Replaces the scores of a vector of rows by e^(logit - max).
 template <bool Masked, bool Entropy>
 inline void weigh_rows(const PromptTask& task, const PromptTile& tile, const PromptScratch& scratch,
                        const KeptTile& kept, int row) {
-    constexpr int kChains = 4;  // maxima that do not wait for each other
+    constexpr int kChains = 4;  // independent maxima, which do not wait for each other
     const Vec unit = unit_of(task, scratch, row) * broadcast(kLog2E);
     float* rows = kept.rows + row;
     Vec best[kChains];
@@ -25,7 +24,7 @@ inline void weigh_rows(const PromptTask& task, const PromptTile& tile, const Pro
     const Vec largest_score = maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
     const Vec floor = broadcast(0.5f * kMaskedLogit);
     Vec max = round_nearest(multiply_add(largest_score, unit, broadcast(0.5f)));
-    // Of what is far beyond 2^24, rounding leaves multiples: no weight is above 1.
+    // Scores far beyond 2^24 are rounded to multiples, and a weight could be above 1 without this.
     Vec offset = multiply_add(largest_score, unit, zero() - max);
     offset = where_less(zero(), offset, zero(), offset);
     if constexpr (Masked) max = where_less(largest_score, floor, broadcast(kMaskedLogit), max);
@@ -70,8 +69,8 @@ inline void tile_weights(const PromptTask& task, const PromptTile& tile,
     }
 }
 
-// Takes a tile into the softmax of a vector of rows; how much of what was before it is left, and
-// how much the tile counts.
+// Adds a tile to the softmax of a vector of rows, and computes by which factor the earlier sums are
+// multiplied and how much the tile counts.
 inline void add_tile(const PromptTask& task, const PromptScratch& scratch, const KeptTile& kept,
                      int row) {
     const SoftmaxState& state = task.state;

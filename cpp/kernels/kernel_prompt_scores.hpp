@@ -1,4 +1,5 @@
-// Part of kernels.cpp: q.k of a tile of entries for many query rows, which are in the lanes.
+// Part of kernels.cpp: computes q.k of a tile of entries for many query rows, which are in the
+// lanes.
 #pragma once
 
 #include "kernels/kernel_prompt_tile.hpp"
@@ -8,7 +9,7 @@ namespace {
 
 constexpr float kLargestShort = 32767.0f;
 
-// scores[kScoreStep][kRowTile] of as many entries for Vectors * kLanes query rows.
+// Computes scores[kScoreStep][kRowTile] of kScoreStep entries for Vectors * kLanes query rows.
 template <int Vectors>
 inline void score_block(const float* query, const float* k, int stride, float* scores) {
     Vec sums[kScoreStep][Vectors];
@@ -26,7 +27,7 @@ inline void score_block(const float* query, const float* k, int stride, float* s
         for (int i = 0; i < Vectors; ++i) store(scores + e * kRowTile + i * kLanes, sums[e][i]);
 }
 
-// The same of one block of values (n pairs) in integers, added to what the blocks before gave.
+// Does the same in integers for one block of n pairs of values, and adds it to the earlier blocks.
 template <int Vectors>
 ENTROPYKV_NOINLINE void score_pairs(const std::int32_t* query, const std::int32_t* k, int n,
                                     const float* k_scales, bool first, float* scores) {
@@ -75,12 +76,12 @@ inline void score_rows(const PromptTask& task, const PromptScratch& scratch, int
     }
 }
 
-// The rows of a tile of queries as 16-bit integers, each relative to its largest value.
+// Rounds the rows of a tile of queries to 16-bit integers, each relative to its largest value.
 inline void round_queries(const PromptTask& task, const PromptScratch& scratch) {
     const int stride = task.entries.layout->k_stride;
     for (int row = 0; row < kRowTile; row += kLanes) {
         Vec limit = zero();
-        Vec check = zero();  // no number where some value is none
+        Vec check = zero();  // becomes NaN if any value is not a number
         for (int d = 0; d < stride; ++d) {
             const Vec q = load(task.query + d * kRowTile + row);
             limit = maximum(limit, maximum(q, zero() - q));
@@ -98,7 +99,7 @@ inline void round_queries(const PromptTask& task, const PromptScratch& scratch) 
     }
 }
 
-// Once for all tiles of a task.
+// Runs once for all tiles of a task.
 template <KvType Type>
 inline void prepare_queries(const PromptTask& task, const PromptScratch& scratch) {
     if constexpr (kInPairs<Type>) {
@@ -109,13 +110,13 @@ inline void prepare_queries(const PromptTask& task, const PromptScratch& scratch
     }
 }
 
-// Of entry e of a tile, relative to the micro-batch.
+// Returns the position of entry e of a tile, relative to the micro-batch.
 inline float position_of(const PromptTask& task, const PromptTile& tile, int e) {
     const std::int32_t position = tile.groups[e / kGroupEntries].positions[e % kGroupEntries];
     return static_cast<float>(position - task.base_position);
 }
 
-// Calls change(entry, row, score as a logit) for every vector of scores; stores what it returns.
+// Calls change(entry, row, score as a logit) for every vector of scores, and stores the result.
 template <typename Change>
 inline void change_scores(const PromptTask& task, const PromptTile& tile, const float* units,
                           float* scores, Change change) {
@@ -140,9 +141,9 @@ inline void mask_scores(const PromptTask& task, const PromptTile& tile, float* s
     }
 }
 
-// Soft-cap and ALiBi, which are of logits: then scores are logits.
-inline void bend_scores(const PromptTask& task, const PromptTile& tile,
-                        const PromptScratch& scratch, float* scores) {
+// Applies soft-cap and ALiBi, which need logits: afterwards the scores are logits.
+inline void adjust_scores(const PromptTask& task, const PromptTile& tile,
+                          const PromptScratch& scratch, float* scores) {
     if (task.softcap > 0.0f)
         change_scores(task, tile, scratch.units, scores,
                       [&](int, int, Vec logit) { return soft_cap(logit, task.softcap); });
@@ -162,7 +163,8 @@ inline bool are_logits(const PromptTask& task) {
     return task.softcap > 0.0f || task.row_slopes != nullptr;
 }
 
-// Scores of a tile's entries, [entry][kRowTile]: what a row's logit is in its units.
+// Computes the scores of a tile's entries, [entry][kRowTile]: the logit of each row, in the units
+// of the row.
 template <KvType Type>
 inline void tile_scores(const PromptTask& task, const PromptTile& tile,
                         const PromptScratch& scratch, float* scores) {
@@ -181,11 +183,11 @@ inline void tile_scores(const PromptTask& task, const PromptTile& tile,
         [&](int row) {
             score_rows<1, kInPairs<Type>>(task, scratch, row, first, tile.count, scores);
         });
-    bend_scores(task, tile, scratch, scores);
+    adjust_scores(task, tile, scratch, scores);
     if (task.masked) mask_scores(task, tile, scores);
 }
 
-// What a score of 1 of these rows is as a logit.
+// Returns what a score of 1 is as a logit, for these rows.
 inline Vec unit_of(const PromptTask& task, const PromptScratch& scratch, int row) {
     return are_logits(task) ? broadcast(1.0f) : load(scratch.units + row);
 }

@@ -1,11 +1,11 @@
-// Part of kernels.cpp: what the prompt kernel holds of a tile of entries, and where.
-//
-// Where products of pairs of 16-bit integers are twice as fast as those of floats, q8_0 is worked
-// on as integers: K and V are widened to 16 bits, and the query and the weights are rounded to 16
-// bits, which is little next to K and V with their 8. All else is worked on in f32.
+// Part of kernels.cpp: defines the scratch of the prompt kernel for a tile of entries.
+// If the CPU computes products of pairs of 16-bit integers twice as fast as those of floats, q8_0
+// is multiplied as integers: K and V are widened to 16 bits, and the query and the weights are
+// rounded to 16 bits. That error is small, since K and V have only 8 bits. Everything else is
+// computed in f32.
 #pragma once
 
-#include "kernels/kernel_convert_pairs.hpp"
+#include "kernels/kernel_convert.hpp"
 
 namespace entropykv {
 namespace {
@@ -13,24 +13,26 @@ namespace {
 template <KvType Type>
 constexpr bool kInPairs = kFastPairs && Type == KvType::q8_0;
 
-// Entries of a tile are scored four at a time: so far before the first one its scores begin.
+// Entries are scored four at a time, so the scores of a tile begin up to so many entries before its
+// first one.
 constexpr int kScoreStep = 4;
 constexpr float kNatsPerBit = 0.69314718f;
 
 struct PromptScratch {
-    float* k;               // [k_stride][kPromptEntries], or pairs of K: convert_k_pairs()
-    float* v;               // [kPromptEntries][v_stride], or pairs of V; V of K: nothing or pairs
+    float* k;  // [k_stride][kPromptEntries], or pairs of K: convert_k_pairs()
+    // Is [kPromptEntries][v_stride], or pairs of V. If V is a part of K, it is nothing or pairs.
+    float* v;
     std::int32_t* query;    // [k_stride / 2][kRowTile] pairs of values
     float* k_scales;        // [k_blocks][kPromptEntries]
-    float* v_scales;        // [kPromptEntries], of one block
+    float* v_scales;        // [kPromptEntries], for one block
     std::int32_t* weights;  // [kPromptEntries / 2][kRowTile] pairs of entries
     float* units;           // [kRowTile]: what a score of 1 is as a logit
-    float* sums;            // [kRowTile] of the tile's weights
-    float* weighted;        // [kRowTile] of weights times their logits
-    float* factors;         // [kRowTile], of what was summed before the tile
-    float* shares;          // [kRowTile], of what the tile adds
-    float* parts;           // [kRowTile], of what the tile adds as integers
-    float* kept;            // a tile's, where the task keeps none
+    float* sums;            // [kRowTile] sums of the tile's weights
+    float* weighted;        // [kRowTile] sums of weights times their logits
+    float* factors;         // [kRowTile], by which the earlier sums are multiplied
+    float* shares;          // [kRowTile], by which the tile's sums are multiplied
+    float* parts;           // [kRowTile], the same for sums of integers
+    float* kept;            // holds one tile if the task keeps none
 };
 
 inline PromptScratch split_scratch(const PromptTask& task) {
@@ -61,11 +63,11 @@ inline PromptScratch split_scratch(const PromptTask& task) {
     return scratch;
 }
 
-// What is kept of a tile: see PromptTask.
+// Is what is kept of a tile: see PromptTask.
 struct KeptTile {
-    float* max;   // [kRowTile], of the tile, in bits, rounded up
+    float* max;   // [kRowTile]: maxima of the tile in bits, rounded up
     float* rows;  // [entry of the tile][kRowTile]: scores, then e^(logit - max)
-    float* next;  // the tile behind it
+    float* next;  // where the next tile is kept
 };
 
 inline KeptTile kept_at(float* start, const PromptTile& tile) {
@@ -73,7 +75,7 @@ inline KeptTile kept_at(float* start, const PromptTile& tile) {
     return {start, start + kRowTile - before * kRowTile, start + kKeptFloats};
 }
 
-// Runs `step<Vectors>(first row)` over the row vectors that hold the task's rows.
+// Calls `step<Vectors>(first row)` for the row vectors that hold rows of the task.
 template <typename Wide, typename Narrow>
 inline void over_rows(int rows, Wide wide, Narrow narrow) {
     int row = 0;

@@ -1,4 +1,5 @@
-// Part of kernels.cpp: p.v of a tile of entries for many query rows, which are in the lanes.
+// Part of kernels.cpp: computes p.v of a tile of entries for many query rows, which are in the
+// lanes.
 #pragma once
 
 #include <type_traits>
@@ -10,15 +11,15 @@ namespace {
 
 constexpr int kValueStep = 4;  // values of V at a time
 
-// Where value d of entry e of a tile lies: V as [entries][v_stride], or in K as convert_k() makes
-// it.
+// Returns where value d of entry e of a tile lies: V is [entries][v_stride], and V that is a part
+// of K is as convert_k() makes it.
 template <bool Latent>
 inline int value_place(int stride, int e, int d) {
     return Latent ? d * kPromptEntries + e : e * stride + d;
 }
 
-// output[kValueStep][kRowTile] = output * factor + share * sum over entries of v[entry][0..4) *
-// weights[entry].
+// Computes output[kValueStep][kRowTile] = output * factor + share * the sum over entries of
+// v[entry][0..4) * weights[entry].
 template <int Vectors, bool Latent>
 inline void value_block(const float* weights, const float* v, int stride, int count,
                         const float* factors, const float* shares, float* output) {
@@ -42,7 +43,7 @@ inline void value_block(const float* weights, const float* v, int stride, int co
     }
 }
 
-// The same of n pairs of entries in integers.
+// Does the same in integers for n pairs of entries.
 template <int Vectors, bool Latent>
 ENTROPYKV_NOINLINE void value_pairs(const std::int32_t* weights, const std::int32_t* v, int stride,
                                     int n, const float* factors, const float* parts,
@@ -71,8 +72,8 @@ ENTROPYKV_NOINLINE void value_pairs(const std::int32_t* weights, const std::int3
     });
 }
 
-// The scales of one block of V of all entries of a tile, as parts of the largest one in integers;
-// those of others are 0. Returns what an integer of 1 is worth.
+// Converts the scales of one block of V of all entries in a tile to integers, relative to the
+// largest one; those behind the last entry become 0. Returns the value of an integer of 1.
 inline float part_scales(const PromptTile& tile, const PageLayout& layout, int block, float* out) {
     const int n = tile.n_groups * kGroupEntries;
     for (int e = 0; e < n; e += kLanes) {
@@ -90,7 +91,8 @@ inline float part_scales(const PromptTile& tile, const PageLayout& layout, int b
     return limit / kLargestShort;
 }
 
-// Weights of Vectors * kLanes rows times the scales of a block, as integers.
+// Multiplies the weights of Vectors * kLanes rows by the scales of a block, and rounds them to
+// integers.
 template <int Vectors>
 inline void round_weights(const PromptTile& tile, const float* weights, const float* scales,
                           std::int32_t* out) {

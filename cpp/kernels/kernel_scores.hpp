@@ -1,4 +1,4 @@
-// Part of kernels.cpp: what scores need of the stored rows.
+// Part of kernels.cpp: computes from the stored rows what scores of entries need.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,8 @@ inline float half_row_norm(const std::uint16_t* row, int stride) {
     return sum(total);
 }
 
-// Of the four entries whose values are interleaved; scales: of their first one.
+// Adds to the norms of the four entries whose values are interleaved; scales: from the first one's
+// on.
 inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
                            float* norms) {
     for (int i = 0; i < 4; ++i) norms[i] = 0.0f;
@@ -42,7 +43,8 @@ inline Vec add_expected(Vec key, float mean, float half_variance, Vec sum) {
     return multiply_add(key, multiply_add(broadcast(half_variance), key, broadcast(mean)), sum);
 }
 
-constexpr int kChains = 4;  // sums that do not wait for each other; strides are whole multiples
+// Independent sums do not wait for each other. Strides are multiples of this.
+constexpr int kChains = 4;
 
 struct Chains {
     Vec of[kChains]{zero(), zero(), zero(), zero()};
@@ -85,7 +87,8 @@ inline void over_keys_of(const PageLayout& layout, const std::byte* page, int sl
     }
 }
 
-// Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) as above.
+// Calls visit(slot, over_keys) for every vector of entries of a page; over_keys(visit) works as
+// above.
 template <typename Visit>
 inline void over_page_vectors(const PageLayout& layout, const std::byte* page, Visit visit) {
     with_type(layout.type, [&](auto known) {
@@ -96,7 +99,7 @@ inline void over_page_vectors(const PageLayout& layout, const std::byte* page, V
     });
 }
 
-// Of V that is the first values of K.
+// Computes the norms of V that is a part of K.
 inline void latent_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
         Chains total;
@@ -140,7 +143,7 @@ void expected_logits(const PageLayout& layout, const std::byte* page, const floa
     });
 }
 
-// q.k of a vector of entries and so many queries; over_keys as above.
+// Computes q.k of a vector of entries and so many queries; over_keys works as above.
 template <int Rows, typename OverKeys>
 inline void vector_products(OverKeys over_keys, const float* queries, int stride, float* out,
                             int out_stride) {
@@ -200,7 +203,7 @@ void newer_cosines(const float* keys, int n, int dim, float* cosines) {
         for (int i = row / kLanes * kLanes; i < n; i += kLanes) {
             Vec sums[4]{zero(), zero(), zero(), zero()};
             for (int d = 0; d < dim; ++d) {
-                const float* values = keys + d * kContest;
+                const float* values = keys + d * kComparedKeys;
                 const Vec others = load(values + i);
                 for (int r = 0; r < 4; ++r)
                     sums[r] = multiply_add(broadcast(values[row + r]), others, sums[r]);

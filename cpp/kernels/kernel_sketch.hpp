@@ -1,4 +1,4 @@
-// Part of kernels.cpp: q.k of keys that are sketched.
+// Part of kernels.cpp: estimates q.k from the sketches of keys.
 #pragma once
 
 #include "kernels/kernel_scores.hpp"
@@ -11,7 +11,7 @@ inline void widen(const std::uint16_t* halves, int n, float* out) {
     for (int d = 0; d < n; d += kLanes) store(out + d, load_half(halves + d));
 }
 
-// The keys of a group as floats, [k_stride][16 entries].
+// Converts the sketch of a group's keys to floats, [k_stride][16 entries].
 inline void open_sketch(const KeySketch& sketch, const std::byte* group, float* keys) {
     float least[kMaxHeadDim];
     float steps[kMaxHeadDim];

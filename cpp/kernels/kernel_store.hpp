@@ -1,4 +1,4 @@
-// Part of kernels.cpp: rows of K and V into the slots of a page.
+// Part of kernels.cpp: stores rows of K and V in the slots of a page.
 #pragma once
 
 #include "kernels/kernel_tile.hpp"
@@ -6,7 +6,7 @@
 namespace entropykv {
 namespace {
 
-// A row as f16 in a temporary, padded with zeros.
+// Converts a row to f16 in a temporary, padded with zeros.
 inline void convert_half_row(const float* row, int dim, int stride, std::uint16_t* out) {
     int d = 0;
     for (; d + kLanes <= dim; d += kLanes) store_half(out + d, load(row + d));
@@ -28,7 +28,8 @@ inline float largest_magnitude(const float* values, int n) {
     return limit;
 }
 
-// ggml's q8_0: scale = largest magnitude / 127 (stored as f16), values rounded to nearest.
+// Quantises as ggml's q8_0 does: scale = largest magnitude / 127 (stored as f16), values rounded to
+// the nearest integer.
 inline void convert_int8_row(const float* row, int dim, int stride, std::int8_t* out,
                              std::uint16_t* scales) {
     for (int block = 0; block * kQuantBlock < stride; ++block) {

@@ -1,4 +1,4 @@
-// Which kernels there are, and what they need.
+// Lists the kernels, and computes how much scratch they need.
 #include "kernels/kernels.hpp"
 #include "platform/instruction_sets.hpp"
 
@@ -17,9 +17,9 @@ std::vector<const KernelTable*> available_kernels() {
 }
 
 std::size_t prompt_scratch_floats(const PageLayout& layout) {
-    const int entries = kEntryTile + kGroupEntries;  // a tile starts anywhere in a group
+    const int entries = kEntryTile + kGroupEntries;  // a tile may start anywhere in a group
     const int values = layout.k_stride + layout.v_stride;
-    const int rows = entries / 2 + 6;  // pairs of weights, and values of a row
+    const int rows = entries / 2 + 6;  // pairs of weights, and six arrays with one value per row
     return static_cast<std::size_t>(entries * (values + 1) + rows * kRowTile + kKeptFloats);
 }
 

@@ -1,4 +1,4 @@
-// Part of kernels.cpp: the groups of entries that a kernel works on at a time.
+// Part of kernels.cpp: cuts entries into tiles of groups, which a kernel computes at a time.
 #pragma once
 
 #include <type_traits>
@@ -8,8 +8,8 @@
 #include "kernels/kernels.hpp"
 #include "platform/simd.hpp"
 
-// Every combination of rows and vectors is a function of its own: inlined into one, they take the
-// compiler minutes.
+// Every combination of rows and vectors is a function of its own. Inlined into one function, they
+// would take the compiler minutes.
 #define ENTROPYKV_NOINLINE __attribute__((noinline))
 #define ENTROPYKV_INLINE __attribute__((always_inline))
 
@@ -21,8 +21,8 @@ ENTROPYKV_INLINE inline void repeat_each(std::integer_sequence<int, I...>, Step 
     (step(std::integral_constant<int, I>()), ...);
 }
 
-// Calls step(0), .. step(N - 1) with constants: an array that is indexed by nothing else lives in
-// registers. (A loop over it is unrolled too late for that: GCC keeps the array in memory.)
+// Calls step(0), .. step(N - 1) with constant arguments, so that arrays indexed only by them live
+// in registers. GCC unrolls a loop too late for that, and keeps the array in memory.
 template <int N, typename Step>
 ENTROPYKV_INLINE inline void repeat(Step step) {
     repeat_each(std::make_integer_sequence<int, N>(), step);
@@ -35,7 +35,7 @@ constexpr T smaller(T a, T b) {
     return a < b ? a : b;
 }
 
-// 16 neighbours of a page.
+// Refers to 16 neighbouring entries of a page.
 struct Group {
     const std::byte* k;
     const std::byte* v;
@@ -44,16 +44,17 @@ struct Group {
     const std::int32_t* positions;
 };
 
-// Entries [first, last) as whole groups: before the first entry are `skipped` others of its group.
+// Refers to the entries [first, last) as whole groups; the first group has `skipped` other entries
+// before them.
 template <int Groups>
 struct Tile {
     int skipped;
-    int count;  // skipped ones included
+    int count;  // includes the skipped entries
     int n_groups;
     Group groups[Groups];
 };
 
-// The first of what is left of a range, at most `most` entries from a multiple of a group's on.
+// Takes the first part of a range, up to `most` entries after a multiple of the group size.
 template <int Groups>
 inline void open_tile(const EntryRange& range, int first, int most, Tile<Groups>& tile) {
     const PageLayout& layout = *range.layout;

@@ -1,4 +1,4 @@
-// Part of kernels.cpp: from the type of K and V that a page says to code that is compiled for it.
+// Part of kernels.cpp: calls code that is compiled for the KV type of a page.
 #pragma once
 
 #include "page/page_layout.hpp"
@@ -6,13 +6,13 @@
 namespace entropykv {
 namespace {
 
-// A type of K and V as a type.
+// Wraps a KV type in a C++ type.
 template <KvType Type>
 struct KnownType {
     static constexpr KvType type = Type;
 };
 
-// Calls run(KnownType). There is no default: the compiler names every type that is missing here.
+// Calls run(KnownType). There is no default branch, so the compiler reports a missing type.
 template <typename Run>
 inline void with_type(KvType type, Run run) {
     switch (type) {
@@ -21,7 +21,8 @@ inline void with_type(KvType type, Run run) {
     }
 }
 
-// For the last branch of what is written type by type: a type without one does not compile.
+// Goes into the last branch of code that distinguishes types, so that a type without a branch does
+// not compile.
 template <KvType Type>
 constexpr bool kIsUnknown = false;
 

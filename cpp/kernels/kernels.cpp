@@ -1,8 +1,9 @@
-// The kernels of one instruction set. CMake compiles this file once for each; simd.hpp picks the
-// vector type from the compiler's flags.
+// Defines the kernels of one instruction set. CMake compiles this file once for each; simd.hpp
+// picks the vector type from the flags of the compiler.
 #include "kernels/kernels.hpp"
 
-#include "kernels/kernel_decode_types.hpp"
+#include "kernels/kernel_decode_f16.hpp"
+#include "kernels/kernel_decode_q8.hpp"
 #include "kernels/kernel_features.hpp"
 #include "kernels/kernel_observe.hpp"
 #include "kernels/kernel_prompt.hpp"
@@ -11,6 +12,16 @@
 #include "kernels/kernel_store.hpp"
 
 namespace entropykv {
+namespace {
+
+void decode(const DecodeTask& task) {
+    switch (task.entries.layout->type) {
+        case KvType::f16: return decode_f16(task);
+        case KvType::q8_0: return decode_q8_0(task);
+    }
+}
+
+}  // namespace
 
 #if defined(__AVX512VNNI__)
 const KernelTable kKernelsAvx512Vnni{

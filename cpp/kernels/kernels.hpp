@@ -1,25 +1,23 @@
-// The kernels of the attention op, one table of them per instruction set. They work on pages (see
-// page_layout.hpp), allocate nothing and know nothing of heads, budgets or threads.
+// Declares the kernels of the attention op, with one table per instruction set. They work on pages
+// (see page_layout.hpp), allocate nothing, and know nothing of heads, budgets or threads.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "decide/contest.hpp"
-#include "decide/feature_shape.hpp"
-#include "decide/statistic.hpp"
+#include "decide/kernel_types.hpp"
 #include "page/key_sketch.hpp"
 #include "page/page_layout.hpp"
 
 namespace entropykv {
 
-constexpr int kRowTile = 64;    // query rows of one prompt tile
-constexpr int kEntryTile = 64;  // entries converted to f32 at a time
+constexpr int kRowTile = 64;    // query rows of a prompt tile
+constexpr int kEntryTile = 64;  // entries converted at a time
 constexpr float kMaskedLogit = -1e30f;
-constexpr int kMaxFeatures = 2 * kMaxHeadDim + kMaxHeadDim / 2 + 3;  // see feature_shape.hpp
+constexpr int kMaxFeatures = 2 * kMaxHeadDim + kMaxHeadDim / 2 + 3;  // see kernel_types.hpp
 
-// Entries [first, last) of one KV head, in the order of its page table.
+// Refers to the entries [first, last) of one KV head, in the order of its page table.
 struct EntryRange {
     const PageLayout* layout;
     const std::byte* const* pages;
@@ -27,9 +25,9 @@ struct EntryRange {
     int last;
 };
 
-// What an online softmax carries from one range to the next, per query row: the largest logit m (of
-// the prompt kernel: in bits, log2(e) times that, perhaps rounded up), sum of e^(l-m), sum of
-// e^(l-m)(l-m) (for the entropy), and the unnormalised output.
+// Holds what an online softmax passes from one range to the next, per query row: the largest logit
+// m (in the prompt kernel in bits, that is log2(e) times the logit, perhaps rounded up), the sum of
+// e^(l-m), the sum of e^(l-m)(l-m) for the entropy, and the unnormalised output.
 struct SoftmaxState {
     float* max;
     float* sum;
@@ -37,42 +35,42 @@ struct SoftmaxState {
     float* output;
 };
 
-// rows query rows that see the same entries (one token of a GQA group).
+// Describes `rows` query rows that see the same entries: one token of a GQA group.
 struct DecodeTask {
     EntryRange entries;
     const float* query;  // [rows][layout.k_stride], scaled
     int rows;
-    float softcap;          // 0: none
-    std::int32_t position;  // of the token
-    float oldest;           // relative to it: entries before are not seen (sliding window)
-    const float* slopes;    // [rows]: what a logit falls by per position (ALiBi); null: nothing
-    float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
+    float softcap;          // 0: logits are not capped
+    std::int32_t position;  // is that of the token
+    float oldest;         // is relative to the token; earlier entries are not seen (sliding window)
+    const float* slopes;  // [rows]: by what a logit falls per position (ALiBi); null: 0
+    float* logits;        // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
-    SoftmaxState state;   // output [rows][layout.v_stride]
-    EntryRange upcoming;  // what the thread reads next: asked for early; layout null: not known
+    SoftmaxState state;   // its output is [rows][layout.v_stride]
+    EntryRange upcoming;  // what the thread reads next, for prefetching; null layout: unknown
 };
 
-// Up to kRowTile query rows, each with its own position. Those of rows are relative to the
-// micro-batch's first token, and so small that floats hold them; of entries, differences to it are
-// taken as integers.
+// Describes up to kRowTile query rows, each with its own position. Positions of rows are relative
+// to the first token of the micro-batch, so that floats can hold them. For entries, the difference
+// to that token is computed in integers.
 struct PromptTask {
     EntryRange entries;
     const float* query;          // [layout.k_stride][kRowTile], scaled
-    std::int32_t base_position;  // of the micro-batch's first token
-    const float* row_positions;  // [kRowTile], relative to it
-    const float* row_oldest;     // [kRowTile], relative to it; entries before are not seen
+    std::int32_t base_position;  // is that of the first token of the micro-batch
+    const float* row_positions;  // [kRowTile], relative to base_position
+    const float* row_oldest;  // [kRowTile], relative to base_position; earlier entries are not seen
     int rows;
     bool masked;  // false: every row sees every entry
     float softcap;
-    const float* row_slopes;  // [kRowTile]: what a logit falls by per position (ALiBi), or null
-    float* scratch;           // prompt_scratch_floats(layout)
-    bool entropy;             // whether state.weighted is wanted
-    float* kept;              // kept_floats(entries) for prompt_observe, or null: not kept
-    SoftmaxState state;       // output [layout.v_stride][kRowTile]
+    const float* row_slopes;  // [kRowTile]: by what a logit falls per position (ALiBi), or null
+    float* scratch;           // prompt_scratch_floats(layout) floats
+    bool entropy;             // whether to compute state.weighted
+    float* kept;              // kept_floats(entries) floats for prompt_observe, or null
+    SoftmaxState state;       // its output is [layout.v_stride][kRowTile]
 };
 
-// What the prompt kernel can keep of a tile of entries: the rows' maxima there, and the weights of
-// its entries, of which the first and the last four may be others.
+// The prompt kernel can keep so many floats of a tile of entries: the maxima of the rows, and the
+// weights of the entries, the first and last four of which may belong to other tiles.
 constexpr int kKeptFloats = (1 + kEntryTile + 4) * kRowTile;
 constexpr std::size_t kept_floats(const EntryRange& range) {
     const int tiles = (range.last - range.first + kEntryTile - 1) / kEntryTile;
@@ -83,52 +81,56 @@ std::size_t prompt_scratch_floats(const PageLayout& layout);
 
 struct KernelTable {
     const char* name;
-    // Quantises rows of head_dim floats into the slots of a page.
+    // Quantises a row of floats into a slot of a page.
     void (*store_k)(const PageLayout&, std::byte* page, int slot, const float* row);
     void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
-    // The values of K (not their scales) of some entries of a group of a page, to another's.
+    // Copies the values of K (not their scales) of some entries from one group of a page to
+    // another.
     void (*move_keys)(const PageLayout&, const std::byte* from, int from_group, std::byte* to,
                       int to_group, const LaneMoves&);
     void (*decode)(const DecodeTask&);
     void (*prompt)(const PromptTask&);
-    // sums[j - first] += what the rows give to entry j, each times its weight [kRowTile] (or the
-    // largest of both); rows nearer than `neighbourhood` give nothing. state.max and state.sum are
-    // final; `kept` is what prompt() kept of the same range, and spares the scores.
+    // sums[j - first] += what the rows give to entry j, times their weights [kRowTile] (for some
+    // statistics the larger value instead of the sum). Rows nearer than `neighbourhood` give
+    // nothing. state.max and state.sum must be final. `kept`: what prompt() kept of the same range,
+    // so that scores need not be computed again.
     void (*prompt_observe)(const PromptTask&, Statistic, const float* row_weights,
                            float neighbourhood, float* sums);
-    // sums[j] += what one row gives to entry j of n; max and sum: of its softmax.
+    // sums[j] += what one row gives to entry j of n; max and sum belong to its softmax.
     void (*logits_observe)(const float* logits, int n, Statistic, float max, float sum,
                            float* sums);
-    // Squared norms of V of all layout.entries slots of a page.
+    // Computes the squared norms of V of all layout.entries slots of a page.
     void (*value_norms)(const PageLayout&, const std::byte* page, float* norms);
-    // k.mean + sum of k^2 * half_variance of all slots of a page; mean, half_variance [k_stride].
+    // Computes k.mean + the sum of k^2 * half_variance for all slots of a page; both arguments are
+    // [k_stride].
     void (*expected_logits)(const PageLayout&, const std::byte* page, const float* mean,
                             const float* half_variance, float* logits);
-    // q.k of all slots of a page; queries [rows][k_stride], out [rows][out_stride].
+    // Computes q.k of all slots of a page; queries are [rows][k_stride], out is [rows][out_stride].
     void (*products)(const PageLayout&, const std::byte* page, const float* queries, int rows,
                      float* out, int out_stride);
-    // The same of a page that is sketched.
+    // Estimates the same from the sketch of a page.
     void (*sketch_products)(const KeySketch&, const std::byte* page, const float* queries, int rows,
                             float* out, int out_stride);
-    // log of the sum of e^logit; n >= 1.
+    // Returns the logarithm of the sum of e^logit; n must be at least 1.
     float (*log_sum)(const float* logits, int n);
-    // Of n keys of length 1, [dim][kContest], zeros behind them: the largest product of each with a
-    // later one, or with zeros.
+    // Computes for each of n keys of length 1, [dim][kComparedKeys] padded with zeros, its largest
+    // product with a later key, or with the padding.
     void (*newer_cosines)(const float* keys, int n, int dim, float* cosines);
-    // What an entry is told by: see FeatureShape. turns: [pair][cosine, sine], which turn the key
-    // back to position 0; value is not read where it is a part of the key.
-    void (*features)(const FeatureShape&, const float* key, const float* value, const float* turns,
-                     float* out);
-    // The product of weights [n] with all features but those of the value; and with those.
+    // Computes the features of an entry: see FeatureShape. rotation: [pair][cosine, sine], rotates
+    // the key back to position 0. value: not read if it is a part of the key.
+    void (*features)(const FeatureShape&, const float* key, const float* value,
+                     const float* rotation, float* out);
+    // Multiply weights [n] with the features: predict_key() with all but those of the value, and
+    // predict_value() with those.
     float (*predict_key)(const FeatureShape&, const float* weights, const float* key,
-                         const float* turns);
+                         const float* rotation);
     float (*predict_value)(const FeatureShape&, const float* weights, const float* value);
-    // sums += the sum over rows [n_rows][stride] of their outer products with themselves, of which
-    // the lower triangle is held, row by row; stride: n and zeros up to a multiple of 16.
+    // Adds the outer products of rows [n_rows][stride] with themselves to sums, which hold the
+    // lower triangle row by row. stride: n, padded with zeros to a multiple of 16.
     void (*add_products)(const float* rows, int n_rows, int stride, int n, double* sums);
 };
 
-// All kernels that this machine runs, the slowest first.
+// Returns all kernels that this machine can run, the slowest first.
 std::vector<const KernelTable*> available_kernels();
 
 extern const KernelTable kKernelsPortable;

@@ -9,7 +9,7 @@
 namespace entropykv {
 namespace {
 
-// ggml's own header of what lies in one of its contexts; no public header has it.
+// Repeats ggml's internal header of an object in a context, which no public header declares.
 struct Object {
     std::size_t offset;
     std::size_t size;
@@ -27,7 +27,7 @@ struct Named {
 #define ENTROPYKV_OP(name) \
     Named { "GGML_OP_" #name, #name, ggml_op_name(GGML_OP_##name) }
 
-// Every number of ggml that the hooks and probes compare a node with.
+// Returns all numbers of ggml that hooks and probes compare nodes with.
 std::vector<Named> numbers() {
     return {ENTROPYKV_OP(NONE),
             ENTROPYKV_OP(ADD),

@@ -1,5 +1,5 @@
-// Whether the headers that this extension was compiled with are those of the libraries it runs
-// with: it reads and changes llama.cpp's structures in memory, so that nothing may differ.
+// Checks that the libraries match the headers that this extension was compiled with. It reads and
+// changes llama.cpp's structures in memory, so even a small difference could corrupt them.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,11 @@
 
 namespace entropykv {
 
-// What the loaded ggml and llama.cpp have otherwise than the headers, such as "GGML_OP_GLU is
-// called UNARY"; empty if all is as compiled.
+// Returns what differs in the loaded ggml and llama.cpp, for example "GGML_OP_GLU is called UNARY";
+// empty if nothing does.
 std::vector<std::string> differences();
 
-// A structure that Python passes to llama.cpp, as the headers have it.
+// Describes a structure that Python passes to llama.cpp, as the headers declare it.
 struct StructLayout {
     const char* name;
     std::size_t size;
@@ -21,7 +21,7 @@ struct StructLayout {
 };
 std::vector<StructLayout> struct_layouts();
 
-// Of what llama.cpp writes for a sequence: files with another one cannot be read.
+// Returns the version of llama.cpp's sequence states; files with another version cannot be read.
 int sequence_state_version();
 
 }  // namespace entropykv

@@ -1,4 +1,4 @@
-// The tensors of llama.cpp's cache, by their names, and their memory.
+// Finds the tensors of llama.cpp's cache by their names, and frees their memory.
 #pragma once
 
 #include <ggml.h>
@@ -19,7 +19,7 @@ inline const ggml_tensor* root_of(const ggml_tensor* tensor) {
     return tensor;
 }
 
-// N of a view of cache_<which>_l<N>; -1 for anything else.
+// Returns N if the tensor is a view of cache_<which>_l<N>, otherwise -1.
 inline int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
     if (tensor == nullptr) return -1;
     const char* name = root_of(tensor)->name;
@@ -27,8 +27,8 @@ inline int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
     return std::strncmp(name, prefix, length) == 0 ? std::atoi(name + length) : -1;
 }
 
-// llama.cpp's cache cells are never read nor written once the writes are ours: their memory goes
-// back to the system (it reads as zeros, should anything touch it).
+// Gives the memory of llama.cpp's cache cells back to the system, once our nodes have replaced all
+// reads and writes of them. If anything did read them, it would find zeros.
 inline void release_cells(const ggml_tensor* cache) {
 #if defined(MADV_DONTNEED)
     const auto system_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));

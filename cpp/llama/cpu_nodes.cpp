@@ -8,9 +8,9 @@
 namespace entropykv {
 namespace {
 
-// The scheduler gives a node to a device only where the device computes it. The node is in the
-// device's own memory then, unless it shows a tensor that was there before the graph, such as one
-// of the cache: that is in memory which the device can work in.
+// Tells whether a device may have been given a node. The scheduler gives a device only nodes that
+// it supports. The node then lies in the device's own memory, unless it is a view of an older
+// tensor, for example of the cache, in memory which the device can use.
 bool may_be_of(ggml_backend_dev_t device, const ggml_tensor* node) {
     if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) return false;
     if (!ggml_backend_dev_supports_op(device, node)) return false;

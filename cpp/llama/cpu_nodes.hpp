@@ -1,14 +1,14 @@
-// Which nodes of a graph are the CPU backend's own. ggml's scheduler gives nodes to other devices,
-// too, and some of these work in plain memory as the CPU does (BLAS, ZenDNN, OpenVINO): where a
-// node's buffer is says nothing then. A custom op in the hands of such a device ends the process.
+// Tells which nodes of a graph the CPU backend will compute. ggml's scheduler gives nodes to other
+// devices, too, and some of these work in plain memory like the CPU (BLAS, ZenDNN, OpenVINO), so
+// the buffer of a node does not tell. If such a device got a custom op, the process would abort.
 #pragma once
 
 struct ggml_tensor;
 
 namespace entropykv {
 
-// False where any other device that is there may have been given the node: one that computes such
-// a node, and works in its memory. To be asked before the node is changed.
+// Returns false if any other device supports the node and can use its memory. Must be called before
+// the node is changed.
 bool is_of_cpu(const ggml_tensor* node);
 
 }  // namespace entropykv

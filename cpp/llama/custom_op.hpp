@@ -1,6 +1,6 @@
-// Custom ops on nodes of llama.cpp's graphs: a node becomes a function of ours, which runs on
-// ggml's threads and finds the node's sources as they were. CPU backend only. A changed node stays
-// changed when llama.cpp reuses its graph.
+// Turns nodes of llama.cpp's graphs into custom ops: functions of ours, which run on ggml's threads
+// and find the sources of the node unchanged. Only the CPU backend can run them. When llama.cpp
+// reuses a graph, changed nodes stay changed.
 #pragma once
 
 #include <ggml.h>
@@ -9,7 +9,7 @@
 
 namespace entropykv {
 
-// ggml-impl.h's ggml_custom_op_params, which no public header has.
+// Copies ggml_custom_op_params of ggml-impl.h, which no public header declares.
 struct CustomOp {
     ggml_custom_op_t function;
     int n_tasks;
@@ -17,7 +17,7 @@ struct CustomOp {
 };
 static_assert(sizeof(CustomOp) <= GGML_MAX_OP_PARAMS, "a custom op must fit into op_params");
 
-// All threads will run it. `user_data` must live as long as the context.
+// Makes all threads run the function. `user_data` must live as long as the context.
 inline void make_custom(ggml_tensor* node, ggml_custom_op_t function, void* user_data) {
     const CustomOp op{function, GGML_N_TASKS_MAX, user_data};
     std::memset(node->op_params, 0, sizeof node->op_params);
@@ -25,7 +25,7 @@ inline void make_custom(ggml_tensor* node, ggml_custom_op_t function, void* user
     node->op = GGML_OP_CUSTOM;
 }
 
-// What a node of GGML_OP_CUSTOM runs.
+// Returns what a node with GGML_OP_CUSTOM runs.
 inline CustomOp custom_op_of(const ggml_tensor* node) {
     CustomOp op;
     std::memcpy(&op, node->op_params, sizeof op);

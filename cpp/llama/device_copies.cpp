@@ -6,7 +6,7 @@
 
 namespace entropykv {
 
-// Several nodes may have one name: a copy is of the last one, which was made from the others.
+// Several nodes may have the same name. The last one is kept, since copies are made of it.
 void DeviceCopies::note(const ggml_tensor* node) { last_[node->name] = node; }
 
 const ggml_tensor* DeviceCopies::source_of(const ggml_tensor* tensor) const {

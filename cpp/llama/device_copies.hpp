@@ -1,5 +1,5 @@
-// Finds the source of a tensor that ggml's scheduler has copied from one device to another. The
-// copy is a tensor without sources; only its name, "<device>#<name>#<number>", tells what it is of.
+// Finds the source of a tensor that ggml's scheduler has copied from one device to another. Such a
+// copy has no sources; only its name, "<device>#<name>#<number>", says what was copied.
 #pragma once
 
 #include <string>
@@ -11,13 +11,14 @@ namespace entropykv {
 
 class DeviceCopies {
 public:
-    // To be called with every node of a graph, in their order, as long as its tensors live.
+    // Must be called with every node of a graph in order, while its tensors exist.
     void note(const ggml_tensor* node);
-    // The tensor that was copied; `tensor` itself where it is no copy, or one of an unknown tensor.
+    // Returns the tensor that was copied, or `tensor` itself if it is not a copy or its source is
+    // unknown.
     const ggml_tensor* source_of(const ggml_tensor* tensor) const;
 
 private:
-    std::unordered_map<std::string, const ggml_tensor*> last_;  // by their names
+    std::unordered_map<std::string, const ggml_tensor*> last_;  // finds the last node by its name
 };
 
 }  // namespace entropykv

@@ -13,7 +13,7 @@ namespace entropykv {
 namespace {
 
 constexpr llama_seq_id kSequence = 0;
-constexpr int kCellPadding = 256;  // llama.cpp rounds the attended width up to it
+constexpr int kCellPadding = 256;  // llama.cpp rounds the attended width up to this
 
 class Stopwatch {
 public:
@@ -73,10 +73,10 @@ FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score, float 
       entropy_variation_(entropy_variation),
       protection_(protection),
       rope_sinks_(rope_sinks) {
-    score_by_position(score);  // throws where there is none
+    score_by_position(score);  // throws for an unknown measure
 }
 
-// Removes what llama.cpp holds at positions [first, last) of the text.
+// Removes positions [first, last) of the text from llama.cpp's cache.
 void FlatStore::remove(std::int32_t first, std::int32_t last) {
     const auto place = [&](std::int32_t p) { return rope_position(p, rope_sinks_, shift_); };
     if (!llama_memory_seq_rm(llama_get_memory(context_), kSequence, place(first),
@@ -157,7 +157,7 @@ void FlatStore::move_to(llama_context* context) {
 }
 
 void FlatStore::make_room(int n_tokens) {
-    // Tokens of a long micro-batch fill the holes by themselves.
+    // A long micro-batch fills the holes itself, so compaction is not needed.
     const int holes = highest_cell_ - static_cast<int>(positions_.size()) - n_tokens;
     if (holes >= kCellPadding) compact();
 }

@@ -1,5 +1,6 @@
-// Position-level eviction in llama.cpp's own cache, as the BitNet document does it: one choice for
-// all heads, llama_memory_seq_rm, and compaction by a round trip of the state. Any backend.
+// Evicts whole positions from llama.cpp's own cache, as the BitNet document does: all heads keep
+// the same positions, llama_memory_seq_rm removes the others, and saving and loading the state
+// compacts the cells. This works with any backend.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@ struct llama_context;
 
 namespace entropykv {
 
-// Ranges [first, last) of positions to remove, ascending: a plan to print, test and apply.
+// Lists the ranges [first, last) of positions to remove, ascending.
 struct FlatEviction {
     std::vector<std::int32_t> kept;
     std::vector<std::pair<std::int32_t, std::int32_t>> removed;
@@ -26,31 +27,32 @@ FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int 
 
 class FlatStore {
 public:
-    // rope_sinks: first positions that keep their rope position whatever the shift (rope.hpp).
+    // rope_sinks: how many first positions keep their rope position, whatever the shift (rope.hpp).
     FlatStore(llama_context* context, int budget, ScoreKind score, float entropy_variation,
               const Protection& protection, int rope_sinks);
 
-    // Before reading n_tokens: compacts where holes would cost attention time.
+    // Must be called before n_tokens tokens are read. Compacts if holes would slow attention down.
     void make_room(int n_tokens);
-    // After they were read at [position, position + n_tokens): evicts down to the budget.
+    // Must be called after tokens at [position, position + n_tokens) were read. Evicts down to the
+    // budget.
     void settle(std::int32_t position, int n_tokens);
     void set_budget(int budget, const Protection& protection);
     void truncate(std::int32_t position);
-    // Positions go on at another shift: llama.cpp rotates the keys in its next decode. Entries that
-    // would be clamped to the first position after the sinks are dropped: llama.cpp's cache removes
-    // by position, and could not tell them apart.
+    // Moves positions to another shift: llama.cpp rotates the keys in its next decode. Entries that
+    // would be clamped to the first position after the sinks are dropped, since llama.cpp removes
+    // by position and could not tell them apart.
     void rebase(int shift);
     int shift() const { return shift_; }
-    void set_shift(int shift) { shift_ = shift; }  // of a cache that was filled at it
-    // The store goes on in another context (larger or smaller) that holds nothing yet. Throws
-    // std::runtime_error where llama.cpp does not take what is held: it goes on in this one then.
+    void set_shift(int shift) { shift_ = shift; }  // for a cache that was filled at this shift
+    // Moves the store to another context of any size, which must be empty. If llama.cpp does not
+    // accept the state, throws std::runtime_error, and the store stays in its old context.
     void move_to(llama_context* context);
 
-    // llama.cpp's own bytes. The cells are compacted first, as they will be in whoever loads them:
-    // sums over cells in another order would be other numbers.
+    // Returns the bytes that llama.cpp writes. The cells are compacted first, as they will be after
+    // loading, because sums over cells in another order would give other numbers.
     std::vector<std::uint8_t> save_state();
-    // Replaces everything, and evicts down to the budget. Throws std::runtime_error where llama.cpp
-    // does not take the state; what was there before is there again then.
+    // Replaces the whole contents, then evicts down to the budget. If llama.cpp does not accept the
+    // state, throws std::runtime_error and restores the old contents.
     void load_state(std::vector<std::int32_t> positions, const std::uint8_t* state,
                     std::size_t size, std::size_t evicted, int shift);
 
@@ -60,8 +62,8 @@ public:
     std::size_t evicted() const { return evicted_; }
     std::size_t compactions() const { return compactions_; }
     double eviction_seconds() const { return eviction_seconds_; }
-    // Bytes of the largest copy of the cells that compact(), move_to() or a save or load has made:
-    // llama.cpp gives and takes a sequence's state as a whole.
+    // Returns the size of the largest copy of the cells made so far, by compaction, move_to(),
+    // saving or loading: llama.cpp reads and writes the state of a sequence as a whole.
     std::size_t largest_copy() const { return largest_copy_; }
 
 private:
@@ -80,7 +82,7 @@ private:
     int rope_sinks_;
     int shift_ = 0;
     std::vector<std::int32_t> positions_;
-    int highest_cell_ = 0;  // cells that may be in use, counted from the first
+    int highest_cell_ = 0;  // cells that may be in use, counted from the first one
     int peak_ = 0;
     std::size_t evicted_ = 0;
     std::size_t compactions_ = 0;

@@ -15,10 +15,11 @@
 namespace entropykv {
 namespace {
 
-// K write, V write unless V is a part of K, attention of every reader.
+// Counts our ops of a layer: the K write, the V write unless V is a part of K, and the attention of
+// every reader.
 int ops_of(const LayerShape& shape) { return (shape.latent ? 1 : 2) + shape.readers; }
 
-// Whether a tensor is an input of the graph, or only that in another type or shape.
+// Tells whether a tensor is an input of the graph, perhaps in another type or shape.
 bool is_input(const ggml_tensor* tensor, const DeviceCopies& copies) {
     while (tensor != nullptr) {
         tensor = copies.source_of(tensor);
@@ -31,7 +32,7 @@ bool is_input(const ggml_tensor* tensor, const DeviceCopies& copies) {
     return false;
 }
 
-// Whether a view shows the first values of every row of another one, and nothing else.
+// Tells whether a view has exactly the first values of every row of another view.
 bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
     if (part->view_offs != all->view_offs || part->ne[0] > all->ne[0]) return false;
     for (int i = 1; i < GGML_MAX_DIMS; ++i)
@@ -41,17 +42,17 @@ bool is_start_of(const ggml_tensor* all, const ggml_tensor* part) {
 
 }  // namespace
 
-GraphHook::GraphHook(int relu2_layers, int n_threads, bool in_company)
-    : weights_(relu2_layers, n_threads, in_company) {}
+GraphHook::GraphHook(int relu2_layers, int n_threads, bool batch_invariant)
+    : weights_(relu2_layers, n_threads, batch_invariant) {}
 
-// No exception may pass through llama.cpp, which calls this.
+// llama.cpp calls this, so no exception may leave it.
 bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     auto* hook = static_cast<GraphHook*>(user_data);
     try {
         if (!ask) return hook->times().end(node), true;
         if (hook->attention_ == nullptr) {
             hook->weights_.change_gate(node);
-            return hook->look(node);
+            return hook->probe(node);
         }
         hook->weights_.change(node);
         hook->change(node);
@@ -61,8 +62,7 @@ bool GraphHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     return hook->times().begin();
 }
 
-// ------------------------------------------------------------------------------------------------
-// probe
+// The following functions probe a graph.
 
 void GraphHook::refuse(const std::string& why) {
     if (refusal_.empty()) refusal_ = why;
@@ -72,25 +72,25 @@ void GraphHook::note_obstacle(const std::string& why) {
     if (rope_obstacle_.empty()) rope_obstacle_ = why;
 }
 
-bool GraphHook::look(const ggml_tensor* node) {
+bool GraphHook::probe(const ggml_tensor* node) {
     copies_.note(node);
     if (reads_learned_positions(node)) note_obstacle("its position embeddings are learned");
-    if (node->op == GGML_OP_FLASH_ATTN_EXT) look_at_attention(node);
-    if (node->op == GGML_OP_SET_ROWS) look_at_write(node);
+    if (node->op == GGML_OP_FLASH_ATTN_EXT) probe_attention(node);
+    if (node->op == GGML_OP_SET_ROWS) probe_write(node);
     if (node->op == GGML_OP_SOFT_MAX && std::strncmp(node->name, "kq_soft_max", 11) == 0)
         refuse("its attention is not one flash attention node per layer");
     return false;
 }
 
-void GraphHook::look_at_write(const ggml_tensor* node) {
+void GraphHook::probe_write(const ggml_tensor* node) {
     const int of_keys = cache_layer_of(node, kCacheK);
     if (of_keys < 0 && cache_layer_of(node, kCacheV) < 0) return;
     if (node->src[0]->type != GGML_TYPE_F32) refuse("its K or V is not computed in f32");
-    if (of_keys >= 0) look_at_keys(node->src[0], of_keys);
+    if (of_keys >= 0) probe_keys(node->src[0], of_keys);
 }
 
-void GraphHook::look_at_keys(const ggml_tensor* rows, int cache_layer) {
-    const RopeSeen rope = look_at_rope(rows, copies_);
+void GraphHook::probe_keys(const ggml_tensor* rows, int cache_layer) {
+    const RopeSeen rope = probe_rope(rows, copies_);
     if (!rope.obstacle.empty()) note_obstacle(rope.obstacle);
     if (!rope.factors_known) note_obstacle("its RoPE factors are not in memory");
     if (rope.short_factors) rope_limit_ = rope.params.n_ctx_orig;
@@ -107,7 +107,7 @@ RopeParams GraphHook::rope_of(int cache_layer, int head_dim) {
     return {};
 }
 
-void GraphHook::look_at_attention(const ggml_tensor* node) {
+void GraphHook::probe_attention(const ggml_tensor* node) {
     const ggml_tensor* q = node->src[0];
     const ggml_tensor* k = node->src[1];
     const ggml_tensor* v = node->src[2];
@@ -143,14 +143,14 @@ void GraphHook::look_at_attention(const ggml_tensor* node) {
     if (std::count_if(keys_.begin(), keys_.end(), of_layer) > 1)
         return refuse("it writes several kinds of keys for one layer");
     for (AttentionNode& first : nodes_)
-        if (first.cache_layer == cache_layer) return look_at_reader(first, node, seen);
+        if (first.cache_layer == cache_layer) return probe_reader(first, node, seen);
     nodes_.push_back(seen);
     masks_.push_back(node->src[3]);
 }
 
-// Another layer that attends to the K and V of `first`.
-void GraphHook::look_at_reader(AttentionNode& first, const ggml_tensor* node,
-                               const AttentionNode& seen) {
+// Records another layer that attends to the K and V of `first`.
+void GraphHook::probe_reader(AttentionNode& first, const ggml_tensor* node,
+                             const AttentionNode& seen) {
     const auto number = static_cast<std::size_t>(&first - nodes_.data());
     const LayerShape& a = first.shape;
     const LayerShape& b = seen.shape;
@@ -163,12 +163,11 @@ void GraphHook::look_at_reader(AttentionNode& first, const ggml_tensor* node,
     first.has_sinks = first.has_sinks || seen.has_sinks;
 }
 
-// ------------------------------------------------------------------------------------------------
-// serve
+// The following functions change graphs.
 
 void GraphHook::serve(AttentionBatch& attention) {
     layers_.clear();
-    copies_ = {};  // of tensors that are gone
+    copies_ = {};  // the probe's tensors no longer exist
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
         AttentionParams params;
         params.scale = nodes_[i].scale;
@@ -182,7 +181,7 @@ void GraphHook::serve(AttentionBatch& attention) {
     attention_ = &attention;
 }
 
-// The first reader; the others follow it.
+// Returns the entry of the first reader; those of the other readers follow it.
 GraphHook::LayerHook* GraphHook::layer_of(int cache_layer) {
     for (LayerHook& layer : layers_)
         if (layer.cache_layer == cache_layer) return &layer;
@@ -199,7 +198,7 @@ void GraphHook::replace(ggml_tensor* node, OpFunction function, const LayerHook&
 }
 
 void GraphHook::change(ggml_tensor* node) {
-    if (node->op == GGML_OP_CUSTOM) {  // a reused graph
+    if (node->op == GGML_OP_CUSTOM) {  // llama.cpp reused the graph
         const OpFunction function = custom_op_of(node).function;
         if (function == stage_k_op || function == stage_v_op || function == attend_op) ++served_;
         return;
@@ -241,8 +240,7 @@ void GraphHook::check_step() const {
     weights_.check_step();
 }
 
-// ------------------------------------------------------------------------------------------------
-// ops, on ggml's threads
+// The following functions are the ops; ggml's threads run them.
 
 namespace {
 

@@ -1,8 +1,8 @@
-// The seam to llama.cpp: replaces the K and V writes and the attention node of every layer in the
-// graphs of one llama_context, through its evaluation callback. First the context decodes one token
-// with the hook only looking (probe): what it saw is the model's geometry, or why the headwise
-// store cannot serve it. Then serve() hands it the attention of the sequences whose tokens are in a
-// micro-batch, and from then on every graph is changed before it is computed.
+// Connects the headwise store to llama.cpp: replaces the K and V writes and the attention nodes of
+// all layers in the graphs of one llama_context, through its evaluation callback. First the context
+// decodes one token while the hook only probes the graph: it finds the geometry of the model, or
+// why the headwise store cannot serve it. After serve(), every graph is changed before it is
+// computed, so that the sequences of the micro-batch attend with their own stores.
 #pragma once
 
 #include <atomic>
@@ -23,66 +23,68 @@ struct AttentionNode {
     LayerShape shape;
     float scale;
     float softcap;
-    float max_bias;  // of ALiBi; 0: none
+    float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
-    RopeParams rope;  // of its stored keys
+    RopeParams rope;  // rotates the stored keys
 };
 
 class GraphHook {
 public:
-    // Of its WeightHook, whose gates are changed while probing, too.
-    GraphHook(int relu2_layers, int n_threads, bool in_company = false);
+    // The parameters are those of its WeightHook, whose gates are changed while probing, too.
+    GraphHook(int relu2_layers, int n_threads, bool batch_invariant = false);
     GraphHook(const GraphHook&) = delete;
     GraphHook& operator=(const GraphHook&) = delete;
 
-    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
+    // object must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
-    // What the probe saw, in the order of the graph: one for every layer that has K and V of its
-    // own, with all that attend to them as its readers.
+    // Returns what the probe found in the order of the graph: one node for every layer with K and V
+    // of its own, whose readers are all layers that attend to them.
     const std::vector<AttentionNode>& nodes() const { return nodes_; }
-    // Why this graph cannot be served; empty if it can. Final once one token was decoded.
+    // Returns why this graph cannot be served, or an empty string. Final after one decoded token.
     std::string refusal() const {
         const char* fault = fault_.load();
         return refusal_.empty() && fault != nullptr ? fault : refusal_;
     }
-    // Why stored keys cannot be moved to other positions; empty if they can.
+    // Returns why stored keys cannot be moved to other positions, or an empty string.
     const std::string& rope_obstacle() const { return rope_obstacle_; }
-    // Positions that the model's frequencies hold for; 0: as many as it was trained for.
+    // Returns for how many positions the model's frequencies hold; 0: as many as it was trained
+    // for.
     int rope_limit() const { return rope_limit_; }
 
-    // From now on graphs are changed. `attention` must outlive the context's last decode.
+    // Changes all graphs from now on. `attention` must outlive the last decode of the context.
     void serve(AttentionBatch& attention);
 
     const ProductHook& products() const { return weights_.products(); }
     NodeTimes& times() { return weights_.times(); }
 
     void begin_step();
-    // Throws std::runtime_error unless every layer was served, for all tokens, since begin_step(),
-    // its gate included.
+    // Throws std::runtime_error unless, since begin_step(), every layer was served for all tokens,
+    // and its gate was changed.
     void check_step() const;
 
 private:
     struct LayerHook {
         GraphHook* hook;
-        int layer;  // of the store
+        int layer;  // number in the store
         int reader;
         int cache_layer;
         AttentionParams params;
-        std::vector<float> slopes;  // of ALiBi, or none
-        int next_reader = 0;        // of the graph, where reader is 0
+        std::vector<float> slopes;  // are those of ALiBi; empty: none
+        int next_reader = 0;        // next reader in the graph; used for the first reader only
     };
-    struct Keys {  // what a layer writes as K
+    struct Keys {  // is what a layer writes as K
         int cache_layer;
         RopeSeen rope;
     };
     using OpFunction = void (*)(ggml_tensor*, int, int, void*);
 
-    bool look(const ggml_tensor* node);
-    void look_at_attention(const ggml_tensor* node);
-    void look_at_reader(AttentionNode& first, const ggml_tensor* node, const AttentionNode& seen);
-    void look_at_write(const ggml_tensor* node);
-    void look_at_keys(const ggml_tensor* rows, int cache_layer);
+    bool probe(const ggml_tensor* node);
+    void probe_attention(const ggml_tensor* node);
+    void probe_reader(AttentionNode& first, const ggml_tensor* node, const AttentionNode& seen);
+    void probe_write(const ggml_tensor* node);
+    void probe_keys(const ggml_tensor* rows, int cache_layer);
     RopeParams rope_of(int cache_layer, int head_dim);
     void refuse(const std::string& why);
     void note_obstacle(const std::string& why);
@@ -97,15 +99,15 @@ private:
     AttentionBatch* attention_ = nullptr;
     WeightHook weights_;
     std::vector<AttentionNode> nodes_;
-    std::vector<const ggml_tensor*> masks_;  // of nodes_, while probing
+    std::vector<const ggml_tensor*> masks_;  // masks of nodes_, while probing
     std::vector<LayerHook> layers_;
     std::vector<Keys> keys_;
-    DeviceCopies copies_;  // while probing
+    DeviceCopies copies_;  // used while probing
     std::string refusal_;
     std::string rope_obstacle_;
     int rope_limit_ = 0;
-    int served_ = 0;                           // nodes of ours in the graphs of this step
-    std::atomic<const char*> fault_{nullptr};  // set in the graph, reported by check_step()
+    int served_ = 0;                           // our nodes in the graphs of this step
+    std::atomic<const char*> fault_{nullptr};  // set while the graph runs, reported by check_step()
 };
 
 }  // namespace entropykv

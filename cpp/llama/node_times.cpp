@@ -19,7 +19,8 @@ bool computes_nothing(const ggml_tensor* node) {
     }
 }
 
-// Writes to llama.cpp's cache and attention to what is in it, also where they are ours.
+// Tells whether a node writes to llama.cpp's cache or attends to it, or is our replacement of such
+// a node.
 bool is_attention(const ggml_tensor* node) {
     if (node->op != GGML_OP_FLASH_ATTN_EXT && node->op != GGML_OP_SET_ROWS &&
         node->op != GGML_OP_CUSTOM)
@@ -61,7 +62,8 @@ void NodeTimes::end(const ggml_tensor* node) {
     const ggml_tensor* weights = node->src[0];
     const double rows = static_cast<double>(node->ne[1] * node->ne[2] * node->ne[3]);
     time.operations += 2.0 * static_cast<double>(weights->ne[0] * node->ne[0]) * rows;
-    const auto matrices = static_cast<double>(weights->ne[2]);  // experts, each for its tokens
+    // Each expert is one matrix, and multiplies its own tokens.
+    const auto matrices = static_cast<double>(weights->ne[2]);
     time.bytes += static_cast<double>(ggml_nbytes(weights)) * std::min(1.0, rows / matrices);
 }
 

@@ -1,9 +1,8 @@
-// Where the time of llama.cpp's graphs goes: each node is computed by itself, and its time counts
-// for weights, attention or the rest. Whoever computes a node, llama.cpp or an op of ours, is timed
-// alike, so that both can be compared.
-//
-// To compute a node by itself takes some time of its own (threads start and wait): the median of
-// what nodes took that compute nothing is taken from every node.
+// Measures where the time of llama.cpp's graphs goes: each node is computed alone, and its time
+// counts as weights, attention or rest. Nodes of llama.cpp and our ops are timed in the same way,
+// so that they can be compared.
+// Computing a node alone takes extra time to start and join the threads. The median time of nodes
+// that compute nothing is therefore subtracted from every node.
 #pragma once
 
 #include <ggml.h>
@@ -19,18 +18,19 @@ constexpr int kWorks = 3;
 
 struct WorkTime {
     double seconds = 0.0;
-    double operations = 0.0;  // of products of weights: two per multiplication
-    double bytes = 0.0;       // of weights that were read
+    // Counts those of products of weights; a multiplication and an addition are two.
+    double operations = 0.0;
+    double bytes = 0.0;  // counts the weights that were read
 };
 
 class NodeTimes {
 public:
-    // Begins anew, or ends: from then on graphs are computed as a whole again.
+    // Starts measuring from 0, or stops: then graphs are computed as a whole again.
     void measure(bool on);
     bool measures() const { return measures_; }
 
-    // Around the computation of a node. begin() says whether the node is to be computed by itself:
-    // an evaluation callback returns that, and calls end() when it is done.
+    // Both are called around the computation of a node. An evaluation callback returns what begin()
+    // returns, whether to compute the node alone, and calls end() afterwards.
     bool begin() {
         if (measures_) start_ = Clock::now();
         return measures_;

@@ -35,12 +35,12 @@ bool is_weight(const ggml_tensor* tensor) {
            ggml_backend_buffer_get_usage(tensor->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 
-// Not of a device, nor of weights that llama.cpp has repacked for itself.
+// Excludes memory of devices, and weights that llama.cpp has repacked for itself.
 bool in_plain_memory(const ggml_tensor* tensor) {
     return tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer);
 }
 
-// Rows of f32, one after the other, one matrix of them.
+// Tells whether a tensor is one matrix of f32 with contiguous rows.
 bool is_matrix(const ggml_tensor* tensor) {
     return tensor->type == GGML_TYPE_F32 && tensor->nb[0] == sizeof(float) &&
            tensor->nb[1] % sizeof(float) == 0 && tensor->ne[2] == 1 && tensor->ne[3] == 1;
@@ -56,12 +56,12 @@ bool is_served(const ggml_tensor* node) {
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
 }
 
-// Of f16, only these kernels are faster than llama.cpp's: docs/products.md.
+// For f16, only these kernels are faster than llama.cpp's: see docs/products.md.
 bool serves_halves(const ProductTable* table) {
     return table != nullptr && std::strcmp(table->name, "avx512vnni") == 0;
 }
 
-// By measurement: docs/products.md.
+// This was measured: see docs/products.md.
 bool stock_is_faster(WeightType type, std::int64_t n_tokens) {
     constexpr int kManyTokens = 16;
     if (type == WeightType::f16) return n_tokens > 1 && n_tokens < kManyTokens;
@@ -73,20 +73,36 @@ const ProductTable* fastest_products() {
     return tables.empty() ? nullptr : tables.back();
 }
 
+// Tells whether a tensor has contiguous f32 values.
+bool is_plain_f32(const ggml_tensor* tensor) {
+    return tensor->type == GGML_TYPE_F32 && ggml_is_contiguous(tensor) &&
+           tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer);
+}
+
+// Threads share values instead of rows, because one token is a single row.
+void scale_op(ggml_tensor* node, int thread, int n_threads, void*) {
+    const float scale = *static_cast<const float*>(node->src[1]->data);
+    const auto* in = static_cast<const float*>(node->src[0]->data);
+    auto* out = static_cast<float*>(node->data);
+    const std::int64_t n = ggml_nelements(node);
+    const std::int64_t last = n * (thread + 1) / n_threads;
+    for (std::int64_t i = n * thread / n_threads; i < last; ++i) out[i] = in[i] * scale;
+}
+
 }  // namespace
 
-ProductHook::ProductHook(int n_threads, bool in_company) : in_company_(in_company) {
+ProductHook::ProductHook(int n_threads, bool batch_invariant) : batch_invariant_(batch_invariant) {
     const ProductTable* table = fastest_products();
     if (table != nullptr) products_.emplace(*table, n_threads);
     serves_halves_ = serves_halves(table);
 }
 
-// Nothing is changed where there is no memory for it.
+// If there is no memory, the node is not changed.
 bool ProductHook::take(ggml_tensor* node) noexcept {
     const auto type = type_of(node->src[0]->type);
     if (!products_ || !type || !is_served(node)) return false;
     if (*type == WeightType::f16 && !serves_halves_) return false;
-    if (!in_company_ && stock_is_faster(*type, node->src[1]->ne[1])) return false;
+    if (!batch_invariant_ && stock_is_faster(*type, node->src[1]->ne[1])) return false;
     try {
         products_->reserve(*type, static_cast<int>(node->src[0]->ne[0]),
                            static_cast<int>(node->src[1]->ne[1]));
@@ -132,6 +148,18 @@ void ProductHook::multiply_op(ggml_tensor* node, int thread, int n_threads, void
 bool is_product(const ggml_tensor* node) {
     return node->op == GGML_OP_MUL_MAT ||
            (node->op == GGML_OP_CUSTOM && custom_op_of(node).function == ProductHook::multiply_op);
+}
+
+void change_scaling(ggml_tensor* node) {
+    if (node->op != GGML_OP_MUL || ggml_nelements(node->src[1]) != 1) return;
+    if (!is_of_cpu(node) || !is_plain_f32(node) || !is_plain_f32(node->src[0]) ||
+        !is_plain_f32(node->src[1]))
+        return;
+    make_custom(node, scale_op, nullptr);
+}
+
+bool is_scaling(const ggml_tensor* node) {
+    return node->op == GGML_OP_CUSTOM && custom_op_of(node).function == scale_op;
 }
 
 }  // namespace entropykv

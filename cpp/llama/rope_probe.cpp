@@ -12,14 +12,14 @@
 namespace entropykv {
 namespace {
 
-constexpr int kMostNodes = 64;  // between a projection and the cache
+constexpr int kMostNodes = 64;  // most nodes that are searched between a projection and the cache
 constexpr const char* kChangedAfterwards = "its keys are changed after their rotation";
 
 bool starts_with(const char* text, const char* prefix) {
     return std::strncmp(text, prefix, std::strlen(prefix)) == 0;
 }
 
-// Whether a node only shows all of its source in another shape.
+// Tells whether a node only reshapes its source.
 bool is_reshape(const ggml_tensor* node) {
     if (node->op != GGML_OP_VIEW && node->op != GGML_OP_RESHAPE) return false;
     const ggml_tensor* source = node->src[0];
@@ -32,8 +32,8 @@ bool is_weight(const ggml_tensor* tensor) {
            ggml_backend_buffer_get_usage(tensor->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 
-// Whether a RoPE node lies between a tensor and the projections it was made by; where that takes
-// more than `left` nodes to tell, as if it did.
+// Tells whether there is a RoPE node between a tensor and the projections it comes from. Also
+// returns true if more than `left` nodes would have to be searched.
 bool has_rope_behind(const ggml_tensor* tensor, const DeviceCopies& copies, int& left) {
     tensor = copies.source_of(tensor);
     if (tensor == nullptr || tensor->op == GGML_OP_NONE) return false;
@@ -50,7 +50,8 @@ RopeSeen obstacle(const char* why) {
     return seen;
 }
 
-// ggml_rope_impl: op_params hold n_dims, mode, n_ctx_orig and the floats from 5 on.
+// Reads op_params as ggml_rope_impl writes them: n_dims, mode, n_ctx_orig, and from index 5 on
+// floats.
 RopeSeen read_rope(const ggml_tensor* node, const DeviceCopies& copies) {
     int integers[16];
     float floats[6];
@@ -72,7 +73,7 @@ RopeSeen read_rope(const ggml_tensor* node, const DeviceCopies& copies) {
     seen.params.ext_factor = floats[2];
     seen.params.beta_fast = floats[4];
     seen.params.beta_slow = floats[5];
-    // rope_yarn in ggml
+    // This is the formula of rope_yarn in ggml.
     seen.magnitude = floats[3];
     if (seen.params.ext_factor != 0.0f)
         seen.magnitude *= 1.0f - 0.1f * std::log(seen.params.freq_scale);
@@ -92,7 +93,8 @@ const ggml_tensor* without_reshapes(const ggml_tensor* node, const DeviceCopies&
     return node;
 }
 
-// Keys of two parts, side by side, the second one rotated (multi-head latent attention).
+// Reads keys that consist of two parts, the second of which is rotated (multi-head latent
+// attention).
 RopeSeen read_joined(const ggml_tensor* keys, const DeviceCopies& copies) {
     const ggml_tensor* rotated = without_reshapes(keys->src[1], copies);
     int left = kMostNodes;
@@ -110,7 +112,7 @@ RopeSeen read_joined(const ggml_tensor* keys, const DeviceCopies& copies) {
 
 }  // namespace
 
-RopeSeen look_at_rope(const ggml_tensor* rows, const DeviceCopies& copies) {
+RopeSeen probe_rope(const ggml_tensor* rows, const DeviceCopies& copies) {
     const ggml_tensor* keys = without_reshapes(rows, copies);
     if (keys->op == GGML_OP_ROPE) return read_rope(keys, copies);
     int left = kMostNodes;
@@ -123,15 +125,15 @@ bool reads_learned_positions(const ggml_tensor* node) {
 }
 
 bool KShiftProbe::on_node(ggml_tensor* node, bool ask, void* user_data) {
-    if (ask) static_cast<KShiftProbe*>(user_data)->look(node);
+    if (ask) static_cast<KShiftProbe*>(user_data)->probe(node);
     return !ask;
 }
 
-void KShiftProbe::look(const ggml_tensor* node) {
+void KShiftProbe::probe(const ggml_tensor* node) {
     copies_.note(node);
     if (reads_learned_positions(node)) obstacle_ = "its position embeddings are learned";
     if (node->op != GGML_OP_SET_ROWS || cache_layer_of(node, kCacheK) < 0) return;
-    const RopeSeen rope = look_at_rope(node->src[0], copies_);
+    const RopeSeen rope = probe_rope(node->src[0], copies_);
     if (!rope.obstacle.empty()) obstacle_ = rope.obstacle;
     if (rope.of_part) obstacle_ = kChangedAfterwards;
     if (std::abs(rope.magnitude - 1.0f) > 1e-3f)

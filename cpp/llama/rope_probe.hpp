@@ -1,4 +1,4 @@
-// Reads a model's rotary position embedding off the graph that llama.cpp built.
+// Reads the parameters of a model's rotary position embedding from the graph that llama.cpp built.
 #pragma once
 
 #include <string>
@@ -12,40 +12,41 @@ namespace entropykv {
 
 struct RopeSeen {
     RopeParams params;
-    int head_dim = 0;            // of the rotated keys; 0: they are not rotated
-    float magnitude = 1.0f;      // that the rotation multiplied them by
+    int head_dim = 0;            // is that of the rotated keys; 0: keys are not rotated
+    float magnitude = 1.0f;      // factor by which the rotation multiplies keys
     bool factors_known = true;   // params.freq_factors could be read
-    bool short_factors = false;  // they hold for n_ctx_orig positions only
-    bool of_part = false;        // what is rotated was joined with what is not
-    std::string obstacle;  // why the keys cannot be moved to other positions; empty if they can
+    bool short_factors = false;  // factors hold for n_ctx_orig positions only
+    bool of_part = false;        // rotated and other values were concatenated
+    std::string obstacle;        // why keys cannot be moved to other positions; empty if they can
 };
 
-// `rows`: what a layer writes to the cache as K, [n_head_kv * head_dim, n_tokens]; `copies` has
-// seen the nodes before.
-RopeSeen look_at_rope(const ggml_tensor* rows, const DeviceCopies& copies);
+// rows: what a layer writes to the cache as K, [n_head_kv * head_dim, n_tokens]. copies: must have
+// seen all nodes before.
+RopeSeen probe_rope(const ggml_tensor* rows, const DeviceCopies& copies);
 
-// Whether a node reads position embeddings that were learned, one for each position.
+// Tells whether a node reads learned position embeddings, one for each position.
 bool reads_learned_positions(const ggml_tensor* node);
 
-// Looks at the graph of one decode: whether llama.cpp's own K-shift would do to the keys of its
-// cache what the model's rotation did. It rotates every layer, and as of llama-cpp-python 0.3.36
-// multiplies by the magnitude again.
+// Examines the graph of one decode to find out whether llama.cpp's own K-shift would rotate the
+// keys in its cache as the model did. The K-shift rotates every layer, and as of llama-cpp-python
+// 0.3.36 multiplies by the magnitude again.
 class KShiftProbe {
 public:
     KShiftProbe() = default;
     KShiftProbe(const KShiftProbe&) = delete;
     KShiftProbe& operator=(const KShiftProbe&) = delete;
 
-    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
+    // object must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
-    // Why it would not; empty if it would.
+    // Returns why the K-shift would be wrong, or an empty string.
     std::string obstacle() const;
 
 private:
-    void look(const ggml_tensor* node);
+    void probe(const ggml_tensor* node);
 
-    int rotated_ = 0;  // layers
+    int rotated_ = 0;  // number of layers
     int unrotated_ = 0;
     std::string obstacle_;
     DeviceCopies copies_;

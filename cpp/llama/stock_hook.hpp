@@ -1,22 +1,23 @@
-// What a context that is llama.cpp's own gets for comparisons: nodes that can be timed, and the
-// gates of a model with squared ReLU, without which it would compute something else.
+// Leaves the graphs of a llama.cpp context as they are, for comparisons, except for the gates of a
+// model with squared ReLU, which would compute something else. It can also time nodes.
 #pragma once
 
 #include <optional>
 
-#include "llama/gate_hook.hpp"
 #include "llama/node_times.hpp"
+#include "llama/squared_relu_hook.hpp"
 
 namespace entropykv {
 
 class StockHook {
 public:
-    // relu2_layers: of a model with squared ReLU; 0 for any other.
+    // relu2_layers: the number of layers of a model with squared ReLU, or 0.
     explicit StockHook(int relu2_layers) {
         if (relu2_layers > 0) gates_.emplace(relu2_layers);
     }
 
-    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
+    // object must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data) {
         auto* hook = static_cast<StockHook*>(user_data);
         if (!ask) return hook->times_.end(node), true;
@@ -27,7 +28,7 @@ public:
     NodeTimes& times() { return times_; }
 
 private:
-    std::optional<GateHook> gates_;
+    std::optional<SquaredReluHook> gates_;
     NodeTimes times_;
 };
 

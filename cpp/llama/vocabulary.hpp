@@ -9,7 +9,7 @@ struct llama_vocab;
 
 namespace entropykv {
 
-// Those of control tokens such as <|im_end|> are their names.
+// The text of a control token is its name, for example <|im_end|>.
 std::shared_ptr<const TokenTrie> read_token_texts(const llama_vocab* vocabulary);
 
 }  // namespace entropykv

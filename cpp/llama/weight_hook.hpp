@@ -1,26 +1,26 @@
-// What becomes of the weights' part of a graph, whatever its cache: products of quantised weights
-// go to our kernels, their scales too, and the gates of a model with squared ReLU become that.
+// Changes the parts of a graph that use weights: our kernels compute products of quantised weights
+// and their scales, and the gates of a model with squared ReLU are corrected.
 #pragma once
 
 #include <optional>
 
-#include "llama/gate_hook.hpp"
 #include "llama/node_times.hpp"
 #include "llama/product_hook.hpp"
-#include "llama/scale_hook.hpp"
+#include "llama/squared_relu_hook.hpp"
 
 namespace entropykv {
 
 class WeightHook {
 public:
-    // relu2_layers: of a model with squared ReLU; 0 for any other. n_threads: most of an op.
-    // in_company: see ProductHook.
-    WeightHook(int relu2_layers, int n_threads, bool in_company = false)
-        : products_(n_threads, in_company) {
+    // relu2_layers: the number of layers of a model with squared ReLU, or 0. n_threads: the most
+    // threads of an op. batch_invariant: see ProductHook.
+    WeightHook(int relu2_layers, int n_threads, bool batch_invariant = false)
+        : products_(n_threads, batch_invariant) {
         if (relu2_layers > 0) gates_.emplace(relu2_layers);
     }
 
-    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
+    // object must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data) {
         auto* hook = static_cast<WeightHook*>(user_data);
         if (!ask) return hook->times_.end(node), true;
@@ -32,7 +32,7 @@ public:
         products_.change(node);
         change_scaling(node);
     }
-    // Leaves products as they are, for those who look at the graph.
+    // Changes gates only. A probe needs products as llama.cpp made them.
     void change_gate(ggml_tensor* node) {
         if (gates_) gates_->change(node);
     }
@@ -48,7 +48,7 @@ public:
     NodeTimes& times() { return times_; }
 
 private:
-    std::optional<GateHook> gates_;
+    std::optional<SquaredReluHook> gates_;
     ProductHook products_;
     NodeTimes times_;
 };

@@ -11,8 +11,8 @@
 namespace entropykv {
 namespace {
 
-// Cells that the first token of a mask [n_cells, n_tokens] sees. It is an input of the graph: there
-// before anything is computed.
+// Counts the cells that the first token of a mask [n_cells, n_tokens] attends to. The mask is an
+// input of the graph, so it is known before anything is computed.
 int seen_cells(const ggml_tensor* mask) {
     const bool readable = mask != nullptr && mask->type == GGML_TYPE_F16 && mask->data != nullptr &&
                           (mask->buffer == nullptr || ggml_backend_buffer_is_host(mask->buffer));

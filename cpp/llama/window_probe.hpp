@@ -1,5 +1,6 @@
-// Looks at the graph of one decode of a single token: how many cells of the cache each attention
-// layer lets it see. llama.cpp says whether a model has windows, but not which of its layers.
+// Finds out how many cells of the cache each attention layer lets a token see, from the graph of
+// decoding a single token. llama.cpp says whether a model has windows, but not which layers have
+// them.
 #pragma once
 
 #include <utility>
@@ -15,11 +16,12 @@ public:
     WindowProbe(const WindowProbe&) = delete;
     WindowProbe& operator=(const WindowProbe&) = delete;
 
-    // For llama_context_params.cb_eval and cb_eval_user_data; valid as long as this object.
+    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
+    // object must outlive the context.
     static bool on_node(ggml_tensor* node, bool ask, void* user_data);
 
-    // N of cache_k_l<N>, and cells seen; -1 where the mask cannot be read. Of all attention nodes
-    // since clear().
+    // Returns (N of cache_k_l<N>, visible cells) for all attention nodes since clear(); -1 cells:
+    // the mask could not be read.
     const std::vector<std::pair<int, int>>& visible() const { return visible_; }
     void clear() { visible_.clear(); }
 

@@ -1,8 +1,8 @@
-// Keys of frozen entries in 4 bits: enough to see which of them a query would attend to, without
-// the storage that holds them. Every value of a key has the range of its group's entries (per
-// channel, as in KIVI, Liu et al. 2024, arXiv:2402.02750), so that outliers among the channels cost
-// the others nothing. A sketch of a group: [k_stride / 8][16 entries] of 8 values in 4 bits each,
-// the lowest bits first; then the least values and the steps, [k_stride] f16 each.
+// Sketches are keys of frozen entries in 4 bits per value: precise enough to find those that a
+// query would attend to, without reading storage. Each channel of a group of entries has a range of
+// its own (as in KIVI, Liu et al. 2024, arXiv:2402.02750), so that outlier channels do not make the
+// others less precise. The sketch of a group is [k_stride / 8][16 entries] integers of 8 values
+// with 4 bits each, the lowest bits first, then the minima and the steps, [k_stride] f16 each.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,13 @@
 
 namespace entropykv {
 
-constexpr int kSketchValues = 8;  // that share an integer
+constexpr int kSketchValues = 8;  // values that share an integer
 constexpr int kSketchLevels = 16;
 
 struct KeySketch {
     int k_dim;
     int k_stride;
-    int n_groups;  // of a page
+    int n_groups;  // groups of a page
 
     explicit KeySketch(const PageLayout& layout)
         : k_dim(layout.k_dim),
@@ -39,7 +39,8 @@ struct KeySketch {
     }
     const std::uint16_t* steps(const std::byte* group) const { return least(group) + k_stride; }
 
-    // Of a page's keys; keys: room for a group's, [kGroupEntries][k_dim].
+    // Makes the sketch of a page's keys. keys: scratch for the keys of a group,
+    // [kGroupEntries][k_dim].
     void draw(const PageLayout& layout, const std::byte* page, float* keys,
               std::byte* sketch) const noexcept;
 };

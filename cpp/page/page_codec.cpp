@@ -54,7 +54,7 @@ constexpr bool all_have_a_codec() {
 }
 static_assert(all_have_a_codec(), "rows of kPageCodecs must be in the order of KvType");
 
-// What copies and packs entries knows units of these sizes.
+// Checks that all units have a size that the code that copies and packs entries can handle.
 constexpr bool units_are_known() {
     for (const PageCodec& codec : kPageCodecs) {
         const bool k = codec.k_unit_bytes == 2 || codec.k_unit_bytes == 4;

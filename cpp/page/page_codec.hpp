@@ -1,6 +1,6 @@
-// How the types of K and V lie in pages, in one table: of what units their rows are made, and how a
-// row is read. Whatever copies, sizes or packs entries goes by these numbers, and asks for no type;
-// only kernels are written for one (kernels/kernel_type.hpp).
+// Describes in one table how each KV type lies in pages: what units its rows consist of, and how a
+// row is read. Code that copies, sizes or packs entries uses this table instead of the type; only
+// kernels are written for one type (kernels/kernel_type.hpp).
 #pragma once
 
 #include <array>
@@ -12,27 +12,29 @@
 
 namespace entropykv {
 
-// Rows are made of units, which always move as a whole: as many neighbouring values as share one
-// integer. Where values have scales, kQuantBlock of them share one.
+// Rows consist of units that always move as a whole: neighbouring values that share an integer. If
+// values have scales, kQuantBlock of them share one.
 struct PageCodec {
     KvType type;
-    const char* name;  // as llama.cpp has it
+    const char* name;  // is what llama.cpp calls it
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
-    int v_together;  // entries whose units of V lie interleaved
+    int v_together;  // entries whose units of V are interleaved
     bool scaled;
-    // The first n values of the K row of an entry, and all of its V row, of no latent layout.
+    // Load the first n values of the K row of an entry, and its whole V row (not for latent
+    // layouts).
     void (*load_k)(const PageLayout&, const std::byte* page, int slot, int n, float* out);
     void (*load_v)(const PageLayout&, const std::byte* page, int slot, float* out);
 };
 
 constexpr std::size_t kNumberOfKvTypes = static_cast<std::size_t>(KvType::q8_0) + 1;
-extern const std::array<PageCodec, kNumberOfKvTypes> kPageCodecs;  // in the order of KvType
+// The table has its rows in the order of KvType.
+extern const std::array<PageCodec, kNumberOfKvTypes> kPageCodecs;
 
-// The row of a type. Throws std::invalid_argument where there is none.
+// Returns the row of a type. Throws std::invalid_argument if there is none.
 const PageCodec& codec_of(KvType type);
 
-// The type of a name. Throws std::invalid_argument.
+// Returns the type with a name. Throws std::invalid_argument if there is none.
 KvType kv_type_named(const std::string& name);
 std::vector<std::string> kv_type_names();
 

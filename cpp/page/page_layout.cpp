@@ -19,7 +19,7 @@ int whole_groups(int entries) {
     return (entries + kGroupEntries - 1) / kGroupEntries * kGroupEntries;
 }
 
-// Copies n units of so many bytes that lie `apart` units from each other.
+// Copies n units of `bytes` bytes that lie `apart` units from each other.
 template <typename Unit>
 void copy_strided(const std::byte* from, std::byte* to, int n, std::size_t apart) {
     const Unit* source = reinterpret_cast<const Unit*>(from);
@@ -112,8 +112,8 @@ void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, s
     copy_value(layout, from, from_slot, to, to_slot);
 }
 
-void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                int to_slot) {
+void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                   int to_slot) {
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];
     layout.importance(to)[to_slot] = layout.importance(from)[from_slot];
 }
@@ -121,7 +121,7 @@ void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, 
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot) {
     copy_rows(layout, from, from_slot, to, to_slot);
-    copy_marks(layout, from, from_slot, to, to_slot);
+    copy_metadata(layout, from, from_slot, to, to_slot);
 }
 
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out) {

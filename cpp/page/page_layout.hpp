@@ -1,4 +1,5 @@
-// How a page holds a fixed number of entries of one layer: K rows, V rows, positions, importance.
+// Defines how a page holds a fixed number of entries of one layer: K rows, V rows, positions,
+// importance.
 #pragma once
 
 #include <cstddef>
@@ -6,38 +7,40 @@
 
 namespace entropykv {
 
-enum class KvType { f16, q8_0 };  // what they are: page_codec.hpp
+enum class KvType { f16, q8_0 };  // described in page_codec.hpp
 
 constexpr int kMaxHeadDim = 1024;
-constexpr int kQuantBlock = 32;  // values that share one scale in q8_0
+constexpr int kQuantBlock = 32;  // values that share a scale in q8_0
 
-// Entries of a page that lie side by side. One vector of AVX-512 holds a value of each.
+// Entries are interleaved in groups of this size, so that one AVX-512 vector holds one value of
+// each.
 constexpr int kGroupEntries = 16;
 
-// The order of four values in the four bytes of q8_0: the even bytes are the first two, the odd
-// bytes the last two, so that either half widens to pairs of neighbours.
+// Returns where value i of four goes in the four bytes of a q8_0 unit: the even bytes hold the
+// first two values, the odd bytes the last two, so that either half widens to pairs of neighbours.
 constexpr int quad_place(int i) { return i % 2 * 2 + i % 4 / 2; }
 
-// Offsets in bytes from the start of a page. Rows are padded with zeros to 16 values, and every
-// array to whole groups, so that no kernel has a tail.
+// Holds the offsets in bytes from the start of a page. Rows are padded with zeros to 16 values, and
+// every array to whole groups, so that kernels need not handle a remainder.
 //
 //            f16                             q8_0
 // K          [group][k_stride][16 entries]   [group][k_stride / 4][16 entries][4 values]
 // V          [entry][v_stride]               [entry / 4][v_stride][4 entries]
 // scales                                     [group][block][16 entries], f16
 //
-// Where V is the first values of K (multi-head latent attention), no V is held: it lies as K does.
+// If V is the first values of K (multi-head latent attention), V is not stored: it is read from K.
 //
-// K lies across the entries, so that q.k of 16 entries is one vector and needs no sum over lanes; V
-// lies along them, since p.v sums over entries. In q8_0 both are interleaved by 4 for products of
-// pairs of integers; bytes of K have their sign bit flipped (value + 128), those of V are signed.
+// The K of a group of entries is interleaved, so that q.k of 16 entries is one vector and needs no
+// sum over lanes. V is stored entry by entry, since p.v sums over entries. In q8_0 both are
+// interleaved by 4 for products of pairs of integers; bytes of K have their sign bit flipped
+// (value + 128), those of V are signed.
 struct PageLayout {
     KvType type;
     int entries;
     int k_dim, v_dim;
     int k_stride, v_stride;  // values of a row, padded
     int k_blocks, v_blocks;  // scales of a row
-    // Units of a row, see PageCodec, and their bytes; V of so many entries lies interleaved.
+    // Units of a row and their bytes (see PageCodec), and how many entries of V are interleaved.
     int k_units, v_units;
     int k_unit_bytes, v_unit_bytes;
     int v_together;
@@ -47,26 +50,26 @@ struct PageLayout {
     bool latent;  // V is the first v_dim values of K
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    // Of one group.
+    // Returns the bytes of the keys of one group.
     std::size_t k_group_bytes() const { return index(k_unit_bytes * k_units * kGroupEntries); }
     std::size_t v_group_bytes() const { return index(v_unit_bytes * v_units * kGroupEntries); }
 
-    // Of the keys of all entries of a page.
+    // Returns the bytes of the keys of all entries of a page.
     std::size_t k_bytes() const { return k_group_bytes() * index(entries / kGroupEntries); }
 
-    // The page of a list that holds entry i, and its slot there. (Most pages are one group; to
-    // divide by anything else takes ten times as long.)
+    // Return in which page of a list entry i lies, and in which slot. Most pages are one group;
+    // dividing by a number that the compiler does not know takes ten times as long.
     int page_of(int i) const { return entries == kGroupEntries ? i / kGroupEntries : i / entries; }
     int slot_of(int i) const { return i - page_of(i) * entries; }
 
-    // Where the rows of an entry begin in a page, in bytes; units of K lie
-    // kGroupEntries of them apart, those of V v_together.
+    // Return where the rows of an entry begin in a page, in bytes. The units of K are kGroupEntries
+    // units apart, those of V v_together units.
     std::size_t k_at(int slot) const {
         const int group = slot / kGroupEntries;
         const int lane = slot % kGroupEntries;
         return k_offset + index(group) * k_group_bytes() + index(lane * k_unit_bytes);
     }
-    std::size_t v_at(int slot) const {  // of no latent layout
+    std::size_t v_at(int slot) const {  // not for latent layouts
         const int first = slot / v_together * v_together;
         const int place = v_together == 4 ? quad_place(slot) : 0;
         return v_offset + index((first * v_units + place) * v_unit_bytes);
@@ -90,30 +93,30 @@ struct PageLayout {
     }
 };
 
-// Layout of a page of `entries` entries with rows of k_dim and v_dim values.
+// Returns the layout of a page of `entries` entries with rows of k_dim and v_dim values.
 PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool latent = false);
 
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
-// K and V of it.
+// Copies K and V of an entry.
 void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                int to_slot);
-// V of it, and the scales of both rows.
+// Copies V of an entry, and the scales of both rows.
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
-// What is known of it: position and importance.
-void copy_marks(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
-                int to_slot);
+// Copies the position and the importance of an entry.
+void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
+                   int to_slot);
 
-// Entries of a group that take the places of others: from[i] goes to to[i].
+// Lists entries of a group that replace others: from[i] goes to to[i].
 struct LaneMoves {
     int n = 0;
     std::uint8_t from[kGroupEntries];
     std::uint8_t to[kGroupEntries];
 };
 
-// The K row of an entry, k_dim values, and its V row, v_dim values.
+// Load the K row (k_dim values) or the V row (v_dim values) of an entry.
 void load_k(const PageLayout& layout, const std::byte* page, int slot, float* out);
 void load_v(const PageLayout& layout, const std::byte* page, int slot, float* out);
 

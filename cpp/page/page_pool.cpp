@@ -6,7 +6,7 @@
 #include "platform/scratch.hpp"
 
 namespace entropykv {
-// Room to hand out so many pages, and to take all of them back.
+// Allocates lists for so many pages, so that handing out and taking back pages allocates nothing.
 void PagePool::make_lists(std::size_t pages) {
     make_room(free_, pages);
     make_room(owners_, pages);
@@ -45,7 +45,7 @@ void PagePool::set_budget(std::size_t pages) {
     budget_pages_ = pages;
 }
 
-// Puts the free pages that will be in use first in the list; returns how many there are.
+// Moves the free pages that will be in use to the front of the list; returns how many there are.
 std::size_t PagePool::gather_room() {
     const auto end = std::partition(free_.begin(), free_.end(), [&](const std::byte* page) {
         return pages_.number_of(page) < used_pages_;
@@ -66,7 +66,7 @@ std::byte* PagePool::relocate(std::byte* page, std::size_t& n_taken, std::size_t
     return moved;
 }
 
-// All pages in use have the first numbers.
+// Renumbers pages so that those in use have the first numbers.
 void PagePool::keep_first() {
     free_.clear();
     owners_.resize(used_pages_);

@@ -1,6 +1,6 @@
-// Pages from one pool whose byte size is the KV budget. Memory comes from the system as it is
-// needed, and goes back to it when the budget shrinks. A page may have several owners: it counts
-// once, and is free when the last one has released it.
+// A pool of pages whose total size is the KV budget. Memory is taken from the system as it is
+// needed, and given back when the budget shrinks. A page may have several owners: it counts once,
+// and is free when the last owner has released it.
 #pragma once
 
 #include <cstddef>
@@ -18,31 +18,31 @@ public:
     PagePool(const PagePool&) = delete;
     PagePool& operator=(const PagePool&) = delete;
 
-    // A page of one owner, or nullptr when the budget is used up. Throws std::bad_alloc when the
-    // system refuses, and nothing has changed.
+    // Returns a page with one owner, or nullptr if the budget is used up. Throws std::bad_alloc if
+    // the system has no memory, and then changes nothing.
     std::byte* allocate();
-    // Adds an owner; none of several may write to the page.
+    // Adds an owner. While a page has several, none may write to it.
     void share(const std::byte* page) { ++owners_of(page); }
     bool is_shared(const std::byte* page) const { return owners_[pages_.number_of(page)] > 1; }
-    // Takes an owner away.
+    // Removes an owner.
     void release(std::byte* page);
-    // Has the system give memory for so many pages: while no more are in use, allocate() does not
-    // fail. Throws std::bad_alloc.
+    // Maps memory for so many pages, so that allocate() cannot fail until more are in use. Throws
+    // std::bad_alloc.
     void map(std::size_t pages);
 
-    // Throws std::logic_error when more pages than that are in use.
+    // Throws std::logic_error if more pages are in use.
     void set_budget(std::size_t pages);
 
-    // After a shrink: moves pages in use to the first places, and gives the memory behind them back
-    // to the system. over_pages(relocate) calls relocate(page) once for every owner of a page, and
-    // takes the address that it returns. Its cost grows with the pages (times the logarithm of the
-    // ranges that they lie in), not with their products, and it allocates nothing. Throws
-    // std::logic_error for a page that is not of this pool, and then nothing was given back.
+    // Moves pages in use to the first places after the budget shrank, and gives the memory behind
+    // them back to the system. for_each_page(relocate) must call relocate(page) once for every
+    // owner of a page, and store the address that it returns. The cost is proportional to the
+    // number of pages, times the logarithm of the number of address ranges. Does not allocate. If a
+    // page is not from this pool, throws std::logic_error, and gives nothing back.
     template <typename OverPages>
-    void compact(OverPages over_pages) {
+    void compact(OverPages for_each_page) {
         const std::size_t n_room = gather_room();
         std::size_t n_taken = 0;
-        over_pages([&](std::byte* page) { return relocate(page, n_taken, n_room); });
+        for_each_page([&](std::byte* page) { return relocate(page, n_taken, n_room); });
         keep_first();
     }
 
@@ -55,7 +55,7 @@ public:
     std::size_t mapped_bytes() const { return pages_.bytes(); }
 
 private:
-    // In place of the owners of a page that was relocated: where to.
+    // Marks a page that was relocated; the number of its owners is replaced by its new place.
     static constexpr std::uint32_t kMoved = std::uint32_t{1} << 31;
 
     void make_lists(std::size_t pages);
@@ -69,9 +69,9 @@ private:
     std::size_t budget_pages_;
     std::size_t used_pages_ = 0;
     std::size_t peak_pages_ = 0;
-    // Of each page that was ever handed out; of those that are free, any number.
+    // Says how many owners each page has; the value is meaningless for free pages.
     std::vector<std::uint32_t> owners_{};
-    std::vector<std::byte*> free_{};  // of these
+    std::vector<std::byte*> free_{};  // free pages
 };
 
 }  // namespace entropykv

@@ -1,4 +1,4 @@
-// Zeroed bytes at an address that kernels like.
+// Allocates zeroed bytes, aligned for the kernels.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// f16 to f32 and back, where no instruction does it.
+// Converts between f16 and f32 on machines without an instruction for it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ inline float half_to_float(std::uint16_t half) {
     const std::uint32_t shifted = (half & 0x7fffu) << 13;
     float magnitude;
     std::memcpy(&magnitude, &shifted, sizeof magnitude);
-    magnitude *= 0x1p112f;  // moves the exponent bias of f16 to that of f32; subnormals included
+    magnitude *= 0x1p112f;  // moves the exponent bias of f16 to that of f32; works for subnormals
     std::uint32_t bits;
     std::memcpy(&bits, &magnitude, sizeof bits);
     bits |= static_cast<std::uint32_t>(half & 0x8000u) << 16;
@@ -21,8 +21,8 @@ inline float half_to_float(std::uint16_t half) {
 }
 
 inline std::uint16_t float_to_half(float value) {
-    // Round to nearest even, saturating to the largest finite f16: an infinity in the store would
-    // turn every later attention row into NaN.
+    // Rounds to nearest even, and saturates to the largest finite f16, because an infinity in the
+    // store would turn every later attention row into NaN.
     constexpr float largest = 65504.0f;
     value = value > largest ? largest : value < -largest ? -largest : value;
     std::uint32_t bits;

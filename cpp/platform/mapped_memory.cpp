@@ -11,13 +11,13 @@
 namespace entropykv {
 namespace {
 
-// What cannot be accessed is no memory yet, and does not count as such.
+// Memory that cannot be accessed does not count as used memory.
 constexpr int kOfNoFile = MAP_PRIVATE | MAP_ANONYMOUS;
 
 std::size_t whole(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// All parts of a range are alike but for their protection, so that the system sees two mappings at
-// most: what has memory, and what has none.
+// All parts of a range have the same attributes except for their protection, so that the system
+// needs at most two mappings: one with memory, one without.
 void ask_for_huge_pages(std::byte* start, std::size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     madvise(start, bytes, MADV_HUGEPAGE);
@@ -37,7 +37,8 @@ std::size_t mapped_size(std::size_t bytes) {
 MappedMemory::MappedMemory(std::size_t bytes) {
     if (bytes > std::numeric_limits<std::size_t>::max() / 2) throw std::bad_alloc();
     const std::size_t reserved = whole(bytes, kSlabBytes);
-    const std::size_t total = reserved + kSlabBytes;  // to begin at a multiple
+    // One slab more is reserved, so that the memory can begin at a multiple of a slab.
+    const std::size_t total = reserved + kSlabBytes;
     void* memory = mmap(nullptr, total, PROT_NONE, kOfNoFile, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     auto* start = static_cast<std::byte*>(memory);
@@ -74,8 +75,8 @@ void MappedMemory::grow(std::size_t bytes) {
     size_ = bytes;
 }
 
-// Where the system has no room for one more mapping, the memory goes all the same, and comes again
-// when somebody writes there.
+// If the system refuses to split the mapping, the memory is still freed, and comes back when
+// someone writes to it.
 void MappedMemory::shrink(std::size_t bytes) noexcept {
     if (bytes >= size_) return;
     std::byte* start = data_ + bytes;

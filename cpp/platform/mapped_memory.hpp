@@ -1,17 +1,17 @@
-// A range of addresses straight from the system, the first part of which has memory. Addresses
-// cost nothing; memory is zeroed, and goes back to the system from the end.
+// Reserves a range of addresses from the system, the first part of which has memory. Addresses cost
+// nothing. Memory is zeroed, and can be given back from the end of the range.
 #pragma once
 
 #include <cstddef>
 
 namespace entropykv {
 
-// Memory comes in slabs, each of which is one huge page where the system has them: who reads many
-// pages of a few KiB would pay for a TLB miss with each.
+// Memory is mapped in slabs of one huge page each, if the system has huge pages. With small pages,
+// reading many pages of a few KiB would cause a TLB miss for each.
 constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
 
-// How much memory so many bytes take, where no more will follow: whole slabs, if that wastes next
-// to nothing of the last one, else pages of the system.
+// Returns how much memory `bytes` bytes take if no more will follow: whole slabs if that wastes
+// next to nothing of the last one, otherwise pages of the system.
 std::size_t mapped_size(std::size_t bytes);
 
 class MappedMemory {
@@ -22,10 +22,11 @@ public:
     MappedMemory(MappedMemory&& other) noexcept;
     MappedMemory& operator=(MappedMemory&& other) noexcept;
 
-    // Gives the first bytes memory, a multiple of the system's pages and no more than reserved().
-    // Throws std::bad_alloc, and nothing has changed.
+    // Maps memory for the first `bytes` bytes, a multiple of the system's pages up to reserved().
+    // Throws std::bad_alloc, and then changes nothing.
     void grow(std::size_t bytes);
-    // Gives the system back what lies behind the first bytes (the same multiple).
+    // Gives the memory behind the first `bytes` bytes back; they must be a multiple of the system's
+    // pages.
     void shrink(std::size_t bytes) noexcept;
 
     std::byte* data() const { return data_; }

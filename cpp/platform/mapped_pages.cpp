@@ -7,14 +7,14 @@
 namespace entropykv {
 namespace {
 
-// A machine of any size gets by with few ranges of so many bytes; and no single request is for
-// more, which a system that counts on what is not used at all would refuse.
+// Ranges of this size are few even on a large machine, and no single request is so large that a
+// system which counts reserved memory would refuse it.
 constexpr std::size_t kRangeBytes = std::size_t{1} << 30;
 
 }  // namespace
 
-// As many addresses as are wanted, or twice what there is: so that many small steps make few
-// ranges.
+// Returns as many addresses as are wanted, or twice as many as there are, so that many small steps
+// make few ranges.
 std::size_t MappedPages::next_range_bytes(std::size_t wanted, std::size_t reserved) {
     return std::clamp(std::max(wanted, reserved), kSlabBytes, kRangeBytes);
 }
@@ -29,7 +29,7 @@ void MappedPages::add_range(std::size_t wanted_pages) {
     try {
         ranges_.push_back(
             {MappedMemory(std::max(next_range_bytes(wanted, reserved), page_bytes_)), first});
-    } catch (const std::bad_alloc&) {  // addresses are limited, too: as few as will do
+    } catch (const std::bad_alloc&) {  // addresses may be limited, so reserve only what is needed
         ranges_.push_back({MappedMemory(page_bytes_), first});
     }
     const auto number = static_cast<std::uint32_t>(ranges_.size() - 1);
@@ -50,7 +50,7 @@ void MappedPages::grow(std::size_t pages, std::size_t expected) {
     }
 }
 
-// To the end of a slab, unless fewer pages are expected.
+// Grows to the end of a slab, unless fewer pages are expected.
 void MappedPages::grow_last(std::size_t pages, std::size_t expected) {
     Range& range = ranges_.back();
     const std::size_t needed = std::min(pages - range.first, capacity(range)) * page_bytes_;

@@ -1,5 +1,5 @@
-// Pages of one size, as many as are asked for, in memory straight from the system. They lie in few
-// large ranges of addresses, whose number the system limits, and have numbers from 0 on.
+// An array of pages of one size, in memory straight from the system. The pages lie in few large
+// ranges of addresses, because the system limits the number of ranges, and are numbered from 0.
 #pragma once
 
 #include <cstddef>
@@ -16,16 +16,16 @@ public:
 
     explicit MappedPages(std::size_t page_bytes) : page_bytes_(page_bytes) {}
 
-    // Has memory for so many pages at least, and a slab's more where as many as `expected` will
-    // follow. Throws std::bad_alloc; what there was stays as it is.
+    // Maps memory for at least so many pages, and up to a slab more if `expected` pages will
+    // follow. Throws std::bad_alloc, and then changes nothing.
     void grow(std::size_t pages, std::size_t expected);
     // Gives the memory behind the first pages back to the system.
     void shrink(std::size_t pages) noexcept;
 
     std::size_t count() const { return count_; }  // pages that have memory
-    std::size_t bytes() const;                    // of memory
+    std::size_t bytes() const;                    // counts the memory of all pages
     std::byte* at(std::size_t number) const;
-    // Of an address in a page. Throws std::logic_error for one that lies in none.
+    // Returns the number of the page at an address. Throws std::logic_error if there is none.
     std::size_t number_of(const std::byte* page) const;
 
 private:
@@ -42,8 +42,8 @@ private:
 
     std::size_t page_bytes_;
     std::size_t count_ = 0;
-    std::vector<Range> ranges_{};              // in the order of their pages
-    std::vector<std::uint32_t> by_address_{};  // numbers of ranges, in the order of addresses
+    std::vector<Range> ranges_{};              // are in the order of their pages
+    std::vector<std::uint32_t> by_address_{};  // numbers of ranges, sorted by address
 };
 
 }  // namespace entropykv

@@ -1,4 +1,4 @@
-// How threads of an op wait for each other.
+// Lets the threads of an op wait for each other.
 #pragma once
 
 #include <time.h>
@@ -7,12 +7,12 @@
 
 namespace entropykv {
 
-// About 0.1 ms: longer than any wait for a thread that is running. One that waits longer waits for
-// a thread that has no core, and would only keep one from it.
+// This takes about 0.1 ms, which is longer than any wait for a running thread. After that, the
+// other thread probably has no core, and spinning would only keep one from it.
 constexpr int kMostSpins = 4096;
 constexpr timespec kNap{0, 50'000};
 
-// As ggml's threads do: to yield would give the core away for milliseconds.
+// Does what ggml's threads do; yielding would give the core away for milliseconds.
 inline void relax() {
 #if defined(ENTROPYKV_X86)
     __builtin_ia32_pause();
@@ -21,7 +21,7 @@ inline void relax() {
 #endif
 }
 
-// Waits until another thread has done something: spinning at first, then sleeping between looks.
+// Waits until done() returns true: spins at first, then sleeps between calls.
 template <class Done>
 void wait_until(const Done& done) noexcept {
     int spins = 0;

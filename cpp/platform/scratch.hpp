@@ -1,5 +1,5 @@
-// Scratch that follows what is asked for: it grows at once, and is given back where a quarter of it
-// would do, so that needs which waver a little never allocate. And what vectors take of memory.
+// Sizes scratch vectors to what is needed: they grow at once, and shrink if a quarter would be
+// enough, so that needs which vary a little never allocate. Also counts the memory of vectors.
 #pragma once
 
 #include <algorithm>
@@ -8,22 +8,22 @@
 
 namespace entropykv {
 
-// Holds n values at least; what was in it is lost where it shrinks. Where there is no memory, it
-// has no fewer values than before.
+// Makes room for n values at least. If the vector shrinks, its contents are lost; if there is no
+// memory, it keeps its size.
 template <typename T>
 void fit(std::vector<T>& values, std::size_t n) {
     if (values.size() > 4 * n) std::vector<T>(n).swap(values);
     if (values.size() < n) values.resize(n);
 }
 
-// Holds n values at least, and all that is in it.
+// Makes room for n values at least, and keeps the contents.
 template <typename T>
 void grow(std::vector<T>& values, std::size_t n) {
     if (values.size() < n) values.resize(n);
 }
 
-// Room for n values at least, or for twice as many as there was: so that many small steps cost no
-// more than few large ones.
+// Reserves room for n values at least, or for twice as many as before, so that growing in many
+// small steps costs little.
 template <typename T>
 void make_room(std::vector<T>& values, std::size_t n) {
     if (values.capacity() < n) values.reserve(std::max(n, 2 * values.capacity()));
@@ -34,8 +34,8 @@ std::size_t bytes_of(const std::vector<T>& values) {
     return values.capacity() * sizeof(T);
 }
 
-// What an allocation of so many bytes takes of the heap, with the header and the steps of the
-// allocators that are in use (glibc's, whose words others keep to within a few bytes).
+// Returns how much heap an allocation of so many bytes takes, with the header and the rounding of
+// common allocators (that of glibc; others differ by a few bytes).
 constexpr std::size_t heap_bytes(std::size_t bytes) {
     constexpr std::size_t kHeader = sizeof(std::size_t), kStep = 16, kLeast = 32;
     return bytes == 0 ? 0 : std::max(kLeast, (bytes + kHeader + kStep - 1) / kStep * kStep);

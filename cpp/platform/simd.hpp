@@ -1,6 +1,7 @@
-// One vector of floats per instruction set, behind the same names. The kernels are written once
-// against it; CMake compiles them once per instruction set. Everything lives in an unnamed
-// namespace, so that no function built for one instruction set is ever linked into another.
+// Defines one vector of floats per instruction set behind common names. The kernels are written
+// once with it, and CMake compiles them once per instruction set. Everything is in an unnamed
+// namespace, so that no function built for one instruction set is ever linked into the code for
+// another one.
 #pragma once
 
 #include "platform/half.hpp"
@@ -18,13 +19,13 @@
 namespace entropykv {
 namespace {
 
-// A register of packed values: see page_layout.hpp for the order of the bytes.
-// even_bytes and odd_bytes give two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the
-// products of such pairs to 32-bit sums, pairs_of makes them of two vectors, byte_of gives one byte
-// of every lane as an integer, nibble_of 4 bits (unsigned), the lowest first.
+// A register of packed values: page_layout.hpp defines the order of the bytes. even_bytes and
+// odd_bytes return two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the products of
+// such pairs to 32-bit sums, pairs_of makes pairs of two vectors, byte_of returns one byte of every
+// lane as an integer, nibble_of 4 bits (unsigned), the lowest first.
 
-// Whether dot_pairs does more products in a time than multiply_add: by measurement, on x86 with
-// every instruction set, with VNNI twice as many.
+// Says whether dot_pairs computes more products per second than multiply_add. As measured, it does
+// on x86 with every instruction set, and with VNNI twice as many.
 #if defined(__SSE2__)
 constexpr bool kFastPairs = true;
 #else
@@ -37,17 +38,18 @@ inline IntVec broadcast_pair(const std::int16_t* p) {
     return broadcast_int(pair);
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second cache
+// Prefetches into the second cache.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #if !defined(__AVX512F__)
-// In lane i the sum of vector i of kLanes.
+// Returns in lane i the sum of vector i of kLanes vectors.
 inline Vec sums_of(const Vec* of) {
     float sums[kLanes];
     for (int i = 0; i < kLanes; ++i) sums[i] = sum(of[i]);
     return load(sums);
 }
 
-// Rows of a group: one value of every entry.
+// Maps a vector to rows of a group: one value of every entry.
 class LaneMap {
 public:
     LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n)
@@ -66,7 +68,8 @@ private:
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for x <= 126, relative error 1.5e-7; 2^0 is 1, and exactly 0 comes out below kVanishing.
+// Returns 2^x for x <= 126 with a relative error of 1.5e-7. 2^0 is exactly 1, and below kVanishing
+// the result is exactly 0.
 inline Vec power_of_two(Vec x) {
     const Vec bounded = maximum(x, broadcast(kVanishing));
     const Vec power = round_nearest(bounded);
@@ -82,7 +85,7 @@ inline Vec power_of_two(Vec x) {
 
 inline Vec exponential(Vec x) { return power_of_two(x * broadcast(kLog2E)); }
 
-// cap * tanh(x / cap), as gemma2's logit soft-cap.
+// Returns cap * tanh(x / cap), the logit soft-cap of gemma2.
 inline Vec soft_cap(Vec x, float cap) {
     Vec twice = x * broadcast(2.0f / cap);
     const Vec limit = broadcast(20.0f);  // tanh is 1 in float from 10 on

@@ -1,4 +1,4 @@
-// Part of simd.hpp: 8 floats of AVX2 with FMA and F16C.
+// Part of simd.hpp: implements vectors with AVX2, FMA and F16C, 8 floats each.
 #pragma once
 
 #include <immintrin.h>

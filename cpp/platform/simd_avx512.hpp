@@ -1,4 +1,5 @@
-// Part of simd.hpp: 16 floats of AVX-512 (F, BW, VL, DQ; VNNI where the compiler may use it).
+// Part of simd.hpp: implements vectors with AVX-512 (F, BW, VL, DQ; VNNI if the compiler may use
+// it), 16 floats each.
 #pragma once
 
 #include <immintrin.h>
@@ -50,9 +51,9 @@ inline Vec round_nearest(Vec a) {
 inline Vec scale_by_power(Vec a, Vec power) { return {_mm512_scalef_ps(a.v, power.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
-// In lane i the sum of vector i of kLanes.
+// Returns in lane i the sum of vector i of kLanes vectors.
 inline Vec sums_of(const Vec* of) {
-    __m512 fours[4];  // four lanes that four vectors share, in each quarter
+    __m512 fours[4];  // in each quarter, four lanes that four vectors share
     for (int i = 0; i < 4; ++i) {
         const auto halves = [&](int j) {
             const __m512 a = of[4 * i + j].v;
@@ -94,7 +95,7 @@ inline IntVec even_unsigned_bytes(IntVec a) {
 inline IntVec odd_unsigned_bytes(IntVec a) { return {_mm512_srli_epi16(a.v, 8)}; }
 inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 #if defined(__AVX512VNNI__)
-    // Around the intrinsic, GCC 12 copies the sums of a loop to and fro: half as fast.
+    // With the intrinsic, GCC 12 copies the sums of a loop back and forth, which halves the speed.
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sums.v) : "v"(a.v), "vm"(b.v));
     return sums;
 #else
@@ -112,7 +113,7 @@ inline IntVec flip_high_bits(IntVec a) {
     return {_mm512_xor_si512(a.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
 }
 
-// Rows of a group: one value of every entry.
+// Maps a vector to rows of a group: one value of every entry.
 class LaneMap {
 public:
     LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n) {

@@ -1,4 +1,4 @@
-// Part of simd.hpp: 4 floats of NEON, of which there are 32 registers.
+// Part of simd.hpp: implements vectors with NEON, 4 floats each; there are 32 registers.
 #pragma once
 
 #include <arm_neon.h>
@@ -36,7 +36,7 @@ inline Vec multiply_add(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
     return {vbslq_f32(vcltq_f32(a.v, b.v), yes.v, no.v)};
 }
-// Of a number and what is none, the number.
+// If one of the two is not a number, returns the other.
 inline Vec maximum(Vec a, Vec b) { return {vmaxnmq_f32(a.v, b.v)}; }
 inline bool any_less(Vec a, Vec b) { return vmaxvq_u32(vcltq_f32(a.v, b.v)) != 0; }
 inline Vec round_nearest(Vec a) { return {vrndnq_f32(a.v)}; }

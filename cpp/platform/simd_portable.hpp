@@ -1,4 +1,5 @@
-// Part of simd.hpp: 4 floats as compiler vectors, for SSE2 and whatever else.
+// Part of simd.hpp: implements vectors with compiler extensions, 4 floats each, for SSE2 and
+// anything else.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +41,7 @@ inline Vec load_half(const std::uint16_t* p) {
 #else
     const IntLanes bits{p[0], p[1], p[2], p[3]};
 #endif
-    // As half_to_float().
+    // Converts as half_to_float() does.
     const FloatLanes magnitude = (FloatLanes)((bits & 0x7fff) << 13) * 0x1p112f;
     return {(FloatLanes)((IntLanes)magnitude | (bits & 0x8000) << 16)};
 }

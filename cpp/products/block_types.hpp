@@ -1,10 +1,9 @@
-// ggml's blocks of 32 weights, and its ternary ones of 256, as groups of codes with a scale:
-// weight = scale * (code - kZero), or scale * code + minimum where kHasMinimum.
-//
-// Of every type: kUnit values lie in kUnitBytes; scales(units, s, m) are those of its groups of
-// kGroup values, one row a lane. Codes lie in kCodeBytes from byte kCodesAt on: codes(bytes, j) are
-// values 32 j to 32 j + 31, from whatever code_bytes.hpp has for `bytes`: the codes of one row, or
-// four of every row of a tile.
+// Describes ggml's blocks of 32 weights, and its ternary ones of 256, as groups of codes with a
+// scale: weight = scale * (code - kZero), or scale * code + minimum if kHasMinimum.
+// Every type defines the same names: kUnit values take kUnitBytes; scales(units, s, m) loads the
+// scales and minima of a unit's groups of kGroup values, with one row per lane. Codes take
+// kCodeBytes from byte kCodesAt on. codes(bytes, j) returns values 32 j to 32 j + 31 from whatever
+// code_bytes.hpp provides as `bytes`: all codes of one row, or four codes of every row of a tile.
 #pragma once
 
 #include "products/code_bytes.hpp"
@@ -40,7 +39,7 @@ struct Q4_1 {
     }
 };
 
-// Bit i of the first four bytes is the upper one of code i.
+// Bit i of the first four bytes is the upper bit of code i.
 template <class Bytes>
 inline auto five_bits(const Bytes& bytes) {
     return with_upper(bytes.nibbles(4), bytes.bits(0), 4);
@@ -104,9 +103,9 @@ struct TQ2_0 {
     }
 };
 
-// Five ternary digits a byte, as fractions of 256: the digit is what is before the point when the
-// byte is multiplied by 3, the following digits are what is behind it. The last 16 bytes but four
-// have five digits of 16 values each, the last four have four digits of 4.
+// A byte holds five ternary digits as a fraction of 256: multiplied by 3, its integer part is the
+// first digit, and its fraction holds the following ones. Of the last 20 bytes, 16 have five digits
+// of 16 values each, and the last four have four digits of 4.
 struct TQ1_0 {
     static constexpr int kUnit = 256, kUnitBytes = 54, kGroup = 256, kBits = 2, kZero = 1;
     static constexpr int kCodesAt = 0, kCodeBytes = 52;
@@ -130,7 +129,7 @@ private:
         for (int i = 0; i < digits; ++i) bytes = three_times(bytes);
         return bytes;
     }
-    // Of three quarters of the byte, the upper two bits.
+    // Returns the upper two bits of three quarters of the byte.
     template <typename Packed>
     static Packed digit(Packed bytes) {
         return field(three_quarters(bytes), 6, 3);

@@ -1,5 +1,5 @@
-// ggml's K types: units of 256 weights whose groups have scales of their own, in steps of the
-// unit's. See block_types.hpp.
+// Describes ggml's K types: units of 256 weights, whose groups have scales of their own in steps of
+// the unit's scale. See block_types.hpp.
 #pragma once
 
 #include "products/code_bytes.hpp"
@@ -7,7 +7,7 @@
 namespace entropykv {
 namespace {
 
-// Scales and minima of the 8 groups of Q4_K and Q5_K, 6 bits each in 12 bytes.
+// Loads the scales and minima of the 8 groups of Q4_K and Q5_K, which take 6 bits each in 12 bytes.
 template <class Lanes, class Rows, class Floats = typename Lanes::Floats>
 inline void six_bit_scales(const Rows& units, Floats* s, Floats* m) {
     typename Lanes::Bytes c[4];
@@ -25,7 +25,8 @@ inline void six_bit_scales(const Rows& units, Floats* s, Floats* m) {
     }
 }
 
-// 32 bytes from `offset` on hold 32 codes in their lower and the next 32 in their upper halves.
+// Reads 64 codes from the 32 bytes at `offset`: the first 32 are the lower halves, the next 32 the
+// upper halves.
 template <class Bytes>
 inline auto nibbles_of_two(const Bytes& bytes, int offset, int j) {
     return field(bytes.at(offset + 32 * (j / 2)), 4 * (j % 2), 15);

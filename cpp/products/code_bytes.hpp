@@ -1,11 +1,10 @@
-// Where the codes of a type of blocks are read from, behind the same names: the bytes of one row,
-// or columns of a tile, four bytes of each of its rows a register. The types say with them which
-// bits of which bytes are a code, once for both: see block_types.hpp.
-//
-// Of codes 32 j to 32 j + 31, a row gives all, and a column four of every row. at(offset) are the
-// 32 bytes from there on; half(offset) are 16 bytes, for codes that are two halves, which join()
-// puts together; nibbles(offset) are 16 bytes whose lower and then upper halves are codes;
-// bits(offset) are those of 4 bytes; fours(offset, change) are 4 bytes as change(bytes, 0) to
+// Reads the codes of blocks in two ways with the same names: the bytes of one row, or columns of a
+// tile, that is four bytes of each row in one register. The block types say which bits of which
+// bytes form a code, once for both: see block_types.hpp.
+// Of codes 32 j to 32 j + 31, a row returns all, and a column four of every row. at(offset) returns
+// the 32 bytes from there on; half(offset) 16 bytes, for codes in two halves that join() puts
+// together; nibbles(offset) 16 bytes, whose lower halves and then upper halves are codes;
+// bits(offset) the bits of 4 bytes; fours(offset, change) 4 bytes as change(bytes, 0) to
 // change(bytes, 3) make them, one after the other.
 #pragma once
 
@@ -35,7 +34,7 @@ private:
     const std::byte* bytes_;
 };
 
-// Codes 4 `four` to 4 `four` + 3 of the 32, of the rows of one register of the tile.
+// Returns codes 4 * `four` to 4 * `four` + 3 of the 32, for the rows of one register of the tile.
 class ColumnCodes {
 public:
     ColumnCodes(const std::byte* columns, int four) : columns_(columns), four_(four) {}
@@ -57,7 +56,8 @@ private:
     int four_;
 };
 
-// The packed bytes of a unit of every row of a tile: kColumns columns, 4 bytes of every row each.
+// Holds the packed bytes of a unit of every row of a tile: kColumns columns with 4 bytes of every
+// row each.
 template <class Type>
 constexpr int kColumns = Type::kCodeBytes / 4;
 
@@ -65,7 +65,7 @@ template <class Type>
 inline void load_unit(const Rows& rows, std::byte* columns) {
 #pragma GCC unroll 12
     for (int i = 0; i < kColumns<Type>; i += 4) {
-        // The last 16 bytes overlap others where there are not as many.
+        // The last 16 bytes overlap earlier ones if fewer than 16 are left.
         const int first = i + 4 <= kColumns<Type> ? i : kColumns<Type> - 4;
         ColumnRows::Bytes column[4];
         ColumnRows::columns(rows, static_cast<std::size_t>(Type::kCodesAt + 4 * first), column);

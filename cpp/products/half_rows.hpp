@@ -1,11 +1,12 @@
-// Products of f16 weights with activations as they are: nothing is rounded, the weights are made
-// f32 in registers. Every sum of a row and a token is computed alike, whatever tile it is in.
+// Computes products of f16 weights with activations that are not rounded: weights are converted to
+// f32 in registers. The sum of a row and a token is always computed in the same way, whatever tile
+// they are in.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
-#include "products/memory_ahead.hpp"
+#include "products/prefetch_weights.hpp"
 #include "products/product_kernels.hpp"
 #include "products/sixteen_lanes.hpp"
 
@@ -15,7 +16,7 @@ namespace {
 constexpr int kLanesOfSum = 16;
 constexpr int kHalfBytes = 2;
 
-// A token is its floats, with zeros up to the last lane.
+// A token is stored as floats, padded with zeros to the last lane.
 inline std::size_t float_token_bytes(int n_values) {
     const auto n = static_cast<std::size_t>(n_values);
     return sizeof(float) * ((n + kLanesOfSum - 1) / kLanesOfSum * kLanesOfSum);
@@ -43,7 +44,8 @@ inline void add_lanes(const std::byte* const (&rows)[kRowsOfTile], std::size_t r
     }
 }
 
-// Products of some rows with some tokens; of the rows, the last n_rows - first at most are there.
+// Computes products of some rows with some tokens; the last rows may be missing, only n_rows -
+// first exist.
 template <int kRowsOfTile, int kTokens>
 void half_tile(const WeightRows& w, int first, const std::byte* tokens, std::size_t token_stride,
                float* out, std::size_t out_stride) {
@@ -57,12 +59,12 @@ void half_tile(const WeightRows& w, int first, const std::byte* tokens, std::siz
     std::size_t offset = 0;
     for (int i = 0; i < n_whole; i += kLanesOfSum, offset += kLanesOfSum * kHalfBytes) {
         if (kTokens == 1)
-            ask_for_bytes(rows[0] + kAhead + kRowsOfTile * offset,
-                          kRowsOfTile * kLanesOfSum * kHalfBytes);
+            prefetch_bytes(rows[0] + kAhead + kRowsOfTile * offset,
+                           kRowsOfTile * kLanesOfSum * kHalfBytes);
         add_lanes(rows, offset, tokens + sizeof(float) * static_cast<std::size_t>(i), token_stride,
                   sums);
     }
-    if (n_whole < w.n_values) {  // the rest of a row, with zeros behind it
+    if (n_whole < w.n_values) {  // multiplies the rest of a row, padded with zeros
         std::byte rest[kRowsOfTile][kLanesOfSum * kHalfBytes]{};
         for (int r = 0; r < kRowsOfTile; ++r) {
             std::memcpy(rest[r], rows[r] + offset,
@@ -90,7 +92,7 @@ inline void one_half_token(const WeightRows& w, const std::byte* token, float* o
         half_tile<kRowsOfTile, 1>(w, first, token, 0, out, 0);
 }
 
-// Of tokens [first, n_tokens), kTokens at a time, then the rest in smaller steps: 8 are twice 4.
+// Takes tokens [first, n_tokens) kTokens at a time, and the rest in smaller steps: 8 are twice 4.
 template <int kTokens>
 void add_half_tokens(const WeightRows& w, const RoundedTokens& tokens, int first, float* out,
                      std::size_t out_stride) {

@@ -1,7 +1,8 @@
-// Products of a tile of rows with many tokens. The packed bytes of the tile change places, a panel
-// of columns at a time, so that every row has a lane, and are split into codes, a byte each; then
-// every few tokens go through the panel, their sums in registers. Where tokens are so few that they
-// go through it once, codes of few bits stay packed until they are multiplied.
+// Computes products of a tile of rows with many tokens. A panel of columns at a time, the packed
+// bytes of the tile are transposed, so that every row has a lane, and codes are unpacked to a byte
+// each. Then a few tokens at a time are multiplied with the panel, with their sums in registers. If
+// there are so few tokens that each panel is used once, codes of few bits are unpacked only while
+// they are multiplied.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +18,8 @@ constexpr int kPanelValues = 1024;
 constexpr int kSmallestGroup = 16;
 constexpr std::size_t kPanelFloats = std::size_t{kTileRows} * kPanelValues / kSmallestGroup;
 
-// The scratch of a tile. Codes: for every 4 values, 4 bytes of each row; scales and minima: for
-// every group, those of each row; sums: of every token, those of each row.
+// Holds the scratch of a tile. Codes: for every 4 values, 4 bytes of each row. Scales and minima:
+// for every group, those of each row. Sums: for every token, those of each row.
 struct Panel {
     std::byte* codes;
     float* scales;
@@ -36,7 +37,7 @@ inline Panel panel_in(std::byte* scratch) {
 template <class Type>
 using FormOf = Form<Type::kBits, Type::kGroup, Type::kHasMinimum, Type::kZero != 0>;
 
-// A panel whose codes are bytes.
+// Is a panel whose codes are bytes.
 template <class F>
 struct BytePanel {
     static constexpr int kGroupsOfUnit = 1;
@@ -44,7 +45,7 @@ struct BytePanel {
     static ByteCodes<F> group(const std::byte* unit, int) { return {unit}; }
 };
 
-// A panel whose codes are still packed.
+// Is a panel whose codes are still packed.
 template <class Type>
 struct PackedPanel {
     static constexpr int kGroupsOfUnit = Type::kUnit / Type::kGroup;
@@ -54,7 +55,8 @@ struct PackedPanel {
     }
 };
 
-// Makes the codes of a unit bytes: 4 by 4 of the rows of as many registers as load_unit() filled.
+// Unpacks the codes of a unit to bytes, 4 by 4, for the rows of the registers that load_unit()
+// filled.
 template <class Type>
 inline void unpack_unit(const std::byte* columns, std::byte* codes) {
 #pragma GCC unroll 8
@@ -67,7 +69,7 @@ inline void unpack_unit(const std::byte* columns, std::byte* codes) {
                                  Type::codes(ColumnCodes(columns + 4 * lane, four), j));
 }
 
-// A unit of fewer rows than a register has lanes: copies of the last stand for the others.
+// Loads a unit of fewer rows than a register has lanes: copies of the last row fill the others.
 template <class Type>
 inline Rows fill_up(const Rows& rows, int n_rows, std::byte* copies) {
     for (int r = 0; r < ColumnRows::kCount; ++r)
@@ -75,18 +77,18 @@ inline Rows fill_up(const Rows& rows, int n_rows, std::byte* copies) {
     return Rows(copies, Type::kUnitBytes);
 }
 
-// Fills lanes [lane, lane + ColumnRows::kCount) of a panel with n_rows rows. Those that come next
-// begin where these end.
+// Fills lanes [lane, lane + ColumnRows::kCount) of a panel with n_rows rows. The rows that come
+// next begin where these end.
 template <class Type, bool kPacked>
 void fill_lanes(Rows rows, int n_rows, int n_values, const Panel& panel, int lane) {
     constexpr int n_groups = Type::kUnit / Type::kGroup;
     std::byte* codes = panel.codes + 4 * lane;
     float *scales = panel.scales + lane, *minima = panel.minima + lane;
-    std::size_t asked = 0;  // of a row: once for every line of memory
+    std::size_t asked = 0;  // bytes of a row that were prefetched, a cache line at a time
     for (int i = 0; i < n_values; i += Type::kUnit) {
         if (asked % kLine < Type::kUnitBytes)
             for (int r = 0; r < n_rows; ++r)
-                ask_for_bytes(rows[ColumnRows::kCount + r], Type::kUnitBytes);
+                prefetch_bytes(rows[ColumnRows::kCount + r], Type::kUnitBytes);
         asked += Type::kUnitBytes;
         std::byte copies[ColumnRows::kCount * Type::kUnitBytes];
         const Rows unit = n_rows < ColumnRows::kCount ? fill_up<Type>(rows, n_rows, copies) : rows;
@@ -121,7 +123,7 @@ void fill_panel(const Rows& rows, int n_rows, int n_values, const Panel& panel) 
     }
 }
 
-// Adds group `g`'s part of the products of kTokens tokens to their sums.
+// Adds the part of group `g` of the products of kTokens tokens to their sums.
 template <class F, int kTokens, class Codes>
 inline void add_group(const Codes& codes, const Panel& panel, int g, const TokenPart& token,
                       std::size_t stride, Floats (&acc)[kTokens][Tile::kVectors]) {
@@ -147,7 +149,7 @@ inline void add_group(const Codes& codes, const Panel& panel, int g, const Token
     }
 }
 
-// Adds a panel's part of the products of kTokens tokens to their sums.
+// Adds the part of a panel of the products of kTokens tokens to their sums.
 template <class F, int kTokens, class Codes>
 void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::size_t stride,
                float* sums) {
@@ -169,7 +171,7 @@ void add_panel(const Panel& panel, int n_groups, const TokenPart& token, std::si
             store_floats(sums + t * kTileRows + v * Tile::kLanes, acc[t][v]);
 }
 
-// Of tokens [first, n_tokens), kTokens at a time, then the rest in smaller steps.
+// Takes tokens [first, n_tokens) kTokens at a time, and the rest in smaller steps.
 template <class Type, class Codes, int kTokens>
 void add_tokens(const Panel& panel, int n_values, int column, int row_values,
                 const RoundedTokens& tokens, int first) {

@@ -1,16 +1,17 @@
-// Products of rows of weights with one token: 8 rows at a time, so that the sums of a group of all
-// of them are one register. It goes at the speed of memory, or nearly.
+// Computes products of rows of weights with one token. It takes 8 rows at a time, so that one
+// register holds the sums of a group for all of them. Its speed is nearly that of memory.
 #pragma once
 
 #include "products/block_types.hpp"
-#include "products/memory_ahead.hpp"
+#include "products/prefetch_weights.hpp"
 #include "products/product_kernels.hpp"
 #include "products/rounded_tokens.hpp"
 
 namespace entropykv {
 namespace {
 
-// acc += scales * token's scale * (sums - offset), or ... * sums + minima * offset.
+// Computes acc += scales * token's scale * (sums - offset), or acc += scales * token's scale * sums
+// + minima * offset.
 template <class Type>
 inline RowFloats add_group(RowFloats acc, RowInts sums, RowFloats scale, RowFloats minimum,
                            float token_scale, float offset) {
@@ -22,7 +23,7 @@ inline RowFloats add_group(RowFloats acc, RowInts sums, RowFloats scale, RowFloa
     return multiply_add(subtract(whole, same_floats(offset)), factor, acc);
 }
 
-// Products of every row's codes 32 j to 32 (j + n) - 1 of a unit.
+// Computes products of every row's codes 32 j to 32 (j + n) - 1 of a unit.
 template <class Type>
 inline void multiply_rows(const RowPointers& units, const std::byte* codes, int j, int n,
                           Partial (&p)[kRows]) {
@@ -38,7 +39,8 @@ inline void multiply_rows(const RowPointers& units, const std::byte* codes, int 
 }
 
 #if defined(__AVX512VNNI__)
-// A unit's codes are one register: each two bits of all bytes are 32 values of either half.
+// The codes of a unit are one register: each two bits of all its bytes are 32 values of either
+// half.
 template <>
 inline void multiply_rows<TQ2_0>(const RowPointers& units, const std::byte* codes, int, int,
                                  Partial (&p)[kRows]) {
@@ -103,12 +105,12 @@ void one_token(const WeightRows& w, const std::byte* token, float* out) {
         const std::byte* end = ahead + kRows * w.stride;
         RowFloats acc = same_floats(0.0f);
         for (int i = 0; i < w.n_values; i += Type::kUnit) {
-            ask_for_bytes(ahead, kRows * Type::kUnitBytes / kLine * kLine);
+            prefetch_bytes(ahead, kRows * Type::kUnitBytes / kLine * kLine);
             ahead += kRows * Type::kUnitBytes / kLine * kLine;
             acc = add_unit<Type>(acc, RowPointers(units), part_of<Type>(token, w.n_values, i));
             for (const std::byte*& unit : units) unit += Type::kUnitBytes;
         }
-        ask_for_bytes(ahead, static_cast<std::size_t>(end - ahead));
+        prefetch_bytes(ahead, static_cast<std::size_t>(end - ahead));
         float sums[kRows];
         store_floats(sums, acc);
         const int n = w.n_rows - first < kRows ? w.n_rows - first : kRows;

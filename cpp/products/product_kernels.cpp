@@ -1,4 +1,4 @@
-// The kernels of products of one instruction set. CMake compiles this file once for each.
+// Defines the kernels of products of one instruction set. CMake compiles this file once for each.
 #include "products/product_kernels.hpp"
 
 #include "products/block_types.hpp"
@@ -41,7 +41,7 @@ const ProductTable ENTROPYKV_PRODUCTS{
     kName,
     kTileRows,
     kTileBytes,
-    // In the order of WeightType.
+    // The order is that of WeightType.
     {kernels_of<Q4_0>(), kernels_of<Q4_1>(), kernels_of<Q8_0>(), kernels_of<Q4_K>(),
      kernels_of<Q5_K>(), kernels_of<Q6_K>(), kernels_of<TQ1_0>(), kernels_of<TQ2_0>(),
      kernels_of<Q5_0>(), kernels_of<Q5_1>(), half_kernels()}};

@@ -45,7 +45,8 @@ void Products::multiply(const ProductTask& task, int thread, int n_threads) noex
     multiply_many(task, thread, n_threads);
 }
 
-// To round a token takes less than to wait for another thread that does: each does it for itself.
+// Rounding a token takes less time than waiting for another thread that does it, so each thread
+// rounds it for itself.
 void Products::multiply_one(const ProductTask& task, int thread, int n_threads) noexcept {
     const ProductKernels& kernels = kernels_.of(task.type);
     const int steps = parts_of(task.weights.n_rows, kRowStep);
@@ -90,7 +91,7 @@ void Products::multiply_tile(const ProductTask& task, int tile, int first_token,
                  task.out + size(first_token) * task.out_stride + first_row, task.out_stride);
 }
 
-// The last thread to come opens the next round.
+// The last thread that arrives opens the next round.
 void Products::wait_for_all(int n_threads) noexcept {
     const unsigned round = rounds_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {

@@ -1,5 +1,5 @@
-// Products of quantised weights on the threads of an op: which of them are ours, who rounds the
-// activations, who takes which rows.
+// Computes products of quantised weights on the threads of an op: decides which kernels are used,
+// who rounds the activations, and who takes which rows.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace entropykv {
 
-// out[token * out_stride + row] = weights[row] . tokens[token]; strides in floats.
+// Describes out[token * out_stride + row] = weights[row] . tokens[token]; strides are in floats.
 struct ProductTask {
     WeightType type;
     WeightRows weights;
@@ -22,10 +22,10 @@ struct ProductTask {
     std::size_t out_stride;
 };
 
-// Of one context: its ops run one after the other.
+// Belongs to one context, whose ops run one after the other.
 class Products {
 public:
-    // At most n_threads threads take part.
+    // At most n_threads threads take part in an op.
     Products(const ProductTable& kernels, int n_threads);
     Products(const Products&) = delete;
     Products& operator=(const Products&) = delete;
@@ -34,10 +34,10 @@ public:
     int n_threads() const { return static_cast<int>(tiles_.size()); }
     std::size_t scratch_bytes() const;
 
-    // Gets the memory for tasks of such a size; no op may be running. Throws std::bad_alloc.
+    // Allocates memory for tasks of this size; no op may be running. Throws std::bad_alloc.
     void reserve(WeightType type, int n_values, int n_tokens);
-    // Every thread of an op calls it with the same task and its own number; those beyond
-    // n_threads() do nothing. What is computed does not depend on the threads.
+    // Every thread of an op calls this with the same task and its own number; threads beyond
+    // n_threads() do nothing. The results do not depend on the number of threads.
     void multiply(const ProductTask& task, int thread, int n_threads) noexcept;
 
 private:
@@ -47,12 +47,12 @@ private:
     void wait_for_all(int n_threads) noexcept;
 
     const ProductTable& kernels_;
-    AlignedBytes rounded_;             // tokens of a task
-    std::vector<AlignedBytes> token_;  // of a thread: a single token, rounded
-    std::vector<AlignedBytes> tiles_;  // of a thread: a tile of weights and sums
+    AlignedBytes rounded_;             // rounded tokens of a task
+    std::vector<AlignedBytes> token_;  // holds for each thread a single rounded token
+    std::vector<AlignedBytes> tiles_;  // holds for each thread a tile of weights and sums
     std::atomic<int> arrived_{0};      // threads that have rounded their tokens
-    std::atomic<unsigned> rounds_{0};  // tasks that all threads have rounded their tokens of
-    std::atomic<int> next_piece_{0};   // of rows and tokens
+    std::atomic<unsigned> rounds_{0};  // tasks whose tokens all threads have rounded
+    std::atomic<int> next_piece_{0};   // next piece of rows and tokens that a thread takes
 };
 
 }  // namespace entropykv

@@ -1,5 +1,5 @@
-// Part of eight_rows.hpp: pairs of 128-bit registers of NEON, with dot products where the compiler
-// may use them.
+// Part of eight_rows.hpp: implements registers as pairs of 128-bit NEON registers, with dot
+// products if the compiler may use them.
 #pragma once
 
 #include <arm_neon.h>
@@ -88,7 +88,7 @@ inline RowFloats multiply(RowFloats a, RowFloats b) {
 inline RowFloats multiply_add(RowFloats a, RowFloats b, RowFloats c) {
     return {vfmaq_f32(c.lower, a.lower, b.lower), vfmaq_f32(c.upper, a.upper, b.upper)};
 }
-// `to_half` makes the f16 that is wanted of four values the lower 16 bits.
+// `to_half` moves the wanted f16 of four values to the lower 16 bits.
 template <typename ToHalf>
 inline RowFloats halves_of(RowBytes a, ToHalf to_half) {
     const uint16x4_t lower = to_half(vreinterpretq_u32_u8(a.lower));
@@ -116,7 +116,7 @@ inline RowFloats signed_bytes(RowBytes a, int k) {
     return {signed_bytes(a.lower, k), signed_bytes(a.upper, k)};
 }
 
-// 4 registers of 4 values each, rows become columns.
+// Transposes 4 registers of 4 values each.
 inline void transpose_four(const uint32x4_t (&a)[4], uint32x4_t (&columns)[4]) {
     const uint64x2_t b0 = vreinterpretq_u64_u32(vtrn1q_u32(a[0], a[1]));
     const uint64x2_t b1 = vreinterpretq_u64_u32(vtrn2q_u32(a[0], a[1]));
@@ -159,7 +159,7 @@ struct EightRows {
     static void store(std::byte* p, Bytes a) { store32(p, a); }
 };
 
-// sums + products of 16 codes and activations, added up in fours.
+// Returns sums + the products of 16 codes and activations, added up in fours.
 inline int32x4_t add_fours(int32x4_t sums, int8x16_t codes, int8x16_t activations) {
 #if defined(__ARM_FEATURE_DOTPROD)
     return vdotq_s32(sums, codes, activations);
@@ -169,7 +169,7 @@ inline int32x4_t add_fours(int32x4_t sums, int8x16_t codes, int8x16_t activation
 #endif
 }
 
-// Where halves need not be kept apart, all sums are in `lower`.
+// If halves need not be kept apart, all sums are in `lower`.
 struct Partial {
     int32x4_t lower, upper;
 };
@@ -202,7 +202,7 @@ inline void reduce_halves(const Partial (&p)[kRows], RowInts& lower, RowInts& up
              reduce_four(p[4].upper, p[5].upper, p[6].upper, p[7].upper)};
 }
 
-// As bits, magnitudes have the order of integers; NaN is above all and stays.
+// Read as integers, magnitudes have the same order as floats; NaN is above all others and stays.
 inline float largest_magnitude(const float* x, int n) {
     const int32x4_t magnitude = vdupq_n_s32(0x7fffffff);
     int32x4_t most = vdupq_n_s32(0);

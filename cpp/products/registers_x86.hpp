@@ -1,4 +1,5 @@
-// Part of eight_rows.hpp: 256-bit registers of AVX2, with VNNI where the compiler may use it.
+// Part of eight_rows.hpp: implements registers as 256-bit AVX2 registers, with VNNI if the compiler
+// may use it.
 #pragma once
 
 #include <immintrin.h>
@@ -21,8 +22,8 @@ constexpr bool kHasVnni = false;
 // VNNI multiplies unsigned codes with signed activations.
 constexpr bool kSignedCodes = !kHasVnni;
 
-// Products with weights of fewer bits add up in 16 bits where no instruction adds four of them in
-// 32: 4 pairs of 5 bits, 2 of 6 bits.
+// If no instruction adds four products in 32 bits, products with weights of fewer bits are added up
+// in 16 bits: 4 pairs of 5 bits, or 2 of 6 bits.
 template <int kBits>
 constexpr bool kShortSums = !kHasVnni && kBits <= 6;
 
@@ -99,7 +100,7 @@ inline RowFloats signed_bytes(RowBytes a, int k) {
     return to_floats(_mm256_srai_epi32(_mm256_slli_epi32(a, 24 - 8 * k), 24));
 }
 
-// 4 bytes of each of 4 rows.
+// Holds 4 bytes of each of 4 rows.
 template <class R>
 inline __m128i four_of_four(const R& rows, std::size_t offset) {
     const auto four = [&](int r) { return load_as<int>(rows.near(r) + offset); };
@@ -153,7 +154,7 @@ struct EightRows {
 
 inline __m256i widen(__m256i shorts) { return _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
 
-// In pairs of 16 bits (kShortSums) or in fours.
+// Holds sums in pairs of 16 bits (kShortSums) or in fours.
 using Partial = __m256i;
 inline Partial no_products() { return _mm256_setzero_si256(); }
 
@@ -170,7 +171,7 @@ inline Partial add_products(Partial sums, RowBytes codes, RowBytes activations) 
 #endif
 }
 
-// Of 4 rows: a lane of 128 bits has its half's sum of each.
+// Reduces the sums of 4 rows: each lane of 128 bits gets the sum of its half for each row.
 template <int kBits>
 inline __m256i reduce_four(const Partial* p) {
     if constexpr (!kShortSums<kBits>)
@@ -196,7 +197,7 @@ inline RowInts reduce(const Partial (&p)[kRows]) {
     return _mm256_add_epi32(lower, upper);
 }
 
-// As bits, magnitudes have the order of integers; NaN is above all and stays.
+// Read as integers, magnitudes have the same order as floats; NaN is above all others and stays.
 inline float largest_magnitude(const float* x, int n) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256i most = _mm256_setzero_si256();

@@ -1,6 +1,6 @@
-// Activations rounded to 8 bits: n_values codes, then for every group of weights the scale there
-// and what the product owes to the weights' zero: scale * (sum of codes) where a group has a
-// minimum, or kZero * (sum of codes). Floats hold the sums of integers exactly.
+// Stores activations rounded to 8 bits: n_values codes, then for every group of weights its scale
+// and the term that corrects for the zero of the weights: scale * (sum of codes) if a group has a
+// minimum, otherwise kZero * (sum of codes). Floats hold these sums of integers exactly.
 #pragma once
 
 #include "products/eight_rows.hpp"
@@ -15,7 +15,7 @@ std::size_t token_bytes(int n_values) {
     return (bytes + 63) / 64 * 64;
 }
 
-// A rounded token from one of its groups on.
+// Refers to a rounded token from one of its groups on.
 struct TokenPart {
     const std::byte* codes;
     const float* scales;

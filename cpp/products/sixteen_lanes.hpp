@@ -1,10 +1,9 @@
-// Sums of f16 weights times activations, behind the same names on every instruction set: value i
-// of a row is added to lane i % 16, and the lanes are added up in one order, so that all of them
-// give the same bits. Everything lives in an unnamed namespace: see eight_rows.hpp.
-//
+// Sums f16 weights times activations, with the same names on every instruction set: value i of a
+// row is added to lane i % 16, and the lanes are always added up in the same order, so that all
+// instruction sets give the same bits. Everything is in an unnamed namespace: see eight_rows.hpp.
 // floats_at() and halves_at() load 16 values of f32 and f16. kFloatRows and kFloatTokens are the
-// tile of rows and tokens whose sums lie in registers; sum_up() adds the lanes of each row of such
-// a tile.
+// tile of rows and tokens whose sums fit into registers; sum_up() adds the lanes of each row of
+// such a tile.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +22,8 @@ namespace {
 inline const __m256i* as_256(const std::byte* p) { return reinterpret_cast<const __m256i*>(p); }
 inline const __m128i* as_128(const std::byte* p) { return reinterpret_cast<const __m128i*>(p); }
 
-// Lanes i, i + 4, i + 8 and i + 12 are in lane i of `a`, and so on: two rows' sums in the halves.
+// Adds lanes i, i + 4, i + 8 and i + 12 (which are lane i of `a` and so on); the halves of the
+// result belong to two rows.
 inline __m128 fold_two(__m128 a, __m128 b) {
     return _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
 }

@@ -1,5 +1,5 @@
-// Registers over 16 rows of weights, for AVX-512: what eight_rows.hpp has for 8, behind the same
-// names, and what a tile of rows is made of.
+// Defines registers over 16 rows of weights for AVX-512: the same as eight_rows.hpp does for 8
+// rows, with the same names. Tiles of rows consist of them.
 #pragma once
 
 #include "products/eight_rows.hpp"

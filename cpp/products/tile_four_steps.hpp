@@ -1,5 +1,5 @@
-// Part of tile_products.hpp: integer products of NEON, whose instructions take a token's values
-// from any quarter of a register: it is loaded once for 4 steps.
+// Part of tile_products.hpp: integer products with NEON. Its instructions take the values of a
+// token from any quarter of a register, so that one load serves 4 steps.
 #pragma once
 
 namespace entropykv {
@@ -14,7 +14,7 @@ inline void add_step(const TileCodes& w, const Ints (&y)[kTokens], TileInts<kTok
             products[t][v] = add_fours_of<kStep>(products[t][v], w.v[v], y[t]);
 }
 
-// Integer products of a group: of every row of the tile with kTokens tokens.
+// Computes the integer products of a group: of every row of the tile with kTokens tokens.
 template <class F, int kTokens, class Codes>
 inline void group_products(const Codes& codes, const TokenCodes& tokens,
                            TileInts<kTokens>& products) {

@@ -1,4 +1,4 @@
-// Integer products of a tile: some rows of weights, one a lane, with a few tokens.
+// Computes integer products of a tile: some rows of weights, one per lane, with a few tokens.
 #pragma once
 
 #include "products/code_bytes.hpp"
@@ -6,23 +6,23 @@
 namespace entropykv {
 namespace {
 
-// What the kernel of a panel has to know of a type: several share one.
+// Describes what the kernel of a panel must know about a type; several types share it.
 template <int bits, int group, bool has_minimum, bool has_zero>
 struct Form {
     static constexpr int kBits = bits, kGroup = group, kSteps = group / 4;
     static constexpr bool kHasMinimum = has_minimum, kHasZero = has_zero;
-    // Products of 4 values each that may be added up before a 16-bit lane overflows.
+    // Says how many products of 4 values can be added up before a 16-bit lane overflows.
     static constexpr int kRun = bits == 2 ? 32 : bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
 };
 template <int kTokens>
 using TileInts = Ints[kTokens][Tile::kVectors];
 
-// 4 values of every row of the tile.
+// Holds 4 values of every row of the tile.
 struct TileCodes {
     Ints v[Tile::kVectors];
 };
 
-// Codes of a group in steps of 4, which are a byte each: kOuter times kInner of them.
+// Returns the codes of a group in steps of 4, which are a byte each: kOuter times kInner of them.
 template <class F>
 struct ByteCodes {
     static constexpr int kInner = F::kSteps < 8 ? F::kSteps : 8, kOuter = F::kSteps / kInner;
@@ -37,8 +37,8 @@ struct ByteCodes {
     }
 };
 
-// Codes of a group that are still packed, from value `first` of a unit on. Those 32 values apart
-// share bytes.
+// Returns the codes of a group that are still packed, from value `first` of a unit on. Codes that
+// are 32 values apart share bytes.
 template <class Type>
 struct PackedCodes {
     static constexpr bool kLong = Type::kGroup > 32;
@@ -58,7 +58,7 @@ struct PackedCodes {
     }
 };
 
-// 4 values of every token.
+// Returns 4 values of every token.
 struct TokenCodes {
     const std::byte* data;
     std::size_t stride;
@@ -83,7 +83,7 @@ inline void clear(TileInts<kTokens>& sums) {
 namespace entropykv {
 namespace {
 
-// Integer products of a group: of every row of the tile with kTokens tokens.
+// Computes the integer products of a group: of every row of the tile with kTokens tokens.
 template <class F, int kTokens, class Codes>
 inline void group_products(const Codes& codes, const TokenCodes& tokens,
                            TileInts<kTokens>& products) {

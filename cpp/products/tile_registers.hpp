@@ -1,7 +1,7 @@
-// The registers of a tile of rows of weights and tokens, one row a lane, behind the same names on
-// every instruction set. Those of AVX2 are the ones that 8 rows have: see eight_rows.hpp. Of up to
-// kTokens tokens, codes of up to kPackedBits are split while they are multiplied: it takes
-// registers that AVX2 does not have, and has not been timed for NEON.
+// Defines the registers of a tile of rows of weights and tokens, with one row per lane and the same
+// names on every instruction set. AVX2 uses those of 8 rows: see eight_rows.hpp. For up to kTokens
+// tokens, codes of up to kPackedBits bits are unpacked while they are multiplied. That takes more
+// registers than AVX2 has, and has not been timed with NEON.
 #pragma once
 
 #include "products/eight_rows.hpp"
@@ -68,7 +68,7 @@ inline Floats to_floats(Ints a) { return vcvtq_f32_s32(a); }
 inline Floats subtract(Floats a, Floats b) { return vsubq_f32(a, b); }
 inline Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
-// sums + codes times activations 4 kStep to 4 kStep + 3 of 16.
+// Returns sums + codes times activations 4 kStep to 4 kStep + 3 of 16.
 template <int kStep>
 inline Ints add_fours_of(Ints sums, Ints codes, Ints activations) {
     const int8x16_t w = vreinterpretq_s8_s32(codes);

@@ -1,14 +1,15 @@
-// Part of tile_products.hpp: integer products without VNNI, which add up in 16 bits for as long as
-// they fit.
+// Part of tile_products.hpp: integer products without VNNI, which are added up in 16 bits as long
+// as they fit.
 #pragma once
 
 namespace entropykv {
 namespace {
 
-// GCC would make a tree of a long sum of integers, of which no more than half lies in registers.
+// Keeps GCC from turning a long sum of integers into a tree, only half of which fits into
+// registers.
 inline void keep_order(Ints& sum) { __asm__("" : "+x"(sum)); }
 
-// Of signed codes of 8 bits: two products fill 16 bits.
+// Works on signed codes of 8 bits, of which two products fill 16 bits.
 template <int kTokens>
 inline void add_signed(const TileCodes& w, const TokenCodes& tokens, int step,
                        TileInts<kTokens>& products) {
@@ -26,7 +27,7 @@ inline void add_signed(const TileCodes& w, const TokenCodes& tokens, int step,
     }
 }
 
-// Adds sums of 16 bits to those of 32, and begins again.
+// Adds the 16-bit sums to the 32-bit sums, and clears them.
 template <int kTokens>
 inline void widen_sums(TileInts<kTokens>& shorts, TileInts<kTokens>& products) {
 #pragma GCC unroll 8
@@ -38,8 +39,8 @@ inline void widen_sums(TileInts<kTokens>& shorts, TileInts<kTokens>& products) {
         }
 }
 
-// Integer products of a group: of every row of the tile with kTokens tokens. 16 bits hold the sums
-// of F::kRun steps.
+// Computes the integer products of a group: of every row of the tile with kTokens tokens. 16 bits
+// hold the sums of F::kRun steps.
 template <class F, int kTokens, class Codes>
 inline void group_products(const Codes& codes, const TokenCodes& tokens,
                            TileInts<kTokens>& products) {

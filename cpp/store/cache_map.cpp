@@ -7,7 +7,7 @@ namespace entropykv {
 
 namespace {
 
-// Counts of one row's positions in columns.
+// Counts the positions of one KV head by column.
 class Columns {
 public:
     Columns(std::int32_t first, int per_column, int n_columns)
@@ -20,7 +20,7 @@ public:
         if (column < counts_.size()) ++counts_[column];
     }
 
-    // Appends the shares of a row, and begins the next one.
+    // Appends the shares of a KV head's columns, and begins with the next head.
     void flush(std::vector<std::uint8_t>& shares) {
         for (int& count : counts_) {
             const std::int64_t share = (std::int64_t{255} * count + per_column_ - 1) / per_column_;
@@ -42,7 +42,7 @@ bool contains(const std::vector<bool>& positions, std::int32_t position) {
 
 }  // namespace
 
-void CacheMap::look(const HeadStore& store, std::int32_t first, int per_column, int n_columns) {
+void CacheMap::count(const HeadStore& store, std::int32_t first, int per_column, int n_columns) {
     for (auto* shares : {&held_, &frozen_, &restored_}) shares->clear();
     Columns held(first, per_column, n_columns);
     Columns frozen(first, per_column, n_columns);
@@ -58,7 +58,7 @@ void CacheMap::look(const HeadStore& store, std::int32_t first, int per_column, 
                 if (contains(was_frozen, of_row.position(i))) restored.add(of_row.position(i));
             }
             std::fill(was_frozen.begin(), was_frozen.end(), false);
-            of_row.frozen.over_frozen([&](std::int32_t position) {
+            of_row.frozen.for_each_frozen([&](std::int32_t position) {
                 frozen.add(position);
                 const auto i = static_cast<std::size_t>(position);
                 if (i >= was_frozen.size()) was_frozen.resize(2 * (i + 1));

@@ -1,4 +1,4 @@
-// A picture of what every KV head holds, for those who watch: positions counted in columns.
+// Shows what every KV head holds, as the web page draws it: positions are counted in columns.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,13 @@ namespace entropykv {
 
 class CacheMap {
 public:
-    // Looks at every head: n_columns columns of per_column positions each, from `first` on.
-    void look(const HeadStore& store, std::int32_t first, int per_column, int n_columns);
+    // Counts the positions of every head in n_columns columns of per_column positions each, from
+    // position `first` on.
+    void count(const HeadStore& store, std::int32_t first, int per_column, int n_columns);
 
-    // Of the last look, [KV head of all layers][column]: which share of a column's positions is
-    // held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+    // These have the results of the last count(), [KV head of all layers][column]: which share of a
+    // column's positions is held, is frozen, or is held now and was frozen at the count before; in
+    // 255ths, rounded up.
     const std::vector<std::uint8_t>& held() const { return held_; }
     const std::vector<std::uint8_t>& frozen() const { return frozen_; }
     const std::vector<std::uint8_t>& restored() const { return restored_; }

@@ -1,6 +1,7 @@
-// What a sequence held at a moment, to go on from there: the pages are those of its store, which
-// share them until one of the owners writes to a page. Only what changes with every micro-batch is
-// a copy: the importance of entries, and the statistics of the queries.
+// A checkpoint is what a sequence held at a moment, kept to continue from there. It owns the same
+// pages as the store, and the page is copied once one of the owners has to write to it. Only what
+// every micro-batch changes is copied at once: the importance of entries, and the statistics of the
+// queries.
 #pragma once
 
 #include <cstddef>
@@ -16,44 +17,45 @@
 
 namespace entropykv {
 
-// A KV head as it was.
+// Describes one KV head as it was.
 struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
-    std::vector<float> importance;  // by entry, of whole pages
+    std::vector<float> importance;  // has one value per entry, and per empty slot of the last page
     QueryStatistics queries{};
     std::optional<DroppedScores> dropped{};
 };
 
 class Checkpoint {
 public:
-    // make_checkpoint() makes them: see forks.hpp.
+    // Only make_checkpoint() in forks.hpp calls this.
     explicit Checkpoint(std::shared_ptr<StorePool> pool);
     ~Checkpoint();
     Checkpoint(const Checkpoint&) = delete;
     Checkpoint& operator=(const Checkpoint&) = delete;
 
-    // Becomes another owner of the pages of heads, of all layers.
+    // Becomes another owner of the pages of the heads of all layers.
     void take(std::vector<CheckpointHead> heads, std::size_t evicted, std::int32_t whole_from);
-    // Another one of the same pages.
+    // Returns another checkpoint that owns the same pages.
     std::unique_ptr<Checkpoint> copy() const;
-    // Gives the pages back; nothing can go on from it any more.
+    // Gives the pages back; no store can continue from this checkpoint any more.
     void drop();
-    // The same, where somebody else is their owner from now on.
+    // Hands the ownership of the pages to the caller, and becomes a dropped checkpoint.
     std::vector<CheckpointHead> hand_over() noexcept { return std::exchange(heads_, {}); }
     bool is_dropped() const { return heads_.empty(); }
 
     bool is_of(const StorePool& pool) const { return pool_.get() == &pool; }
     const std::vector<CheckpointHead>& heads() const { return heads_; }
     std::size_t evicted() const { return evicted_; }
-    std::int32_t whole_from() const { return whole_from_; }  // HeadStore::windows_whole_from()
+    // Returns what HeadStore::windows_whole_from() returned at that moment.
+    std::int32_t whole_from() const { return whole_from_; }
     std::size_t pages() const;
-    // Pages that no other owner holds: what the pool has again without it.
+    // Returns how many pages nobody else owns: so many become free when it is dropped.
     std::size_t own_pages() const;
-    std::size_t copied_bytes() const;  // besides the pages
+    std::size_t copied_bytes() const;  // counts what it has besides the pages
     std::size_t entries() const;
 
-    // For the pool, which moves pages: visit(page) returns where it is from now on.
+    // Tells where pages are after the pool has moved them: visit(page) returns the new address.
     template <typename Visit>
     void move_pages(Visit visit) {
         for (CheckpointHead& head : heads_)
@@ -62,7 +64,7 @@ public:
 
 private:
     std::shared_ptr<StorePool> pool_;
-    std::vector<CheckpointHead> heads_;  // of all layers
+    std::vector<CheckpointHead> heads_;  // heads of all layers
     std::size_t evicted_ = 0;
     std::int32_t whole_from_ = 0;
 };

@@ -1,5 +1,6 @@
-// Copies of K and V between pages of one layer. K lies across the entries of a group, so that one
-// of them takes as many steps as all of them: those that go from one group to another go together.
+// Copies K and V of entries between pages of one layer. The keys of a group of entries are
+// interleaved, so moving one of them takes as long as moving all of them. Therefore copies from one
+// group to another are collected and made together.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 
 namespace entropykv {
 
-// The sources must stay as they are until flush(), which the destructor calls.
+// The source pages must not change before flush(), which the destructor calls.
 class EntryCopies {
 public:
     EntryCopies(const PageLayout& layout, const KernelTable& kernels)
@@ -18,7 +19,7 @@ public:
     EntryCopies(const EntryCopies&) = delete;
     EntryCopies& operator=(const EntryCopies&) = delete;
 
-    // V is there at once.
+    // V is copied at once, K at the next flush().
     void add(const std::byte* from, int from_slot, std::byte* to, int to_slot) noexcept {
         copy_value(*layout_, from, from_slot, to, to_slot);
         const unsigned from_group = static_cast<unsigned>(from_slot) / kGroupEntries;

@@ -1,27 +1,29 @@
-// Pages that several sequences hold: a checkpoint of a store, and a store that goes on from one.
-// See HeadPages for who may write to them.
+// Makes checkpoints of a store, and lets a store continue from one; both share pages. HeadPages
+// explains who may write to them.
 #pragma once
 
 #include <memory>
 
 #include "store/checkpoint.hpp"
-#include "store/store_parts.hpp"
+#include "store/store_components.hpp"
 
 namespace entropykv {
 
 class HeadStore;
 
-// What is held now, its pages shared: between micro-batches, of a store that does not freeze.
-std::unique_ptr<Checkpoint> make_checkpoint(StoreParts& parts);
+// Returns a checkpoint of what the store holds now. Must be called between micro-batches, and
+// throws std::logic_error if the store freezes entries.
+std::unique_ptr<Checkpoint> make_checkpoint(StoreComponents& components);
 
-// Replaces what is held by what a checkpoint of the same pool has, and evicts as
-// HeadStore::set_budgets() does. ends: the checkpoint is dropped, so that what nobody else owns
-// need not be copied. False where the pool has no room for the copies: then nothing is held, and
-// the checkpoint is as it was. Throws std::invalid_argument for one of another pool, or a dropped
-// one.
-bool go_on_from(HeadStore& store, Checkpoint& from, bool ends);
+// Replaces the entries of the store by those of a checkpoint of the same pool, and evicts what
+// exceeds the budgets. If `ends` is true, the checkpoint is dropped, and pages that only it owned
+// need not be copied. Returns false if the pool has no room for the copies: then the store is empty
+// and the checkpoint unchanged. Throws std::invalid_argument if the checkpoint belongs to another
+// pool or was dropped.
+bool fork_from(HeadStore& store, Checkpoint& from, bool ends);
 
-// A head as a checkpoint of the same pool has it. Throws as go_on_from().
-const CheckpointHead& head_of(const StoreParts& parts, const Checkpoint& from, int layer, int head);
+// Returns a KV head of a checkpoint of the same pool. Throws like fork_from().
+const CheckpointHead& checkpoint_head(const StoreComponents& components, const Checkpoint& from,
+                                      int layer, int head);
 
 }  // namespace entropykv

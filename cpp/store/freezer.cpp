@@ -10,8 +10,8 @@ int Freezer::freeze(Head& head, int i, const Slot& slot, std::int32_t now, std::
     const float importance = stored ? head.importance(i) : layout.importance(slot.page)[slot.index];
     FrozenEntries& frozen = head.frozen;
     ++frozen.n_frozen;
-    if (stored && frozen.homes[number] != ColdHead::kNone) {
-        frozen.cold->freeze(frozen.homes[number], importance, now, due, detections);
+    if (stored && frozen.record_numbers[number] != ColdHead::kNone) {
+        frozen.cold->freeze(frozen.record_numbers[number], importance, now, due, detections);
         return ColdHead::kNone;
     }
     const std::int32_t position = layout.positions(slot.page)[slot.index];
@@ -34,7 +34,7 @@ void Freezer::freeze_unmarked(Head& head, const StagedEntries& staged, std::int3
     }
 }
 
-void Freezer::note_restored(Head& head, int i, const ColdRecord& record, int home,
+void Freezer::note_restored(Head& head, int i, const ColdRecord& record, int record_number,
                             std::int32_t now) const noexcept {
     const PageLayout& layout = head.layout();
     const Slot target = head.place(i);
@@ -42,7 +42,7 @@ void Freezer::note_restored(Head& head, int i, const ColdRecord& record, int hom
     layout.importance(target.page)[target.index] = common_.importance().decayed(
         record.importance, decay_factor(common_.importance().decay, now - record.frozen_at));
     FrozenEntries& frozen = head.frozen;
-    frozen.homes[static_cast<std::size_t>(i)] = home;
+    frozen.record_numbers[static_cast<std::size_t>(i)] = record_number;
     if (frozen.counts_detections)
         frozen.detections[static_cast<std::size_t>(i)] = record.detections;
     ++frozen.n_restored;

@@ -1,5 +1,5 @@
-// Moves entries between a KV head and its cold storage: what is frozen gets a record, and what is
-// restored keeps it.
+// Moves entries between a KV head and its cold storage. Freezing an entry gives it a record, which
+// it keeps when it is restored.
 #pragma once
 
 #include <cstddef>
@@ -13,24 +13,25 @@ class Freezer {
 public:
     explicit Freezer(StoreCommon& common) : common_(common) {}
 
-    // Entry i, stored or staged, at `slot` goes to cold storage. Returns the page of records that
-    // was dropped for it, or kNone.
+    // Moves entry i (stored or staged, at `slot`) to cold storage. If that had to drop a page of
+    // records, returns its number, otherwise kNone.
     int freeze(Head& head, int i, const Slot& slot, std::int32_t now, std::int32_t due,
                Detections detections) const noexcept;
-    // All of stored and staged entries that a mask does not mark, until somebody asks for them.
+    // Freezes all stored and staged entries that a mask does not mark, without a time to restore
+    // them.
     void freeze_unmarked(Head& head, const StagedEntries& staged, std::int32_t now,
                          const std::uint8_t* mask) const noexcept;
 
-    // Entry i, whose K and V are there, is that of a record.
-    void note_restored(Head& head, int i, const ColdRecord& record, int home,
+    // Notes that entry i, whose K and V are in place, was restored from a record.
+    void note_restored(Head& head, int i, const ColdRecord& record, int record_number,
                        std::int32_t now) const noexcept;
-    // Calls place() for every frozen record that `wants` names, of the pages that it names, until
-    // it returns kNone: where the entry goes. Returns how many were restored. buffer: a page of
+    // Restores frozen records. `wants` selects pages and records; place() returns the slot for the
+    // next one, or kNone to stop. Returns how many were restored. buffer: has room for a page of
     // storage.
     template <typename Wants, typename Place>
     int restore(Head& head, std::int32_t now, std::byte* buffer, Wants wants,
                 Place place) const noexcept;
-    // At the end of the head, while its budget and its pages have room.
+    // Does the same, and appends the entries to the head while its budget and its pages have room.
     template <typename Wants>
     int append(Head& head, std::int32_t now, std::byte* buffer, Wants wants) const noexcept;
 

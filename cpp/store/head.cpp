@@ -1,10 +1,23 @@
 #include "store/head.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "store/entry_copies.hpp"
 
 namespace entropykv {
+namespace {
+
+// Returns (position, index) of all entries, sorted by position.
+std::vector<std::pair<std::int32_t, int>> ordered(const Head& head) {
+    std::vector<std::pair<std::int32_t, int>> order;
+    for (int i = 0; i < head.count(); ++i) order.emplace_back(head.position(i), i);
+    std::sort(order.begin(), order.end());
+    return order;
+}
+
+}  // namespace
 
 void Head::append(const StagedEntries& staged, const KernelTable& kernels) noexcept {
     const int per_page = layout_->entries;
@@ -18,7 +31,7 @@ void Head::append(const StagedEntries& staged, const KernelTable& kernels) noexc
         const Slot from = place(count_ + i, staged);
         const Slot to = place(count_ + i);
         copies.add(from.page, from.index, to.page, to.index);
-        copy_marks(*layout_, from.page, from.index, to.page, to.index);
+        copy_metadata(*layout_, from.page, from.index, to.page, to.index);
     }
     for (i = 0; i < staged.count; ++i) frozen.begin(count_ + i);
     count_ += staged.count;
@@ -29,14 +42,14 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
     EntryCopies copies(*layout_, kernels);
     const auto copy = [&](const Slot& from, const Slot& to) {
         copies.add(from.page, from.index, to.page, to.index);
-        copy_marks(*layout_, from.page, from.index, to.page, to.index);
+        copy_metadata(*layout_, from.page, from.index, to.page, to.index);
     };
-    // Between micro-batches, pages that others own, too, are copied where they are written to.
+    // Between micro-batches, a shared page is copied before it is written to.
     const auto writable_place = [&](int i) {
         pages.own(layout_->page_of(i));
         return place(i);
     };
-    // Holes among the stored entries take the staged survivors first.
+    // Staged survivors fill the holes among the stored entries first.
     int hole = 0;
     const auto next_hole = [&] {
         while (hole < count_ && mask[hole] != 0) ++hole;
@@ -49,7 +62,8 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
         copy(place(count_ + i, staged), writable_place(target));
         frozen.begin(target);
     }
-    // Holes that are left take the last survivors. Where staged entries were appended, none is.
+    // The last survivors fill the holes that are left. If staged entries were appended, there are
+    // none.
     if (end == count_) {
         while (true) {
             while (end > hole && mask[end - 1] == 0) --end;
@@ -74,16 +88,48 @@ std::size_t Head::first_written(int n_tokens) const {
     return static_cast<std::size_t>(layout_->page_of(count_));
 }
 
-std::size_t Head::foreign_holes(const std::uint8_t* mask) const noexcept {
+std::size_t Head::count_shared_holes(const std::uint8_t* mask) const noexcept {
     const auto n_kept = static_cast<int>(std::count(mask, mask + count_, std::uint8_t{1}));
     std::size_t n = 0;
     for (int first = 0; first < n_kept; first += layout_->entries) {
         const int last = std::min(n_kept, first + layout_->entries);
         if (std::find(mask + first, mask + last, std::uint8_t{0}) == mask + last) continue;
         const auto page = static_cast<std::size_t>(layout_->page_of(first));
-        n += pages.foreign(page, page + 1);
+        n += pages.count_shared(page, page + 1);
     }
     return n;
+}
+
+StoredRows rows_of(const Head& head) {
+    const PageLayout& layout = head.layout();
+    StoredRows rows;
+    const auto order = ordered(head);
+    rows.k.resize(order.size() * PageLayout::index(layout.k_dim));
+    rows.v.resize(order.size() * PageLayout::index(layout.v_dim));
+    float* k = rows.k.data();
+    float* v = rows.v.data();
+    for (const auto& [position, i] : order) {
+        const Slot slot = head.place(i);
+        load_k(layout, slot.page, slot.index, k);
+        load_v(layout, slot.page, slot.index, v);
+        rows.positions.push_back(position);
+        rows.importance.push_back(head.importance(i));
+        k += layout.k_dim;
+        v += layout.v_dim;
+    }
+    return rows;
+}
+
+std::vector<std::int32_t> positions_of(const Head& head) {
+    std::vector<std::int32_t> positions;
+    for (const auto& [position, i] : ordered(head)) positions.push_back(position);
+    return positions;
+}
+
+std::vector<float> importance_of(const Head& head) {
+    std::vector<float> importance;
+    for (const auto& [position, i] : ordered(head)) importance.push_back(head.importance(i));
+    return importance;
 }
 
 }  // namespace entropykv

@@ -1,5 +1,6 @@
-// The entries of one KV head, in pages, in no order: each knows its position. Entries of a
-// micro-batch are staged until they are appended, or until it is chosen which of all stay.
+// Holds the entries of one KV head in pages. Entries are in no order; each knows its position. The
+// entries of a micro-batch are staged until they are appended, or until an eviction selects which
+// of all entries stay.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ struct Slot {
     int index;
 };
 
-// The entries of a micro-batch of one head, in the layout of the pool's pages.
+// Refers to the staged entries of one head, in the layout of the pool's pages.
 struct StagedEntries {
     std::byte* const* pages = nullptr;
     int count = 0;
@@ -30,21 +31,21 @@ struct StagedEntries {
 
 class Head {
 public:
-    // Both must stay where they are.
+    // The head refers to both, so they must not move.
     Head(const LayerShape& shape, const PageLayout& layout, PageShare& share)
         : pages(layout, share), shape_(&shape), layout_(&layout) {}
 
     const LayerShape& shape() const { return *shape_; }
     const PageLayout& layout() const { return *layout_; }
-    int group() const { return shape_->n_head / shape_->n_head_kv; }  // query heads
+    int group() const { return shape_->n_head / shape_->n_head_kv; }  // query heads per KV head
     int count() const { return count_; }
     int budget() const { return budget_; }
     void set_budget(int entries) { budget_ = entries; }
-    // How many entries it may hold now, at most.
+    // Returns how many entries the head may hold now.
     int room() const { return std::min(budget_, pages.room()); }
 
     Slot place(int i) const { return {pages[layout_->page_of(i)], layout_->slot_of(i)}; }
-    // Of stored entries, then of staged ones.
+    // Returns the slot of an entry; numbers of stored entries come before those of staged ones.
     Slot place(int i, const StagedEntries& staged) const {
         if (i < count_) return place(i);
         const int of_staged = i - count_;
@@ -58,11 +59,11 @@ public:
         return pages.importance(layout_->page_of(i))[layout_->slot_of(i)];
     }
 
-    // Visits the pages of stored entries, then those of staged ones: page, how many entries of it
-    // count, and how many came before.
+    // Calls visit(page, number of entries, number of the first entry) for the pages of stored
+    // entries, then for those of staged entries.
     template <typename Visit>
-    void over_pages(const StagedEntries& staged, Visit visit) const;
-    // Importance of the entries of such a page, from entry `first` on.
+    void for_each_page(const StagedEntries& staged, Visit visit) const;
+    // Returns the importance of the entries of such a page; `first` is the number of the first one.
     float* importance_of(std::byte* page, int first) {
         return first < count_ ? pages.importance(layout_->page_of(first))
                               : layout_->importance(page);
@@ -71,35 +72,36 @@ public:
         return const_cast<Head*>(this)->importance_of(page, first);
     }
 
-    // All staged entries after the stored ones, for which there are pages.
+    // Appends all staged entries. The head must have pages for them.
     void append(const StagedEntries& staged, const KernelTable& kernels) noexcept;
-    // Those of stored and staged entries that a mask marks.
+    // Keeps the stored and staged entries that a mask marks, and drops the others.
     void keep(const std::uint8_t* mask, const StagedEntries& staged,
               const KernelTable& kernels) noexcept;
-    // A place behind the stored entries, for which there is a page.
+    // Adds an empty slot behind the stored entries, for which there must be a page.
     int add_place() { return count_++; }
-    // Marks the entries before a position.
+    // Marks the entries before a position in `mask`, and clears the others.
     void mark_before(std::int32_t position, std::uint8_t* mask) const noexcept;
 
-    // The first page that a micro-batch may write to: where something is evicted, any of them; else
-    // the one that the next entry goes to.
+    // Returns the first page that a micro-batch may write to. If it evicts, it may write to any
+    // page; otherwise only from the next free slot on.
     std::size_t first_written(int n_tokens) const;
-    // How many pages that others own, too, keep(mask) would write to.
-    std::size_t foreign_holes(const std::uint8_t* mask) const noexcept;
-    // Pages that hold its entries, and no more.
+    // Returns how many shared pages keep(mask) would write to.
+    std::size_t count_shared_holes(const std::uint8_t* mask) const noexcept;
+    // Gives back the pages that hold no entry.
     void drop_empty_pages() { pages.drop(count_); }
     void size_frozen() { frozen.size(static_cast<std::size_t>(pages.room())); }
-    // It holds `count` entries in pages that it was given.
+    // Starts with `count` entries, whose pages the head has received.
     void begin_with(int count) { count_ = count; }
 
     HeadPages pages;
     FrozenEntries frozen;
-    QueryStatistics queries{};               // of its group, where scores need them
-    const TurnsBack* turns = nullptr;        // of its layer's RoPE, for those
-    std::optional<DroppedScores> dropped{};  // where they are counted
-    std::vector<float> losses;               // of the last micro-batch that measured, by knot
-    std::vector<float> held_losses;          // the same without what was dropped before
-    int upcoming = 0;                        // entries that the next micro-batch can leave behind
+    QueryStatistics queries{};  // describes the queries of its group, for expected attention
+    // Inverts the RoPE of its layer, for expected attention.
+    const InverseRope* inverse_rope = nullptr;
+    std::optional<DroppedScores> dropped{};  // is set if losses count dropped entries
+    std::vector<float> losses;               // losses by knot, as measured last
+    std::vector<float> held_losses;          // the same, but without entries dropped before
+    int upcoming = 0;                        // most entries after the next micro-batch
 
 private:
     const LayerShape* shape_;
@@ -109,7 +111,7 @@ private:
 };
 
 template <typename Visit>
-void Head::over_pages(const StagedEntries& staged, Visit visit) const {
+void Head::for_each_page(const StagedEntries& staged, Visit visit) const {
     const int per_page = layout_->entries;
     for (int first = 0; first < count_; first += per_page)
         visit(pages[first / per_page], std::min(per_page, count_ - first), first);
@@ -117,5 +119,17 @@ void Head::over_pages(const StagedEntries& staged, Visit visit) const {
         visit(staged.pages[first / per_page], std::min(per_page, staged.count - first),
               count_ + first);
 }
+
+// Entries as attention reads them, sorted by position.
+struct StoredRows {
+    std::vector<std::int32_t> positions;
+    std::vector<float> importance;
+    std::vector<float> k;  // [entries][k_dim]
+    std::vector<float> v;  // [entries][v_dim]
+};
+
+StoredRows rows_of(const Head& head);
+std::vector<std::int32_t> positions_of(const Head& head);  // are sorted
+std::vector<float> importance_of(const Head& head);        // has the order of positions_of()
 
 }  // namespace entropykv

@@ -71,11 +71,11 @@ void HeadPages::own_from(std::size_t first) {
         own(static_cast<int>(page));
 }
 
-std::size_t HeadPages::foreign(std::size_t first, std::size_t last) const {
+std::size_t HeadPages::count_shared(std::size_t first, std::size_t last) const {
     std::size_t n = 0;
     last = std::min(last, pages_.size());
     for (std::size_t page = first; n_shared_ > 0 && page < last; ++page)
-        n += shared_[page] != 0 && share_->is_foreign(pages_[page]) ? 1 : 0;
+        n += shared_[page] != 0 && share_->is_shared_page(pages_[page]) ? 1 : 0;
     return n;
 }
 

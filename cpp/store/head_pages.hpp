@@ -1,7 +1,8 @@
-// The pages that hold the entries of one KV head. Others may own some of them, too: a checkpoint
-// shares those of a store, and a store that goes on from one shares them with it. None of the
-// owners writes to such a page: who has to, gets a copy before (outside of the attention op), and
-// what every micro-batch changes of it, the importance of its entries, every store has for itself.
+// The pages that hold the entries of one KV head. A page can have several owners: a checkpoint
+// shares the pages of a store, and so does a store that continues from the checkpoint. No owner
+// writes to a shared page; it makes a copy first, between micro-batches and never inside the
+// attention op. The importance of entries changes in every micro-batch, so every store keeps it
+// outside of shared pages.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 #include <vector>
 
 #include "page/page_layout.hpp"
-#include "store/page_share.hpp"
+#include "store/store_pool.hpp"
 
 namespace entropykv {
 
@@ -20,16 +21,18 @@ public:
     std::size_t size() const { return pages_.size(); }
     std::byte* operator[](int number) const { return pages_[index(number)]; }
     const std::vector<std::byte*>& all() const { return pages_; }
-    // How many entries they have room for.
+    // Returns how many entries fit.
     int room() const { return static_cast<int>(pages_.size()) * layout_->entries; }
 
-    // As many pages as hold so many entries: at least, or at most.
+    // grow() allocates pages until so many entries fit; drop() gives back those that so many
+    // entries do not need.
     void grow(int entries);
     void drop(int entries);
     void reserve(int entries) { pages_.reserve(pages_of(entries)); }
     std::size_t pages_of(int entries) const;
 
-    // Importance of the entries of a page: in it, or where others own it, the head's own.
+    // Returns the importance of the entries of a page: the values in the page, or the head's own
+    // copy if the page is shared.
     float* importance(int number) {
         return is_shared(number) ? importance_.data() + index(number * layout_->entries)
                                  : layout_->importance(pages_[index(number)]);
@@ -37,24 +40,26 @@ public:
     const float* importance(int number) const {
         return const_cast<HeadPages*>(this)->importance(number);
     }
-    // Copies of it, by entry; empty where no page is shared.
+    // Returns these copies by entry; empty if no page is shared.
     const std::vector<float>& copied_importance() const { return importance_; }
     bool any_shared() const { return n_shared_ > 0; }
 
     // Marks all pages as shared.
     void share_all();
-    // Makes a page, or all from one on, the head's own: copies, unless the others have left them.
+    // Make one page, or all pages from `first` on, belong to this head only, by copying those that
+    // still have other owners.
     void own(int number);
     void own_from(std::size_t first);
-    // How many of the pages [first, last) would have to be copied.
-    std::size_t foreign(std::size_t first, std::size_t last) const;
+    // Returns how many of the pages [first, last) would have to be copied.
+    std::size_t count_shared(std::size_t first, std::size_t last) const;
 
-    // Takes the pages of a checkpoint over, all of them shared, for which there is room to share;
-    // or pages that are no pool's.
+    // take_over() takes the pages of a checkpoint, all of them shared, or pages that belong to no
+    // pool. make_room_to_share() allocates for that in advance.
     void make_room_to_share(std::size_t pages);
     void take_over(std::vector<std::byte*> pages, std::vector<float> importance) noexcept;
-    void look_at(std::vector<std::byte*> pages) { pages_ = std::move(pages); }
-    // Has visit(page) return where the page is from now on, for every page.
+    void view(std::vector<std::byte*> pages) { pages_ = std::move(pages); }
+    // Replaces the address of every page by what visit(page) returns, after the pool has moved
+    // pages.
     template <typename Visit>
     void move(Visit visit) {
         for (std::byte*& page : pages_) page = visit(page);
@@ -68,8 +73,8 @@ private:
     const PageLayout* layout_;
     PageShare* share_;
     std::vector<std::byte*> pages_;
-    // Which pages others may own, too, and the importance of the entries in them, by entry; empty
-    // where there are none.
+    // For each page whether it may be shared, and by entry the importance; both are empty if no
+    // page is shared.
     std::vector<std::uint8_t> shared_{};
     std::vector<float> importance_{};
     int n_shared_ = 0;

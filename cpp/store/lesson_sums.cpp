@@ -9,7 +9,7 @@ namespace entropykv {
 namespace {
 
 constexpr float kLeastObserved = 1e-5f;
-constexpr std::size_t kRowUnit = 16;  // rows are whole vectors of every instruction set
+constexpr std::size_t kRowUnit = 16;  // Rows are padded to whole vectors of every instruction set.
 
 std::size_t padded(std::size_t n) { return (n + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
@@ -19,7 +19,7 @@ bool is_finite(const float* values, std::size_t n) {
     return std::all_of(values, values + n, [](float value) { return std::isfinite(value); });
 }
 
-// Multiplies rows of a head's features, which are written one by one, many at a time.
+// Collects rows of a head's features one by one, and adds the products of many at a time.
 class FeatureRows {
 public:
     FeatureRows(const FeatureShape& shape, std::size_t n_values, double* sums,
@@ -33,15 +33,16 @@ public:
         std::fill_n(rows_, kRows * stride_, 0.0f);
     }
 
-    // Adds an entry, whose key a turn turns back, and how much it was looked at.
-    void add(const PageLayout& layout, const std::byte* page, int slot, const float* turn,
+    // Adds an entry with the share of attention that it was given. rotation: rotates its key back
+    // to position 0.
+    void add(const PageLayout& layout, const std::byte* page, int slot, const float* rotation,
              float observed) noexcept {
         load_k(layout, page, slot, key_);
         if (shape_.v_dim > 0) load_v(layout, page, slot, value_);
         float* row = rows_ + n_rows_ * stride_;
-        kernels_.features(shape_, key_, value_, turn, row);
+        kernels_.features(shape_, key_, value_, rotation, row);
         row[n_values_ - 1] = std::log(std::max(observed, kLeastObserved));
-        if (!is_finite(row, n_values_)) return;  // the next entry takes its row
+        if (!is_finite(row, n_values_)) return;  // the next entry overwrites its row
         if (++n_rows_ == kRows) flush();
     }
     void flush() noexcept {
@@ -51,7 +52,7 @@ public:
         n_rows_ = 0;
     }
 
-    static constexpr std::size_t kRows = 64;  // that are multiplied at once, in float
+    static constexpr std::size_t kRows = 64;  // rows that are multiplied at once, in float
 
 private:
     const FeatureShape& shape_;
@@ -78,32 +79,34 @@ void LessonSums::add_layer(const FeatureShape& shape, int n_heads) {
 }
 
 void LessonSums::add(std::size_t layer, std::size_t head, const PageLayout& layout,
-                     const StagedEntries& staged, const TurnsBack& turns, const float* observed,
-                     int n_sinks, const KernelTable& kernels, float* scratch) noexcept {
+                     const StagedEntries& staged, const InverseRope& inverse_rope,
+                     const float* observed, int n_sinks, const KernelTable& kernels,
+                     float* scratch) noexcept {
     Layer& of = layers_[layer];
     FeatureRows rows(of.shape, of.n_values, of.sums[head].data(), kernels, scratch);
     for (int i = 0; i < staged.count; ++i) {
         const std::byte* page = staged.pages[layout.page_of(i)];
         const int slot = layout.slot_of(i);
         if (layout.positions(page)[slot] < n_sinks) continue;
-        rows.add(layout, page, slot, turns.of(i), observed[i]);
+        rows.add(layout, page, slot, inverse_rope.of(i), observed[i]);
     }
     rows.flush();
 }
 
 void LessonSums::add_stored(std::size_t layer, std::size_t number, const Head& head,
-                            std::int32_t begin, std::int32_t end, const StoredTurns& turns,
-                            const KernelTable& kernels, float* scratch) noexcept {
+                            std::int32_t begin, std::int32_t end,
+                            const StoredInverseRope& inverse_rope, const KernelTable& kernels,
+                            float* scratch) noexcept {
     Layer& of = layers_[layer];
     FeatureRows rows(of.shape, of.n_values, of.sums[number].data(), kernels, scratch);
     const PageLayout& layout = head.layout();
-    head.over_pages({}, [&](std::byte* page, int n, int first) {
+    head.for_each_page({}, [&](std::byte* page, int n, int first) {
         const float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
             const std::int32_t position = layout.positions(page)[i];
             if (position < begin || position >= end) continue;
             const float share = PackedImportance(importance[i]).share();
-            rows.add(layout, page, i, turns.of(position), share);
+            rows.add(layout, page, i, inverse_rope.of(position), share);
         }
     });
     rows.flush();
@@ -114,7 +117,7 @@ void LessonSums::clear() {
         for (std::vector<double>& sums : layer.sums) std::fill(sums.begin(), sums.end(), 0.0);
 }
 
-// The feature that is always 1 counts the entries.
+// The last feature is always 1, so its sum of squares is the number of entries.
 std::size_t LessonSums::count(std::size_t layer) const {
     const Layer& of = layers_.at(layer);
     double most = 0.0;

@@ -1,39 +1,41 @@
-// Lessons for a predictor: of entries that a repetition of their text has looked up, the sums of
-// products of what they are told by (FeatureShape) and how much they were looked at. A linear
-// function is fitted to them alone.
+// Collects training data for the predictor, called lessons. An echo shows how much attention later
+// queries give to each entry of the text. For each KV head, this adds up the products of the
+// entries' features (FeatureShape) and that attention; a least-squares fit needs nothing else.
 #pragma once
 
 #include <cstddef>
 #include <vector>
 
+#include "decide/inverse_rope.hpp"
 #include "store/head.hpp"
-#include "store/rope_turns.hpp"
 #include "store/store_common.hpp"
 
 namespace entropykv {
 
 class LessonSums {
 public:
-    // Of a layer's KV heads, in the order of the layers.
+    // Adds a layer with n_heads KV heads. Layers are added in order.
     void add_layer(const FeatureShape& shape, int n_heads);
 
-    // Floats that add() works with.
+    // Returns how many floats of scratch add() and add_stored() need.
     std::size_t scratch_values() const;
-    // Adds the staged entries of a head, whose keys `turns` turns back; observed: the largest
-    // share of attention that a query of the repetition gave to each of them. Those before
-    // position n_sinks are left out, and those that are no numbers. scratch: scratch_values().
+    // Adds the staged entries of a head. observed: the largest share of attention that a query of
+    // the echo gave to each entry. inverse_rope: rotates keys back to position 0. Entries before
+    // position n_sinks are left out, and so are entries with values that are not finite. scratch:
+    // has scratch_values() floats.
     void add(std::size_t layer, std::size_t head, const PageLayout& layout,
-             const StagedEntries& staged, const TurnsBack& turns, const float* observed,
+             const StagedEntries& staged, const InverseRope& inverse_rope, const float* observed,
              int n_sinks, const KernelTable& kernels, float* scratch) noexcept;
-    // Adds the stored entries of a head at the positions from `begin` to before `end`: what an echo
-    // has shown of them is kept in their importance.
+    // Adds the stored entries of a head at the positions from `begin` to before `end`, with the
+    // shares that an echo has left in their importance.
     void add_stored(std::size_t layer, std::size_t number, const Head& head, std::int32_t begin,
-                    std::int32_t end, const StoredTurns& turns, const KernelTable& kernels,
-                    float* scratch) noexcept;
+                    std::int32_t end, const StoredInverseRope& inverse_rope,
+                    const KernelTable& kernels, float* scratch) noexcept;
 
     void clear();
-    // How many entries a layer's sums are of, and the sums of products of every two of the features
-    // and log(max(observed, 1e-5)) behind them: [KV head][n + 1][n + 1].
+    // count() returns how many entries a layer's sums cover. sums() returns [KV head][n + 1][n +
+    // 1]: the sums of the products of every two of the n features and, as the last value,
+    // log(max(observed, 1e-5)).
     std::size_t count(std::size_t layer) const;
     std::vector<double> sums(std::size_t layer) const;
     std::size_t bytes() const;
@@ -41,12 +43,12 @@ public:
 private:
     struct Layer {
         FeatureShape shape;
-        std::size_t n_values;                   // the features and what was observed
-        std::vector<std::vector<double>> sums;  // of each head: the lower triangle, row by row
+        std::size_t n_values;                   // features, and the observed share
+        std::vector<std::vector<double>> sums;  // has for each head the lower triangle row by row
     };
 
     std::vector<Layer> layers_{};
-    std::size_t most_values_ = 0;  // of a row, with zeros behind it
+    std::size_t most_values_ = 0;  // is the length of the longest row, with padding
 };
 
 }  // namespace entropykv

@@ -10,25 +10,28 @@
 namespace entropykv {
 namespace {
 
-constexpr int kRowsAtOnce = 4;         // queries whose logits are held
-constexpr float kLeastShare = 0.003f;  // of a query's attention: what is worth a copy
-constexpr float kAdvantage = 1.25f;    // of need, over that of the entry whose place is taken
+constexpr int kRowsAtOnce = 4;  // queries whose logits are held at a time
+// If a query gives less attention to an entry, it is not worth a copy.
+constexpr float kLeastShare = 0.003f;
+// A frozen entry must be needed so many times as much as the entry that it replaces.
+constexpr float kAdvantage = 1.25f;
 
-// How much queries need an entry: their squared shares of attention, as what is kept otherwise is
-// measured. A share is of what the head holds.
+// An entry is needed as much as the queries' squared shares of attention say, which is how measure
+// mass scores entries, too. Shares are relative to what the head holds.
 constexpr Statistic kNeed = Statistic::squared_probability;
 
 }  // namespace
 
 void Recall::size(std::size_t n, std::size_t page_entries, std::size_t page_bytes) {
-    // All slots of every page, also of the last one.
+    // Kernels write logits for all slots of a page, even unused ones of the last page.
     fit(logits_, std::max(index(kRowsAtOnce) * (n + page_entries),
                           kMostQueryRows * std::max<std::size_t>(page_entries, kGroupEntries)));
     fit(masses_, kMostQueryRows);
     fit(active_needs_, n);
     fit(victims_, n);
     fit(incoming_, index(kMostRecalled));
-    if (aside_.size() == 0) aside_ = AlignedBytes(index(kMostRecalled / kPageEntries) * page_bytes);
+    if (copies_.size() == 0)
+        copies_ = AlignedBytes(index(kMostRecalled / kPageEntries) * page_bytes);
 }
 
 void Recall::size_for_records(std::size_t n) {
@@ -38,18 +41,18 @@ void Recall::size_for_records(std::size_t n) {
 
 std::size_t Recall::bytes() const {
     return bytes_of(logits_) + bytes_of(masses_) + bytes_of(active_needs_) + bytes_of(victims_) +
-           bytes_of(needs_) + bytes_of(best_) + bytes_of(incoming_) + aside_.size();
+           bytes_of(needs_) + bytes_of(best_) + bytes_of(incoming_) + copies_.size();
 }
 
-// The share of a query's attention that brings an entry back. What the schedule would detect again
-// does not come.
+// Returns the share of a query's attention that brings an entry back. Under a schedule it is high
+// enough that the entry would not be frozen again at once.
 float Recall::least_share(const Head& head) const noexcept {
     if (!common_.schedule || !common_.measure().of_shares) return kLeastShare;
     return std::max(kLeastShare, common_.schedule->threshold / static_cast<float>(head.count()));
 }
 
-// What every query attends to now: its mass, and how much the entries that the head holds are
-// needed.
+// Computes for every query the sum of e^logit over the held entries (as a logarithm), and how much
+// the queries need each of these entries.
 void Recall::weigh_active(const Head& head, const QueryRows& queries) noexcept {
     const PageLayout& layout = head.layout();
     float* needs = active_needs_.data();
@@ -58,9 +61,9 @@ void Recall::weigh_active(const Head& head, const QueryRows& queries) noexcept {
         const int rows = std::min(kRowsAtOnce, queries.n - first_row);
         float* logits = logits_.data();
         const int stride = static_cast<int>(logits_.size()) / kRowsAtOnce;
-        head.over_pages({}, [&](std::byte* page, int n, int first) {
+        head.for_each_page({}, [&](std::byte* page, int n, int first) {
             if (first + n < head.count())
-                ask_for(head.pages[first / n + 1] + layout.k_offset, layout.k_bytes());
+                prefetch(head.pages[first / n + 1] + layout.k_offset, layout.k_bytes());
             common_.kernels->products(layout, page, queries.row(first_row), rows, logits + first,
                                       stride);
         });
@@ -69,13 +72,13 @@ void Recall::weigh_active(const Head& head, const QueryRows& queries) noexcept {
                 logits[i] = queries.adjusted(first_row + r, logits[i], head.position(i));
             const float mass = common_.kernels->log_sum(logits, head.count());
             masses_[index(first_row + r)] = mass;
-            if (!std::isfinite(mass)) continue;  // a query that is no number needs nothing
+            if (!std::isfinite(mass)) continue;  // a query that is not a number needs nothing
             common_.kernels->logits_observe(logits, head.count(), kNeed, mass, 1.0f, needs);
         }
     }
 }
 
-// How much each frozen entry is needed, by record.
+// Computes how much the queries need each frozen entry, by record.
 void Recall::weigh_frozen(const Head& head, const QueryRows& queries) noexcept {
     const ColdHead& cold = *head.frozen.cold;
     const int per_page = head.layout().entries;
@@ -105,7 +108,7 @@ void Recall::run(Head& head, int n_staged, const QueryRows& queries, std::int32_
     if (head.frozen.n_now() == 0 || head.count() == 0) return;
     room_ = std::clamp(head.room() - head.count() - n_staged, 0, kMostRecalled);
     if (room_ == 0 && find_victims(head, now - n_staged) == 0)
-        return;  // nothing could come back, whatever there is
+        return;  // no entry could come back, whatever the queries need
     const auto start = std::chrono::steady_clock::now();
     weigh_active(head, queries);
     weigh_frozen(head, queries);
@@ -117,7 +120,7 @@ void Recall::run(Head& head, int n_staged, const QueryRows& queries, std::int32_
         std::memory_order_relaxed);
 }
 
-// The entries of a head that may give their places away.
+// Lists the held entries that may be replaced.
 int Recall::find_victims(const Head& head, std::int32_t newest) noexcept {
     const Protection protection = common_.protection_of(head, newest);
     int n = 0;
@@ -126,8 +129,8 @@ int Recall::find_victims(const Head& head, std::int32_t newest) noexcept {
     return n;
 }
 
-// What is needed most of what is frozen: as much as the head has room for, and then as long as it
-// is needed more than what it takes the place of, kMostRecalled at most.
+// Selects the frozen entries that the queries need most, at most kMostRecalled: as many as the head
+// has room for, and more as long as each is needed more than the entry that it replaces.
 int Recall::take_best(const Head& head, std::int32_t newest, std::byte* buffer) noexcept {
     const float least = least_share(head);
     std::int32_t* best = best_.data();
@@ -138,8 +141,8 @@ int Recall::take_best(const Head& head, std::int32_t newest, std::byte* buffer) 
     return find_rows(head, n, buffer);
 }
 
-// Of n entries that would come, those that there is room for, or an entry that is needed less.
-// Victims are in the order of their need then.
+// Of n frozen entries that should come back, selects those that fit into free room or are needed
+// more than a held entry. Afterwards victims_ is sorted by need.
 int Recall::choose_exchanges(const Head& head, int n, std::int32_t newest) noexcept {
     const float* needs = needs_.data();
     const float* active = active_needs_.data();
@@ -147,22 +150,22 @@ int Recall::choose_exchanges(const Head& head, int n, std::int32_t newest) noexc
     std::int32_t* victims = victims_.data();
     const int n_victims = find_victims(head, newest);
     const int most = std::min({n - room_, n_victims, kMostRecalled - room_});
-    const auto rather = [&](int a, int b) {
+    const auto needed_more = [&](int a, int b) {
         return needs[a] > needs[b] || (needs[a] == needs[b] && a < b);
     };
-    const auto sooner = [&](int a, int b) {
+    const auto needed_less = [&](int a, int b) {
         return active[a] < active[b] || (active[a] == active[b] && a < b);
     };
-    std::partial_sort(best, best + room_ + most, best + n, rather);
-    std::partial_sort(victims, victims + most, victims + n_victims, sooner);
+    std::partial_sort(best, best + room_ + most, best + n, needed_more);
+    std::partial_sort(victims, victims + most, victims + n_victims, needed_less);
     for (n = room_; n < room_ + most; ++n)
         if (needs[best[n]] < kAdvantage * active[victims[n - room_]]) break;
     std::sort(best, best + n);
     return n;
 }
 
-// Where the first n of what is needed most lies, or a copy of it: what is frozen meanwhile may take
-// the place of other pages. Returns how many could be read.
+// Finds the rows of the n selected records. Rows that an eviction may overwrite before they are
+// used are copied. Returns how many could be read.
 int Recall::find_rows(const Head& head, int n, std::byte* buffer) noexcept {
     const ColdHead& cold = *head.frozen.cold;
     const PageLayout& layout = head.layout();
@@ -179,7 +182,7 @@ int Recall::find_rows(const Head& head, int n, std::byte* buffer) noexcept {
         entry = {record, rows, {}};
         if (!cold.stays(page)) {
             entry.rows = nullptr;
-            cold.take(rows, record, *common_.kernels, aside(layout, n_found),
+            cold.take(rows, record, *common_.kernels, copied_page(layout, n_found),
                       n_found % layout.entries);
         }
         ++n_found;
@@ -187,14 +190,14 @@ int Recall::find_rows(const Head& head, int n, std::byte* buffer) noexcept {
     return n_found;
 }
 
-// The entries that were found: into the room that there is, then for the victims.
+// Stores the found entries: first into free room, then in place of victims.
 void Recall::exchange(Head& head, int n_incoming, std::int32_t now) noexcept {
     ColdHead& cold = *head.frozen.cold;
     const PageLayout& layout = head.layout();
     for (int n = 0; n < n_incoming; ++n) {
         Incoming& entry = incoming_[index(n)];
-        entry.record = cold.record(entry.home);
-        cold.restore(entry.home);
+        entry.record = cold.record(entry.record_number);
+        cold.restore(entry.record_number);
     }
     head.frozen.n_recalled += index(n_incoming);
     const int n_added = std::min(n_incoming, room_);
@@ -202,25 +205,26 @@ void Recall::exchange(Head& head, int n_incoming, std::int32_t now) noexcept {
     std::sort(victims, victims + (n_incoming - n_added));
     for (int n = 0; n < n_incoming; ++n) {
         const int target = n < n_added ? head.add_place() : victims[n - n_added];
-        if (n >= n_added) give_place(head, target, n, n_incoming, now);
+        if (n >= n_added) replace_victim(head, target, n, n_incoming, now);
         const Incoming& entry = incoming_[index(n)];
         const Slot slot = head.place(target);
         if (entry.rows != nullptr)
-            cold.take(entry.rows, entry.home, *common_.kernels, slot.page, slot.index);
+            cold.take(entry.rows, entry.record_number, *common_.kernels, slot.page, slot.index);
         else
-            copy_rows(layout, aside(layout, n), n % layout.entries, slot.page, slot.index);
-        freezer_.note_restored(head, target, entry.record, entry.home, now);
+            copy_rows(layout, copied_page(layout, n), n % layout.entries, slot.page, slot.index);
+        freezer_.note_restored(head, target, entry.record, entry.record_number, now);
     }
 }
 
-// Freezes a victim. The records of what comes next may be dropped for it.
-void Recall::give_place(Head& head, int victim, int next, int n_incoming,
-                        std::int32_t now) noexcept {
+// Freezes a victim. If that drops a page of records, incoming entries lose their record numbers.
+void Recall::replace_victim(Head& head, int victim, int next, int n_incoming,
+                            std::int32_t now) noexcept {
     const int dropped = freezer_.freeze(head, victim, head.place(victim), now, kNever,
                                         head.frozen.detections_of(victim, head.count()));
     for (; dropped != ColdHead::kNone && next < n_incoming; ++next) {
-        int& home = incoming_[index(next)].home;
-        if (FrozenEntries::in_page(home, dropped, head.layout())) home = ColdHead::kNone;
+        int& record_number = incoming_[index(next)].record_number;
+        if (FrozenEntries::in_page(record_number, dropped, head.layout()))
+            record_number = ColdHead::kNone;
     }
 }
 

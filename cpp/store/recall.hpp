@@ -1,6 +1,6 @@
-// Recall by relevance: frozen entries that the queries of a step would attend to come back before
-// the head is attended to. Their sketches say which; storage is read only for those that come.
-// Scratch of one thread.
+// Brings frozen entries back that the queries of a step would attend to, before the head is
+// attended to. Sketches of the keys, in memory, tell which entries these are, so storage is read
+// only for them. An object holds the scratch of one thread.
 #pragma once
 
 #include <cstddef>
@@ -12,32 +12,33 @@
 
 namespace entropykv {
 
-constexpr int kMostQueryRows = 128;  // that recall looks at
-constexpr int kMostRecalled = 2048;  // entries that come back to a head in one step
+constexpr int kMostQueryRows = 128;  // queries that recall considers
+constexpr int kMostRecalled = 2048;  // entries that can come back to a head in one step
 
 class Recall {
 public:
     explicit Recall(StoreCommon& common) : common_(common), freezer_(common) {}
 
-    // Room to look through a head of n entries; of a page, in entries and in bytes.
+    // Makes room for heads of n entries, and for pages of so many entries and bytes.
     void size(std::size_t n, std::size_t page_entries, std::size_t page_bytes);
-    // Room for so many records of a head.
+    // Makes room for n records of a head.
     void size_for_records(std::size_t n);
     std::size_t bytes() const;
 
-    // How many entries may come back to a head in one step, into room or in exchange.
+    // Returns how many entries may come back to a head in one step.
     static int most(const Head& head) { return std::min(head.frozen.n_now(), kMostRecalled); }
 
-    // Exchanges frozen entries that the queries need for the least important ones that the head
-    // holds. now: the newest position of the micro-batch, of which n_staged entries will be
-    // committed; buffer: a page of storage.
+    // Brings back frozen entries that the queries need, into free room or in exchange for the least
+    // important held ones. now: the newest position of the micro-batch, whose n_staged entries will
+    // be committed; buffer: has room for a page of storage.
     void run(Head& head, int n_staged, const QueryRows& queries, std::int32_t now,
              std::byte* buffer) noexcept;
 
 private:
-    struct Incoming {  // an entry that comes back
-        int home = ColdHead::kNone;
-        const std::byte* rows = nullptr;  // as ColdHead::read() has them; null: in aside()
+    struct Incoming {  // is an entry that comes back
+        int record_number = ColdHead::kNone;
+        // Is what ColdHead::read() returns; null means that the rows are in copied_page().
+        const std::byte* rows = nullptr;
         ColdRecord record{};
     };
 
@@ -50,21 +51,22 @@ private:
     int choose_exchanges(const Head& head, int n, std::int32_t newest) noexcept;
     int find_rows(const Head& head, int n, std::byte* buffer) noexcept;
     void exchange(Head& head, int n_incoming, std::int32_t now) noexcept;
-    void give_place(Head& head, int victim, int next, int n_incoming, std::int32_t now) noexcept;
-    std::byte* aside(const PageLayout& layout, int i) {
-        return aside_.data() + index(i / layout.entries) * layout.bytes;
+    void replace_victim(Head& head, int victim, int next, int n_incoming,
+                        std::int32_t now) noexcept;
+    std::byte* copied_page(const PageLayout& layout, int i) {
+        return copies_.data() + index(i / layout.entries) * layout.bytes;
     }
 
     StoreCommon& common_;
     Freezer freezer_;
-    int room_ = 0;  // entries that the head may take besides
+    int room_ = 0;  // free room of the head, in entries
     std::vector<float> logits_{};
-    std::vector<float> masses_{};        // of queries: log of the sum of e^(q.k)
-    std::vector<float> active_needs_{};  // of the head's entries
+    std::vector<float> masses_{};        // has for each query the log of the sum of e^(q.k)
+    std::vector<float> active_needs_{};  // says how much each held entry is needed
     std::vector<std::int32_t> victims_{};
-    std::vector<float> needs_{};        // of records
-    std::vector<std::int32_t> best_{};  // records
-    AlignedBytes aside_{};
+    std::vector<float> needs_{};        // says how much each record is needed
+    std::vector<std::int32_t> best_{};  // has the numbers of the selected records
+    AlignedBytes copies_{};
     std::vector<Incoming> incoming_{};
 };
 

@@ -7,7 +7,7 @@
 namespace entropykv {
 namespace {
 
-// Cosine and sine of every pair's angle, for the differences of positions that occur.
+// Holds cosine and sine of every pair's angle, for the differences of positions that occur.
 class Angles {
 public:
     explicit Angles(const RopeParams& params) : frequencies_(rope_frequencies(params)) {}
@@ -42,8 +42,8 @@ void check(const HeadStore& store, const std::vector<RopeParams>& ropes) {
 void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<RopeParams>& ropes,
             int n_sinks, int old_shift, int new_shift) {
     check(store, ropes);
-    StoreParts& parts = store.parts();
-    parts.own_all();
+    StoreComponents& components = store.components();
+    components.copy_shared_pages();
     Angles angles(ropes.front());
     for (int layer = 0; layer < store.n_layers(); ++layer) {
         const auto number = static_cast<std::size_t>(layer);
@@ -52,7 +52,7 @@ void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<Rope
         if (rope.n_dims == 0) continue;
         const PageLayout& layout = store.layout(layer);
         float row[kMaxHeadDim];
-        const auto turn = [&](std::byte* page, int slot, std::int32_t position) {
+        const auto rotate_key = [&](std::byte* page, int slot, std::int32_t position) {
             const std::int32_t difference = rope_position(position, n_sinks, new_shift) -
                                             rope_position(position, n_sinks, old_shift);
             if (difference == 0) return;
@@ -60,13 +60,14 @@ void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<Rope
             rotate(rope, angles.of(difference), row);
             kernels.store_k(layout, page, slot, row);
         };
-        std::byte* buffer = parts.workspaces.front().page_read.data();
-        for (Head& head : parts.layers[number].heads) {
+        std::byte* buffer = components.workspaces.front().page_read.data();
+        for (Head& head : components.layers[number].heads) {
             for (int i = 0; i < head.count(); ++i) {
                 const Slot slot = head.place(i);
-                turn(slot.page, slot.index, head.position(i));
+                rotate_key(slot.page, slot.index, head.position(i));
             }
-            if (head.frozen) head.frozen.cold->rewrite(*parts.common.kernels, buffer, turn);
+            if (head.frozen)
+                head.frozen.cold->rewrite(*components.common.kernels, buffer, rotate_key);
         }
     }
 }

@@ -1,5 +1,5 @@
-// Rotary position embedding of stored keys. A key is stored rotated by the angles of its position;
-// when positions are re-based, it is rotated on by the difference, with the model's own parameters.
+// Rotary position embedding of stored keys. A key is stored rotated by the angles of its position.
+// If positions are moved, it is rotated further by the difference, with the model's own parameters.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 namespace entropykv {
 
 // Rotates every stored key from its rope position under `old_shift` to that under `new_shift`.
-// `ropes`: one for each layer. Throws std::invalid_argument where they do not fit the store.
+// ropes: one for each layer. Throws std::invalid_argument if they do not fit the store.
 void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<RopeParams>& ropes,
             int n_sinks, int old_shift, int new_shift);
 

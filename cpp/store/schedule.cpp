@@ -17,25 +17,26 @@ struct IsDue {
 
 }  // namespace
 
-// What must be observed of an entry for it not to be detected. Of many queries, the last ones
-// count.
+// Returns how much must be observed of an entry so that it is not detected. Of many queries, only
+// the last ones are observed.
 float Schedule::limit(const Head& head, int n_queries) const noexcept {
     const int n_observed = std::min(n_queries, common_.importance().observation_window);
     const int of_query = head.group() * head.shape().readers;
     const auto rows = static_cast<float>(of_query * n_observed);
     const float threshold = common_.schedule->threshold;
     const float even = threshold / static_cast<float>(head.count());
-    const auto little = common_.measure().little;
-    return little == nullptr ? 0.0f : little({rows, even, threshold});
+    const auto detection_limit = common_.measure().detection_limit;
+    return detection_limit == nullptr ? 0.0f : detection_limit({rows, even, threshold});
 }
 
-// Marks what stays, and freezes the others; returns how many.
-int Schedule::freeze_little(Head& head, float limit, const float* observed,
-                            std::uint8_t* mask) const noexcept {
+// Freezes the detected entries whose time is long enough, and marks the others in `mask`; returns
+// how many were frozen.
+int Schedule::freeze_detected(Head& head, float limit, const float* observed,
+                              std::uint8_t* mask) const noexcept {
     const FreezeSchedule& schedule = *common_.schedule;
     const std::int32_t newest = common_.newest;
     int n_frozen = 0;
-    head.over_pages({}, [&](std::byte* page, int n, int first) {
+    head.for_each_page({}, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         for (int slot = 0; slot < n; ++slot) {
             const int i = first + slot;
@@ -59,8 +60,8 @@ int Schedule::freeze_little(Head& head, float limit, const float* observed,
 
 void Schedule::follow(Head& head, int n_queries, const float* observed, std::uint8_t* mask,
                       std::byte* buffer) const noexcept {
-    head.frozen.cold->ask_for_due(common_.newest);
-    const int n_frozen = freeze_little(head, limit(head, n_queries), observed, mask);
+    head.frozen.cold->prefetch_due(common_.newest);
+    const int n_frozen = freeze_detected(head, limit(head, n_queries), observed, mask);
     if (n_frozen == 0) return;
     int room = std::min(n_frozen, head.budget() - n_queries - (head.count() - n_frozen));
     int hole = 0;

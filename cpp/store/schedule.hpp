@@ -1,5 +1,5 @@
-// The schedule of freezing: what the queries of a step find little in is frozen for a while, and
-// comes back when its time is over. See FreezeSchedule.
+// Applies the freeze schedule: entries that get little attention in a step are frozen for some
+// steps, and restored when their time is over. See FreezeSchedule.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@ class Schedule {
 public:
     explicit Schedule(StoreCommon& common) : common_(common), freezer_(common) {}
 
-    // Counts the stored entries that the queries found little in, and freezes them for a while.
-    // Those that are due take their places, as far as the staged entries, as many as the queries,
-    // leave room. mask: of the head's entries; buffer: a page of storage.
+    // Counts the stored entries that got little attention as detected, and freezes them. Entries
+    // that are due take their places, but leave room for the staged entries, of which there are as
+    // many as queries. mask: has room for the head's entries; buffer: for a page of storage.
     void follow(Head& head, int n_queries, const float* observed, std::uint8_t* mask,
                 std::byte* buffer) const noexcept;
-    // Restores what is due, as far as there is room.
+    // Restores entries that are due while there is room.
     void restore_due(Head& head, std::byte* buffer) const noexcept;
 
 private:
@@ -27,8 +27,8 @@ private:
                position <= common_.newest - common_.schedule->window;
     }
     float limit(const Head& head, int n_queries) const noexcept;
-    int freeze_little(Head& head, float limit, const float* observed,
-                      std::uint8_t* mask) const noexcept;
+    int freeze_detected(Head& head, float limit, const float* observed,
+                        std::uint8_t* mask) const noexcept;
 
     StoreCommon& common_;
     Freezer freezer_;

@@ -10,9 +10,9 @@ std::size_t Staging::pages_of(int n_tokens) const {
     return static_cast<std::size_t>(pages_for(n_tokens, least_entries_));
 }
 
-// Rows for the heads of a layer that is attended to, of the next one, and of those with several
-// readers. Those of the next one have first pages of their own, for single tokens of two layers,
-// and the others in common.
+// The layer that is being attended to and the next one take turns with two sets of rows, and every
+// layer with several readers has its own. The two sets have separate first pages, because single
+// tokens of two layers are staged at a time, and share the other pages.
 Staging::Staging(const std::vector<LayerShape>& layers, const std::vector<PageLayout>& layouts,
                  std::size_t page_bytes, int max_tokens, int n_sequences)
     : least_entries_(layouts.front().entries),

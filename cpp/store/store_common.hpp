@@ -1,4 +1,4 @@
-// What all parts of a store work with: its settings, the micro-batch, and what is counted.
+// What all components of a store use: its settings, the current micro-batch, and counters.
 #pragma once
 
 #include <atomic>
@@ -18,10 +18,10 @@ struct StoreCommon {
 
     StoreSettings settings;
     const KernelTable* kernels = &kKernelsPortable;
-    std::optional<FreezeSchedule> schedule{};  // while it is followed
-    std::vector<int> knots{};                  // at which losses are measured
-    std::int32_t newest = 0;                   // the position at the micro-batch's end
-    bool single_query = false;                 // it has no more than one
+    std::optional<FreezeSchedule> schedule{};  // is unset while no schedule is followed
+    std::vector<int> knots{};                  // kept entries for which losses are measured
+    std::int32_t newest = 0;                   // the last position of the micro-batch
+    bool single_query = false;                 // whether the micro-batch has one query
     std::atomic<std::size_t> evicted{0};
     std::atomic<std::int32_t> whole_from{0};  // see HeadStore::windows_whole_from()
     std::atomic<std::int64_t> eviction_nanoseconds{0};
@@ -31,18 +31,18 @@ struct StoreCommon {
     const Measure& measure() const { return settings.importance.measure(); }
     bool predicts() const { return importance().predicts(); }
     bool measures_losses() const { return !knots.empty(); }
-    // Under a schedule, every query counts.
+    // Under a schedule, the queries of all tokens count.
     int scoring_interval() const { return schedule ? 1 : kScoringInterval; }
     int neighbourhood() const { return schedule ? 0 : kNeighbourhood; }
-    // What a head must keep until a query comes after `newest_seen`.
+    // Returns what a head must keep for the queries after position `newest_seen`.
     Protection protection_of(const Head& head, std::int32_t newest_seen) const {
         Protection protection =
             settings.own_windows ? settings.protection.within(head.budget()) : settings.protection;
         protection.oldest = head.shape().oldest_seen(newest_seen + 1);
         return protection;
     }
-    // An entry left the window of its layer.
-    void note_left(const LayerShape& shape, std::int32_t position) noexcept {
+    // Notes that an entry was dropped because it left the window of its layer.
+    void note_left_window(const LayerShape& shape, std::int32_t position) noexcept {
         const std::int32_t from = shape.first_blind(position);
         std::int32_t known = whole_from.load(std::memory_order_relaxed);
         while (known < from &&

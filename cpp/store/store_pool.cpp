@@ -1,6 +1,7 @@
 #include "store/store_pool.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 
@@ -11,7 +12,7 @@
 namespace entropykv {
 namespace {
 
-constexpr int kMostSequences = 256;  // of a llama_context
+constexpr int kMostSequences = 256;  // llama.cpp's limit for a llama_context
 
 int checked(int max_tokens) {
     if (max_tokens < 1 || max_tokens > kMostPositions)
@@ -28,12 +29,12 @@ int checked_sequences(int n) {
 }  // namespace
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
-                     int n_sequences, bool follows_share)
+                     int n_sequences, bool is_private)
     : pages_(pool_page_bytes(layers, type), 0),
       staging_(layers, page_layouts(layers, type), pages_.page_bytes(), checked(max_tokens),
                checked_sequences(n_sequences)),
       predictor_(layers.size()),
-      follows_share_(follows_share) {}
+      is_private_(is_private) {}
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens)
     : StorePool(layers, type, max_tokens, 1, true) {}
@@ -58,7 +59,7 @@ void StorePool::set_pages(std::size_t pages) {
     if (!shrinks) return;
     pages_.compact([&](auto relocate) {
         for (HeadStore* store : stores_) {
-            store->parts().over_heads([&](Head& head) { head.pages.move(relocate); });
+            store->components().for_each_head([&](Head& head) { head.pages.move(relocate); });
         }
         for (Checkpoint* checkpoint : checkpoints_) checkpoint->move_pages(relocate);
     });
@@ -67,13 +68,13 @@ void StorePool::set_pages(std::size_t pages) {
 void StorePool::check_share(std::size_t before, std::size_t pages) const {
     const std::size_t others = shared_pages_ - before;
     const std::size_t all = pages_.budget_pages();
-    if (!follows_share_ && pages > all - others)
+    if (!is_private_ && pages > all - others)
         throw std::invalid_argument("the other sequences leave fewer pages of the pool");
 }
 
 void StorePool::set_share(std::size_t before, std::size_t pages) {
     shared_pages_ += pages - before;
-    if (follows_share_) set_pages(pages);
+    if (is_private_) set_pages(pages);
 }
 
 void StorePool::leave(HeadStore& store, std::size_t share) {
@@ -84,6 +85,38 @@ void StorePool::leave(HeadStore& store, std::size_t share) {
 void StorePool::leave(Checkpoint& checkpoint) {
     checkpoints_.erase(std::remove(checkpoints_.begin(), checkpoints_.end(), &checkpoint),
                        checkpoints_.end());
+}
+
+std::byte* PageShare::allocate() {
+    std::byte* page = pool_->pages().allocate();
+    if (page == nullptr) throw std::logic_error("the budgets of the KV heads exceed the pool");
+    return page;
+}
+
+std::byte* PageShare::take() {
+    std::byte* page = allocate();
+    peak_ = std::max(peak_, ++used_);
+    return page;
+}
+
+void PageShare::release(std::byte* page) {
+    pool_->pages().release(page);
+    --used_;
+}
+
+void PageShare::note_peak() { peak_ = std::max(peak_, used_); }
+
+std::byte* PageShare::own(std::byte* page, std::size_t bytes) {
+    if (!is_shared_page(page)) return page;
+    std::byte* copy = allocate();
+    std::memcpy(copy, page, bytes);
+    pool_->pages().release(page);
+    return copy;
+}
+
+void PageShare::set(std::size_t pages) {
+    pool_->set_share(budget_, pages);
+    budget_ = pages;
 }
 
 }  // namespace entropykv

@@ -1,7 +1,7 @@
-// What sequences of one model share: the pages of a hard budget, of which every sequence has a
-// share, and the staging area. The shares together are never more than the pool has, and a store
-// never has more pages than its share, those that others own, too, included: so each of them can be
-// copied at any time, once checkpoints, which have no share, have made room.
+// What sequences of one model share: the pages of a hard budget, of which each sequence has a
+// share, and the staging area. The shares never add up to more than the pool has. A store never
+// owns more pages than its share, counting shared pages, too. Therefore every shared page can be
+// copied at any time, after checkpoints, which have no share, have been dropped.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "page/page_pool.hpp"
-#include "store/predictor_weights.hpp"
+#include "store/predictor.hpp"
 #include "store/staging.hpp"
 
 namespace entropykv {
@@ -21,33 +21,35 @@ class LessonSums;
 
 class StorePool {
 public:
-    // Of one store, whose share is all of it: the pool's budget follows.
+    // Makes the pool of a single store: its budget is always the store's share.
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens);
-    // Of up to n_sequences that are read at a time; set_pages() gives it a budget.
+    // Makes a pool for up to n_sequences sequences; set_pages() sets its budget.
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences);
 
     PagePool& pages() { return pages_; }
     const PagePool& pages() const { return pages_; }
     const Staging& staging() const { return staging_; }
-    // What predicts the scores of all of its sequences.
+    // Returns the predictor of all sequences of the pool.
     PredictorWeights& predictor() { return predictor_; }
     const PredictorWeights& predictor() const { return predictor_; }
-    // What it is fitted to: of one part of a micro-batch at a time, since a step has one echo.
+    // Training data for the predictor. No lock is needed, since only one sequence of a step has an
+    // echo.
     std::shared_ptr<LessonSums> lessons{};
     bool collects_lessons = false;
-    // What the predictor and the lessons take.
+    // Counts the bytes of the predictor and the lessons.
     std::size_t prediction_bytes() const;
     std::size_t shared_pages() const { return shared_pages_; }
 
-    // Gives the pool so many pages; what the system gets back of a smaller one is told by
-    // mapped_bytes(). Throws std::invalid_argument where the shares are more than that.
+    // Sets how many pages the pool has. If it shrinks, memory goes back to the system: see
+    // mapped_bytes(). Throws std::invalid_argument if the shares need more pages.
     void set_pages(std::size_t pages);
 
-    // drop() makes a checkpoint give its pages back, and returns whether there was one: for stores
-    // that need pages, between micro-batches.
+    // Sets what is called between micro-batches when a store needs pages: drop() drops a
+    // checkpoint, and returns whether there was one.
     void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
-    // As many free pages as needed() says, which may fall as checkpoints go; whether there are. To
-    // take them allocates nothing then. Throws std::bad_alloc where the system has no memory.
+    // Drops checkpoints until as many pages are free as needed() returns, which may change with
+    // every dropped checkpoint. Returns whether they are free; allocating them cannot fail then.
+    // Throws std::bad_alloc if the system has no memory.
     template <typename Needed>
     bool make_room(Needed needed) {
         while (pages_.budget_pages() - pages_.used_pages() < needed())
@@ -56,7 +58,8 @@ public:
         return true;
     }
 
-    // For stores. Throws std::invalid_argument where the other shares do not leave so many pages.
+    // Stores call the following functions. check_share() throws std::invalid_argument if the other
+    // shares do not leave so many pages.
     void check_share(std::size_t before, std::size_t pages) const;
     void set_share(std::size_t before, std::size_t pages);
     void join(HeadStore& store) { stores_.push_back(&store); }
@@ -66,16 +69,58 @@ public:
 
 private:
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
-              bool follows_share);
+              bool is_private);
 
     PagePool pages_;
     Staging staging_;
     PredictorWeights predictor_;
-    bool follows_share_;
+    bool is_private_;
     std::size_t shared_pages_ = 0;
     std::vector<HeadStore*> stores_;
     std::vector<Checkpoint*> checkpoints_;
     std::function<bool()> drop_checkpoint_;
+};
+
+// The part of a pool that one store may use, and how many pages it does use.
+class PageShare {
+public:
+    explicit PageShare(std::shared_ptr<StorePool> pool) : pool_(std::move(pool)) {}
+    PageShare(const PageShare&) = delete;
+    PageShare& operator=(const PageShare&) = delete;
+
+    StorePool& pool() { return *pool_; }
+    const StorePool& pool() const { return *pool_; }
+    const std::shared_ptr<StorePool>& shared_pool() const { return pool_; }
+
+    // Allocates a page. Throws std::logic_error if the pool has none left.
+    std::byte* take();
+    void release(std::byte* page);
+    // Counts pages that a head took over from a checkpoint; call note_peak() after it has evicted.
+    void add_used(std::size_t pages) { used_ += pages; }
+    void note_peak();
+    // Returns a page with the same contents that has no other owner: a copy, or the page itself if
+    // the other owners have left it.
+    std::byte* own(std::byte* page, std::size_t bytes);
+    bool is_shared_page(const std::byte* page) const { return pool_->pages().is_shared(page); }
+
+    // Throws std::invalid_argument if the other shares do not leave so many pages.
+    void check(std::size_t pages) const { pool_->check_share(budget_, pages); }
+    void set(std::size_t pages);
+
+    std::size_t used() const { return used_; }
+    std::size_t budget() const { return budget_; }
+    std::size_t page_bytes() const { return pool_->pages().page_bytes(); }
+    std::size_t budget_bytes() const { return budget_ * page_bytes(); }
+    std::size_t used_bytes() const { return used_ * page_bytes(); }
+    std::size_t peak_bytes() const { return peak_ * page_bytes(); }
+
+private:
+    std::byte* allocate();
+
+    std::shared_ptr<StorePool> pool_;
+    std::size_t budget_ = 0;
+    std::size_t used_ = 0;
+    std::size_t peak_ = 0;
 };
 
 }  // namespace entropykv

@@ -8,7 +8,7 @@ namespace entropykv {
 namespace {
 
 void check_importance(const ImportanceSettings& importance) {
-    measure_of(importance.kind);  // throws where there is none
+    measure_of(importance.kind);  // throws for an unknown measure
     if (importance.observation_window < 1)
         throw std::invalid_argument("observation_window must be 1 or more");
     if (importance.future_positions < 1 || importance.future_positions > kMostPositions)

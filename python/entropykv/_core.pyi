@@ -217,7 +217,7 @@ class WindowProbe:
         """llama.cpp's number of the layer, and cells (-1: unreadable), since clear()."""
     def clear(self) -> None: ...
 
-class GateHook:
+class SquaredReluHook:
     """Makes the SwiGLU gates in the graphs of one llama_context squared ReLU."""
 
     def __init__(self, n_layers: int) -> None: ...
@@ -300,9 +300,11 @@ class WeightHook:
 class GraphHook:
     """Looks at, then changes, the graphs of one llama_context: attention, and as WeightHook."""
 
-    def __init__(self, relu2_layers: int, n_threads: int, in_company: bool = False) -> None:
-        """As WeightHook. `in_company`: tokens of several sequences are read together, and each gets
-        the bits that it gets alone.
+    def __init__(self, relu2_layers: int, n_threads: int, batch_invariant: bool = False) -> None:
+        """As WeightHook.
+
+        `batch_invariant`: tokens of several sequences are read together, and each gets the bits
+        that it gets alone.
         """
 
     @property
@@ -493,7 +495,7 @@ class HeadwiseStore:
     def checkpoint(self) -> Checkpoint:
         """Return what is held now. RuntimeError where the store freezes."""
 
-    def go_on_from(self, checkpoint: Checkpoint, ends: bool) -> bool:
+    def fork_from(self, checkpoint: Checkpoint, ends: bool) -> bool:
         """Replace what is held by what a checkpoint of the same pool has, and evict what is more.
 
         `ends`: it is dropped, and its own pages are taken over. False where there is no room for
@@ -643,7 +645,7 @@ class HeadwiseStore:
         """Positions kept, ascending, with their importance, K (n, k_dim) and V (n, v_dim)."""
 
     def state_bytes(self, layer: int, kv_head: int) -> int:
-        """Size of the state of a KV head; cpp/store/head_state.cpp describes it."""
+        """Size of the state of a KV head; cpp/store/head_states.hpp describes it."""
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
         """Return the state; ColdStorageError where what is frozen cannot be read."""
@@ -755,13 +757,13 @@ class CacheMap:
     """What every KV head holds, has frozen and got back, for those who watch a session."""
 
     def __init__(self) -> None: ...
-    def look(
+    def count(
         self, store: HeadwiseStore, first: int, per_column: int, n_columns: int
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Count positions in columns of `per_column` positions, from `first` on.
 
         Three arrays, (KV heads of all layers, columns): which share of a column's positions is
-        held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+        held, frozen, or held now and frozen at the count before; in 255ths, rounded up.
         """
 
 class FlatStore:

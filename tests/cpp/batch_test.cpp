@@ -1,5 +1,5 @@
-// Several sequences in one pool of pages, read together: every one of them computes and keeps what
-// it does alone, and all together never hold more than the pool has.
+// Several sequences in one pool of pages are read together. Each computes and keeps what it does
+// alone, and together they never hold more pages than the pool has.
 #include "attention/attention_batch.hpp"
 
 #include <array>
@@ -12,7 +12,7 @@ constexpr int kSequences = 5;
 constexpr int kLayers = 3;
 constexpr int kPiece = 40;
 
-// What a micro-batch of one sequence reads in one layer.
+// Holds what a micro-batch of one sequence reads in one layer.
 struct Rows {
     std::vector<float> q, k, v;
 };
@@ -32,7 +32,8 @@ struct Machine {
 
     int below(int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); }
 
-    // Another budget of the pool, and equal shares of it; those that shrink come first.
+    // Sets another budget of the pool, and equal shares of it; sequences whose shares shrink come
+    // first.
     void resize(int pages) {
         const std::size_t before = pool->pages().budget_bytes() / pool->pages().page_bytes();
         if (index(pages) > before) pool->set_pages(index(pages));
@@ -57,7 +58,7 @@ struct Machine {
                 random_rows(random, n * shape.n_head_kv * shape.v_dim)};
     }
 
-    // A single token of some, and a piece of one.
+    // Reads a single token of some sequences, and a chunk of one.
     void step() {
         std::vector<std::pair<Pair*, int>> parts;
         const int reader = below(2) == 0 ? below(kSequences) : -1;
@@ -192,9 +193,10 @@ void test_what_is_impossible_is_refused() {
     CHECK(refused([&] { pool->set_pages(9); }));
     AttentionBatch batch;
     batch.add(one, 32, 0, 0);
-    CHECK(refused([&] { batch.add(one, 1, 32, 32); }));  // it is in it already
-    CHECK(refused([&] { batch.add(two, 1, 0, 0); }));    // single tokens come first
-    CHECK(refused([&] { batch.add(two, 32, 0, 0); }));   // no room
+    // The sequence is in the micro-batch already.
+    CHECK(refused([&] { batch.add(one, 1, 32, 32); }));
+    CHECK(refused([&] { batch.add(two, 1, 0, 0); }));   // single tokens must come first
+    CHECK(refused([&] { batch.add(two, 32, 0, 0); }));  // there is no room
     CHECK(batch.n_tokens() == 32);
     batch.clear();
     batch.add(two, 1, 0, 0);

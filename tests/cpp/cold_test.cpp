@@ -1,5 +1,5 @@
-// Cold storage without Python: the codecs, the places where pages lie, the records of a head, the
-// schedule's numbers, and the kernels that look for frozen entries.
+// Tests cold storage without Python: the codecs, storage in memory and in files, the records of a
+// head, the numbers of the schedule, and the kernels that find frozen entries.
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,8 +24,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// ------------------------------------------------------------------------------------------------
-// how pages are held
+// The following tests are about how pages are encoded.
 
 AlignedBytes random_page(const PageLayout& layout, unsigned seed, float size = 1.0f) {
     AlignedBytes page(layout.bytes);
@@ -56,8 +55,8 @@ std::vector<float> v_row(const PageLayout& layout, const std::byte* page, int sl
     return row;
 }
 
-// Every value within a share of the largest of its block: half a step of the type, and what the
-// scale and the store's own type round.
+// Checks that every value differs by at most a share of the largest of its block: half a step of
+// the type, and the rounding of the scale and of the store's own type.
 void check_close(const std::vector<float>& a, const std::vector<float>& b, float share) {
     for (std::size_t first = 0; first < a.size(); first += kQuantBlock) {
         const std::size_t end = std::min(a.size(), first + kQuantBlock);
@@ -79,7 +78,7 @@ void test_as_stored_is_exact(KvType type, bool latent) {
     codec.pack(page.data(), packed.data());
     codec.unpack(packed.data(), kKernelsPortable, back.data());
     CHECK(std::memcmp(page.data(), back.data(), layout.position_offset) == 0);
-    // One entry, to another place.
+    // Unpack one entry to another slot.
     AlignedBytes other(layout.bytes);
     codec.unpack(packed.data(), 19, kKernelsPortable, other.data(), 6);
     CHECK(k_row(layout, other.data(), 6) == k_row(layout, page.data(), 19));
@@ -97,7 +96,8 @@ void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTa
     std::memset(back.data(), 0, layout.bytes);
     codec.pack(page.data(), packed.data());
     codec.unpack(packed.data(), kernels, back.data());
-    // q4_0 clips what is opposite to the largest value: up to a whole step of an eighth.
+    // q4_0 clips values with the sign opposite to the largest one: by up to a whole step of an
+    // eighth.
     const float of_cold = cold == ColdType::q8_0 ? 0.5f / 127.0f : 1.0f / 8.0f;
     const float of_hot = type == KvType::q8_0 ? 0.5f / 127.0f : 0.0f;
     const float share = of_cold + of_hot + 0.002f;
@@ -105,7 +105,7 @@ void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTa
         check_close(k_row(layout, page.data(), slot), k_row(layout, back.data(), slot), share);
         check_close(v_row(layout, page.data(), slot), v_row(layout, back.data(), slot), share);
     }
-    if (type != KvType::f16) return;  // q8_0 in between rounds q4_0's values again
+    if (type != KvType::f16) return;  // q8_0 in between rounds the values of q4_0 again
     codec.pack(back.data(), again.data());
     AlignedBytes twice(layout.bytes);
     std::memset(twice.data(), 0, layout.bytes);
@@ -129,8 +129,7 @@ void test_codecs() {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// where pages lie
+// The following tests are about where pages are stored.
 
 constexpr std::size_t kBytes = 1000;
 constexpr std::array<std::uint64_t, 2> kNonce{11, 22};
@@ -165,13 +164,13 @@ void test_pages_come_back(ColdStorage& storage) {
     for (int i = 199; i >= 0; --i) CHECK(storage.write(pages[index(i)], page_of(i).data()));
     for (int i = 0; i < 200; ++i) CHECK(holds(storage, pages[index(i)], page_of(i)));
     storage.release(pages[7]);
-    CHECK(storage.take() == pages[7]);  // what is free is used again
+    CHECK(storage.take() == pages[7]);  // free pages are used again
     CHECK(storage.write(pages[7], page_of(500).data()));
     CHECK(holds(storage, pages[7], page_of(500)) && holds(storage, pages[8], page_of(8)));
     CHECK(storage.failed() == nullptr);
 }
 
-// A page that reads as null, and says why; other pages are as they were.
+// Checks that reading a page returns null and reports why, and that other pages are unchanged.
 void check_lost(int descriptor, std::uint32_t page, std::array<std::uint64_t, 2> nonce,
                 const char* why) {
     FileStorage storage(kBytes, descriptor, nonce);
@@ -200,11 +199,11 @@ void test_a_file_is_not_trusted() {
         CHECK(pwrite(file.descriptor, &value, 1, at(1, byte)) == 1);
         CHECK(holds(storage, 1, page_of(1)));
     }
-    Bytes other(stride);  // a whole page with its sum, in another place
+    Bytes other(stride);  // a whole page with its checksum, in the wrong place
     CHECK(pread(file.descriptor, other.data(), stride, at(0, 0)) == static_cast<ssize_t>(stride));
     CHECK(pwrite(file.descriptor, other.data(), stride, at(2, 0)) == static_cast<ssize_t>(stride));
     check_lost(file.descriptor, 2, kNonce, changed);
-    check_lost(file.descriptor, 0, {11, 23}, changed);  // of another session
+    check_lost(file.descriptor, 0, {11, 23}, changed);  // a page of another session
     check_lost(file.descriptor, 0, {22, 11}, changed);
     CHECK(storage.failed() == nullptr && holds(storage, 0, page_of(0)));
     CHECK(ftruncate(file.descriptor, at(1, kBytes / 2)) == 0);
@@ -228,7 +227,7 @@ void test_a_file_that_cannot_be_written() {
     CHECK(thrown && closed.file_bytes() == 0);
     CHECK(!closed.write(0, page_of(0).data()));
     CHECK(closed.failed() != nullptr && std::strcmp(closed.failed(), "cannot be written") == 0);
-    // A device that is always full takes no page, whatever was promised.
+    // A device that is always full must refuse a page, whatever was reserved.
     if (FILE* full = std::fopen("/dev/full", "r+")) {
         FileStorage storage(kBytes, fileno(full), kNonce);
         CHECK(!storage.write(0, page_of(0).data()) && storage.failed() != nullptr);
@@ -248,12 +247,11 @@ void test_storage() {
     test_a_file_that_cannot_be_written();
 }
 
-// ------------------------------------------------------------------------------------------------
-// the records of a head
+// The following tests are about the records of a head.
 
 constexpr int kPerPage = 16;
 
-// Nothing decays while it is frozen.
+// With these settings, nothing decays while it is frozen.
 ImportanceSettings settings_of(float expected_lookups) {
     ImportanceSettings settings;
     settings.decay = 1.0f;
@@ -339,13 +337,13 @@ void test_going_back() {
 void test_a_limit_drops_the_least_worthy_page() {
     Frozen frozen(3);
     std::vector<int> records;
-    // Pages of importance 5, 1, 3; the second one is worth least, though it is not the oldest.
+    // Pages have importance 5, 1 and 3: the second one is worth least, though it is not the oldest.
     for (int i = 0; i < 64; ++i) {
         const float of_page[]{5.0f, 1.0f, 3.0f, 4.0f};
         records.push_back(frozen.add(i, of_page[i / kPerPage]));
         CHECK(frozen.head.n_dropped() == 0 && frozen.head.dropped_page() == ColdHead::kNone);
     }
-    frozen.head.restore(records[17]);  // what is not frozen is not lost
+    frozen.head.restore(records[17]);  // an entry that is not frozen is not lost
     const int added = frozen.add(64, 9.0f);
     CHECK(frozen.head.dropped_page() == 1 && frozen.head.n_dropped() == 15);
     CHECK(added / kPerPage == 1);  // its number is used again
@@ -374,8 +372,7 @@ void test_a_page_is_worth_what_is_predicted_of_it_too() {
     CHECK(frozen.head.dropped_page() == 0);
 }
 
-// ------------------------------------------------------------------------------------------------
-// the schedule
+// The following tests are about the schedule.
 
 void test_the_document_s_numbers() {
     const int expected[]{0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2};
@@ -383,7 +380,7 @@ void test_the_document_s_numbers() {
     CHECK(freeze_steps(35, 2.0f) == 2 && freeze_steps(36, 2.0f) == 3);
     CHECK(freeze_steps(1, 1.0f) == 1 && freeze_steps(4, 1.0f) == 2);
     CHECK(freeze_steps(1, 0.5f) == 2 && freeze_steps(65535, 2.0f) == 127);
-    CHECK(freeze_steps(1, 1e-30f) > 1000000);  // as good as for ever, and not before now
+    CHECK(freeze_steps(1, 1e-30f) > 1000000);  // practically for ever, and not before now
     CHECK(1000000 + freeze_steps(65535, 1e-30f) > 1000000);
 }
 
@@ -395,26 +392,25 @@ int detect(Detections& detections, std::int32_t now, int history) {
 void test_detections_are_counted() {
     Detections all{};
     for (int step = 1; step <= 70000; ++step) CHECK(detect(all, step, 0) == std::min(step, 65535));
-    // Within a window of 10 positions, one detection every step: never more than 10, and as many
-    // once they were there.
+    // With a window of 10 positions and one detection at every step, the count rises to 10 and
+    // stays there.
     Detections window{};
     for (int now = 0; now < 100; ++now) {
         const int n = detect(window, now, 10);
         CHECK(n <= 10 && n >= std::min(now + 1, 9));
     }
-    // What lies further back than the window before is forgotten.
+    // Detections before the previous window are forgotten.
     CHECK(detect(window, 120, 10) == 1);
     CHECK(detect(window, 121, 10) == 2);
     CHECK(detect(window, 130, 10) == 1 + 2 * 9 / 10);
     CHECK(detect(window, 139, 10) == 2);
-    Detections long_window{};  // and no number is too large
+    Detections long_window{};  // no number is too large
     long_window.current = 65535;
     long_window.number = 0;
     CHECK(detect(long_window, 100000, 100000) == 1 + 65534);
 }
 
-// ------------------------------------------------------------------------------------------------
-// kernels
+// The following tests are about kernels.
 
 void test_products(const KernelTable& kernels, KvType type, int dim) {
     const PageLayout layout = make_page_layout(type, dim, 16, 48);
@@ -449,8 +445,8 @@ void test_products(const KernelTable& kernels, KvType type, int dim) {
     }
 }
 
-// A sketch is off by half a step of every value at most, and by what f16 rounds; its products are
-// those of what it says.
+// A sketch is off by at most half a step of every value plus the rounding of f16, and its products
+// are exactly those of the sketched values.
 void test_sketches(const KernelTable& kernels, KvType type, int dim, float size) {
     const PageLayout layout = make_page_layout(type, dim, 16, 32);
     const AlignedBytes page = random_page(layout, 7, size);

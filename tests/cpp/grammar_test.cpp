@@ -1,5 +1,5 @@
-// Grammars: which tokens they allow, and what is too much. Texts that are no grammar, cut anywhere
-// and with bytes changed, are refused; nothing is read beyond their ends.
+// Tests which tokens grammars allow, and which grammars are too large. Texts that are not grammars,
+// are cut anywhere or have changed bytes are refused, and nothing is read beyond their ends.
 #include <algorithm>
 #include <cstdio>
 #include <limits>
@@ -140,7 +140,7 @@ void check_limits() {
     CHECK(!matcher_of("root ::= " + closed).may_end());
 }
 
-// A text of any length needs no more than what is remembered at a time.
+// A text of any length needs no more memory than the limit of what is kept.
 void check_long_text() {
     GrammarLimits small;
     small.most_kept = 3000;

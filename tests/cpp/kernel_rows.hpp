@@ -1,4 +1,5 @@
-// Stored rows of K and V, and what attention gives for them in f64: what the kernels must be near.
+// Holds stored rows of K and V, and computes attention over them in f64, which the kernels must
+// come near.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 #include "platform/aligned_bytes.hpp"
 #include "testing.hpp"
 
-constexpr float kNear = 2e-3f;  // of the largest value: what rounding a query to bf16 costs
+constexpr float kNear = 2e-3f;  // of the largest value: the error of rounding a query to bf16
 constexpr int kSlots = 32;      // two groups
 constexpr std::int32_t kBase = 1000000;
 
@@ -24,7 +25,7 @@ struct Shape {
     bool latent;
 };
 
-// Entries in pages, and their rows as they are stored. Some positions are skipped.
+// Holds entries in pages, and their rows as they are stored. Some positions are skipped.
 class Entries {
 public:
     Entries(const KernelTable& kernels, const Shape& shape, int n, std::mt19937& random)
@@ -79,7 +80,7 @@ private:
     std::vector<AlignedBytes> memory_;
 };
 
-// A query row: what it sees, and what it gets.
+// Is a query row with what it sees and what it gets.
 struct Row {
     std::vector<float> query;  // [k_stride]
     std::int32_t position;

@@ -1,5 +1,6 @@
-// The kernels of attention, one at a time, of every instruction set that this machine runs: near
-// what the same stored rows give in f64. One thread, so that an emulated CPU can run it, too.
+// Tests the attention kernels one at a time, of every instruction set that this machine can run:
+// results are near those of the same stored rows in f64. Only one thread is used, so that an
+// emulated CPU can run the test.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -128,7 +129,7 @@ void test_observe(const KernelTable& kernels, const PromptTask& task, const Entr
     }
 }
 
-// Weights that are kept tell the same, bit by bit, as weights that are computed again.
+// Weights that are kept give the same bits as weights that are computed again.
 void test_kept(const KernelTable& kernels, PromptTask task) {
     std::vector<float> kept(kept_floats(task.entries)), weights(kRowTile, 1.0f);
     const std::size_t n = index(task.entries.last - task.entries.first);
@@ -176,7 +177,7 @@ void test_prompt(const KernelTable& kernels, const Entries& entries, int n_rows,
     test_kept(kernels, task);
 }
 
-// Logits of a decoded row: what it gives to its entries, and the log of their sum.
+// Tests logits of a decoded row: what it gives to its entries, and the log of their sum.
 void test_logits(const KernelTable& kernels, const Entries& entries, std::mt19937& random) {
     const Row row = make_rows(entries, 1, false, false, 0.0f, random)[0];
     const std::vector<float> logits(row.logits.begin(), row.logits.end());
@@ -197,7 +198,7 @@ void test_logits(const KernelTable& kernels, const Entries& entries, std::mt1993
     }
 }
 
-// Whole pages: norms of V, products with K, and those with sketched keys.
+// Tests kernels on whole pages: norms of V, products with K, and products with sketched keys.
 void test_pages(const KernelTable& kernels, Entries& entries, std::mt19937& random) {
     const PageLayout& layout = entries.layout;
     constexpr int kQueries = 6;
@@ -255,7 +256,7 @@ void test_moves(const KernelTable& kernels, Entries& entries) {
     std::copy_n(entries.page(1), layout.bytes, target.data());
     std::vector<float> row(index(layout.k_dim));
     kernels.move_keys(layout, entries.page(0), 1, target.data(), 0, moves);
-    for (int i = 0; i < moves.n; ++i)  // their scales go with them elsewhere
+    for (int i = 0; i < moves.n; ++i)  // their scales are moved elsewhere
         copy_value(layout, entries.page(0), kGroupEntries + moves.from[i], target.data(),
                    moves.to[i]);
     bool moved = true;
@@ -271,10 +272,10 @@ void test_moves(const KernelTable& kernels, Entries& entries) {
 
 void test_cosines(const KernelTable& kernels, std::mt19937& random) {
     constexpr int kKeys = 37, kDim = 24;
-    std::vector<float> keys(index(kDim * kContest)), cosines(kKeys);
+    std::vector<float> keys(index(kDim * kComparedKeys)), cosines(kKeys);
     for (int i = 0; i < kKeys; ++i) {
         const std::vector<float> key = random_rows(random, kDim);
-        for (int d = 0; d < kDim; ++d) keys[index(d * kContest + i)] = key[index(d)] / 5;
+        for (int d = 0; d < kDim; ++d) keys[index(d * kComparedKeys + i)] = key[index(d)] / 5;
     }
     kernels.newer_cosines(keys.data(), kKeys, kDim, cosines.data());
     for (int i = 0; i < kKeys - 1; ++i) {
@@ -282,23 +283,26 @@ void test_cosines(const KernelTable& kernels, std::mt19937& random) {
         for (int j = i + 1; j < kKeys; ++j) {
             double product = 0.0;
             for (int d = 0; d < kDim; ++d)
-                product += double{keys[index(d * kContest + i)]} * keys[index(d * kContest + j)];
+                product +=
+                    double{keys[index(d * kComparedKeys + i)]} * keys[index(d * kComparedKeys + j)];
             exact = std::max(exact, product);
         }
-        const float found = cosines[index(i)];  // with zeros only where they fill the last vector
+        // Keys are also compared with the zeros that fill the last vector, if there are any.
+        const float found = cosines[index(i)];
         CHECK(near(found, exact, 1.0) || near(found, std::max(exact, 0.0), 1.0));
     }
 }
 
-// In f64: a key turned back pair by pair, and what a linear function of all features says.
+// Computes in f64 a key that is rotated back pair by pair, and a linear function of all features.
 void test_features(const KernelTable& kernels, const RopeParams& rope, int k_dim, int v_dim,
                    bool latent, std::mt19937& random) {
     const FeatureShape shape = feature_shape(k_dim, v_dim, latent, rope);
-    TurnsBack turns(rope);
-    turns.prepare(1000, 3);
+    InverseRope inverse_rope(rope);
+    inverse_rope.prepare(1000, 3);
     const std::vector<float> key = random_rows(random, k_dim), value = random_rows(random, v_dim);
     std::vector<float> weights = random_rows(random, shape.n), found(index(shape.n), NAN);
-    kernels.features(shape, key.data(), latent ? nullptr : value.data(), turns.of(2), found.data());
+    kernels.features(shape, key.data(), latent ? nullptr : value.data(), inverse_rope.of(2),
+                     found.data());
     std::vector<double> exact(key.begin(), key.end());
     std::vector<double> norms;
     const auto log_norm = [](const std::vector<float>& row) {
@@ -329,7 +333,7 @@ void test_features(const KernelTable& kernels, const RopeParams& rope, int k_dim
         sum += exact[i] * weights[i];
     }
     CHECK(close);
-    float said = kernels.predict_key(shape, weights.data(), key.data(), turns.of(2));
+    float said = kernels.predict_key(shape, weights.data(), key.data(), inverse_rope.of(2));
     if (!latent) said += kernels.predict_value(shape, weights.data(), value.data());
     CHECK(near(said, sum, 100.0));
 }

@@ -1,6 +1,6 @@
-// Sizes beyond every constant of the code: heads of more than 10,000 entries, micro-batches that
-// bring back thousands of them, 64 and more query heads for a KV head, positions of which floats
-// know not every one, and queries that are no numbers.
+// Tests sizes beyond every constant of the code: heads with more than 10,000 entries, micro-batches
+// that recall thousands of them, 64 and more query heads per KV head, positions that floats cannot
+// hold exactly, and queries that are not numbers.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -15,8 +15,7 @@
 
 namespace {
 
-// ------------------------------------------------------------------------------------------------
-// a store of several layers, and micro-batches of it
+// The tests use a store of several layers, and micro-batches for it.
 
 using Rows = std::vector<float>;
 
@@ -52,7 +51,7 @@ struct Model {
         store.set_budgets(budgets, pages, store.settings().protection);
     }
 
-    // Reads a micro-batch, of every layer its own rows; returns the outputs.
+    // Reads a micro-batch, with other rows for every layer; returns the outputs.
     Rows read(const std::vector<Batch>& batches, int n, bool biased = false) {
         Rows outputs;
         attention.begin(n, end, end);
@@ -108,7 +107,7 @@ bool all_finite(const Rows& values) {
     return std::all_of(values.begin(), values.end(), [](float x) { return std::isfinite(x); });
 }
 
-// Budgets, sinks, the recent window, and no position twice, in attention or frozen.
+// Checks budgets, sinks and the recent window, and that no position exists twice, held or frozen.
 void check_model(const Model& model) {
     const Protection& protection = model.store.settings().protection;
     CHECK(model.store.share().used_bytes() <= model.store.share().budget_bytes());
@@ -130,10 +129,9 @@ void check_model(const Model& model) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// thousands of entries come back at once
+// The following tests recall thousands of entries at once.
 
-// Rows that all point to a topic, and a little to anywhere.
+// Makes rows that mostly point to a topic, with some noise.
 Batch on_topic(const LayerShape& shape, int n, int topic, std::mt19937& random) {
     Batch batch = random_batch(shape, n, random);
     for (Rows* rows : {&batch.q, &batch.k}) {
@@ -165,7 +163,7 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
     read_topic(model, 2, budget + 500, random);
     check_model(model);
     CHECK(freezing.limit_bytes > 0 || model.store.frozen().now() > index(kMostRecalled) + 200);
-    // Back to the first topic, one token at a time, and back and forth.
+    // Go back to the first topic one token at a time, then alternate.
     const std::size_t before = model.store.frozen().recalled();
     read_topic(model, 1, 1, random);
     const std::size_t recalled = model.store.frozen().recalled() - before;
@@ -178,7 +176,8 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
         check_model(model);
         if (freezing.limit_bytes > 0) CHECK(model.store.frozen().bytes() <= freezing.limit_bytes);
     }
-    // A budget that shrinks to a tenth in one step freezes thousands, and grows again.
+    // A budget that shrinks to a tenth in one step freezes thousands of entries, and then grows
+    // again.
     model.set_budget(budget / 10);
     check_model(model);
     read_topic(model, 1, 5, random);
@@ -186,10 +185,10 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
     read_topic(model, 2, 5, random);
     read_topic(model, 1, 600, random);
     check_model(model);
-    FrozenHeads(model.store.parts()).freeze_all(model.end - 1);
+    FrozenHeads(model.store.components()).freeze_all(model.end - 1);
     CHECK(model.store.entries() == 0);
-    FrozenHeads(model.store.parts()).restore({-1, -1}, model.end - 1, false);
-    if (freezing.limit_bytes == 0) {  // else some of it was dropped
+    FrozenHeads(model.store.components()).restore({-1, -1}, model.end - 1, false);
+    if (freezing.limit_bytes == 0) {  // otherwise some entries were dropped
         CHECK(model.store.entries() > index(budget));
         check_model(model);
     }
@@ -200,7 +199,7 @@ void test_thousands_come_back(const FreezeSettings& freezing, KvType type, int b
 
 std::vector<FreezeSettings> large_freezings() {
     FreezeSettings by_recall, limited, by_schedule, both;
-    limited.limit_bytes = 2500 * 64;  // fewer than are frozen
+    limited.limit_bytes = 2500 * 64;  // fewer entries than are frozen
     limited.type = ColdType::q8_0;
     by_schedule.schedule = FreezeSchedule{64, 0.2f, 1.0f, 0};
     both.schedule = by_schedule.schedule;
@@ -208,8 +207,7 @@ std::vector<FreezeSettings> large_freezings() {
     return {by_recall, limited, by_schedule, both};
 }
 
-// ------------------------------------------------------------------------------------------------
-// memory follows budgets, not contexts
+// The following tests show that memory follows budgets and not contexts.
 
 void test_scratch_follows_budgets() {
     const std::vector<LayerShape> layers{{2, 1, 16, 16}, {2, 2, 16, 16}};
@@ -225,11 +223,12 @@ void test_scratch_follows_budgets() {
             Model model(layers, settings, 1000, 3);
             std::mt19937 random(4);
             for (const int n : {512, 512, 300, 1}) model.read(n, random);
-            bytes.push_back(model.store.parts().scratch_bytes() + model.attention.scratch_bytes());
+            bytes.push_back(model.store.components().scratch_bytes() +
+                            model.attention.scratch_bytes());
             check_model(model);
-            // It is given back where budgets shrink, and grows with them.
+            // Memory is given back when budgets shrink, and grows with them again.
             model.set_budget(100);
-            CHECK(model.store.parts().scratch_bytes() < bytes.back());
+            CHECK(model.store.components().scratch_bytes() < bytes.back());
             model.set_budget(max_entries > 4096 ? 10000 : 4096);
             for (int i = 0; i < 3; ++i) model.read(512, random);
             check_model(model);
@@ -238,8 +237,8 @@ void test_scratch_follows_budgets() {
     }
 }
 
-// What is observed of a prompt is held for bands of rows: with 64 query heads for a KV head not 512
-// times as often as there are entries. Each of the two threads keeps weights of 64 rows besides.
+// What is observed of a prompt is kept per band of rows, so 64 query heads per KV head do not need
+// 512 times as much as there are entries. Each of the two threads also keeps weights of 64 rows.
 void test_scratch_of_wide_groups() {
     constexpr int kEntries = 3000;
     StoreSettings settings = plain_settings(kEntries);
@@ -248,23 +247,22 @@ void test_scratch_of_wide_groups() {
     Model narrow({{1, 1, 16, 16}}, settings, kEntries, 2);
     std::mt19937 random(6);
     while (narrow.end + 512 < kEntries) narrow.read(512, random);
-    std::vector<std::byte> state(HeadSaver(narrow.store.parts()).bytes(0, 0));
-    HeadSaver(narrow.store.parts()).save(0, 0, state.data());
+    std::vector<std::byte> state(HeadSaver(narrow.store.components()).bytes(0, 0));
+    HeadSaver(narrow.store.components()).save(0, 0, state.data());
     const int count = narrow.store.head(0, 0).count();
-    HeadLoader(model.store.parts()).begin({count}, {state.data()}, {kEntries});
-    HeadLoader(model.store.parts()).load(0, 0, count, state.data());
+    HeadLoader(model.store.components()).begin({count}, {state.data()}, {kEntries});
+    HeadLoader(model.store.components()).load(0, 0, count, state.data());
     model.end = narrow.end;
     model.read(256, random);
     check_model(model);
     CHECK(model.attention.scratch_bytes() < (100 + 2 * 80) * kEntries * sizeof(float));
 }
 
-// ------------------------------------------------------------------------------------------------
-// threads, and layers of different groups
+// The following tests use several threads, and layers with different groups.
 
 void test_groups_side_by_side() {
-    // 128 query heads for a KV head are two tiles of a single token; what waits to be committed of
-    // one layer must not lie where the next one observes.
+    // With 128 query heads per KV head, a single token has two tiles. What waits to be committed of
+    // one layer must not lie where the next layer observes.
     const std::vector<LayerShape> layers{{512, 4, 16, 16}, {4, 4, 16, 16},   {5, 5, 16, 16},
                                          {320, 5, 16, 16}, {640, 5, 16, 16}, {3, 1, 16, 16}};
     std::vector<double> alone;
@@ -292,8 +290,7 @@ void test_groups_side_by_side() {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// positions that floats do not tell apart
+// The following tests use positions that floats cannot tell apart.
 
 struct Far {
     const char* name;
@@ -305,7 +302,7 @@ struct Far {
     float softcap = 0.0f;
 };
 
-// The same text from position `begin` on: outputs, and what is kept, relative to it.
+// Reads the same text from position `begin` on; returns outputs and what is kept, relative to it.
 std::vector<double> read_from(std::int32_t begin, const Far& test) {
     StoreSettings settings = plain_settings(kMostPositions);
     settings.importance.kind = test.score;
@@ -358,8 +355,7 @@ void test_far_positions() {
     CHECK(refused([&] { model.read(1, random); }));
 }
 
-// ------------------------------------------------------------------------------------------------
-// queries that are no numbers
+// The following tests use queries that are not numbers.
 
 void test_bad_queries_leave_no_trace() {
     for (const ScoreKind score : kScores) {
@@ -382,9 +378,10 @@ void test_bad_queries_leave_no_trace() {
                 for (const double sum : model.attention.entropies().sums(0))
                     CHECK(std::isfinite(sum));
                 for (const int head : {0, 1}) {
-                    std::vector<std::byte> state(HeadSaver(model.store.parts()).bytes(0, head));
-                    HeadSaver(model.store.parts()).save(0, head, state.data());
-                    CHECK(HeadSaver(model.store.parts())
+                    std::vector<std::byte> state(
+                        HeadSaver(model.store.components()).bytes(0, head));
+                    HeadSaver(model.store.components()).save(0, head, state.data());
+                    CHECK(HeadSaver(model.store.components())
                               .problem(0, model.store.head(0, head).count(), state.data(),
                                        state.size(), model.end)
                               .empty());

@@ -1,6 +1,6 @@
-// Memory that is short, and memory that is large: every allocation of the store fails once, and
+// Tests what happens when memory is short or large. Every allocation of the store fails once, and
 // nothing is lost; ops of a graph allocate nothing; pools of any size are mapped at once, in few
-// mappings; what cold storage takes of the heap is counted.
+// mappings; and the heap of cold storage is counted.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,17 +22,16 @@
 #include "platform/scratch.hpp"
 #include "testing.hpp"
 
-// ------------------------------------------------------------------------------------------------
-// the machine: allocations are counted, and one of them fails
+// These functions replace those of the machine: they count allocations, and let one of them fail.
 
 namespace {
 
 struct Machine {
     std::atomic<bool> counts{false};
     std::atomic<long> n{0};         // allocations while they are counted
-    std::atomic<long> failing{-1};  // the number of that which fails
+    std::atomic<long> failing{-1};  // the number of the allocation that fails
     std::atomic<bool> in_op{false};
-    std::atomic<long> of_ops{0};  // allocations of ops of a graph
+    std::atomic<long> of_ops{0};  // allocations by ops of a graph
     std::atomic<std::size_t> heap{0};
 
     bool refuses() {
@@ -42,7 +41,7 @@ struct Machine {
 };
 Machine machine;
 
-constexpr std::size_t kSizeBytes = 16;  // in front of what is allocated
+constexpr std::size_t kSizeBytes = 16;  // before each allocated block
 
 void* allocated(std::size_t size) {
     auto* start = static_cast<char*>(std::malloc(size + kSizeBytes));
@@ -85,10 +84,9 @@ extern "C" int mprotect(void* at, std::size_t n, int protection) {
 
 namespace {
 
-// ------------------------------------------------------------------------------------------------
-// every allocation fails once
+// In the following tests, every allocation fails once.
 
-// An action of the store's, again where memory was short: nothing of it may be half done then.
+// Runs an action of the store again if memory was short; it must not be half done then.
 template <typename Action>
 void survive(Action action) {
     machine.counts = true;
@@ -154,8 +152,8 @@ std::unique_ptr<Sequence> make_sequence(const StoreSettings& settings,
     return made;
 }
 
-// One sequence, which shrinks and goes back; frozen entries come back by themselves, or all of
-// them.
+// Runs one sequence that shrinks and rolls back; frozen entries are restored by their timers, or
+// all at once.
 std::vector<double> run_alone(const StoreSettings& settings) {
     std::mt19937 random(1);
     std::vector<double> numbers;
@@ -167,7 +165,7 @@ std::vector<double> run_alone(const StoreSettings& settings) {
     survive([&] { sequence->store.truncate(140); });
     sequence->end = 140;
     sequence->set_budget(90);
-    FrozenHeads frozen(sequence->store.parts());
+    FrozenHeads frozen(sequence->store.components());
     if (settings.freezing) {
         survive([&] { frozen.freeze_all(sequence->end - 1); });
         survive([&] { frozen.restore({-1, -1}, sequence->end - 1, false); });
@@ -177,8 +175,8 @@ std::vector<double> run_alone(const StoreSettings& settings) {
     return numbers;
 }
 
-// Sequences of one pool, which share pages with a checkpoint, evict what is shared, and take each
-// other's places.
+// Runs sequences of one pool, which share pages with a checkpoint, evict from shared pages, and
+// replace each other.
 std::vector<double> run_in_company(const StoreSettings& settings) {
     std::mt19937 random(2);
     std::vector<double> numbers;
@@ -192,17 +190,17 @@ std::vector<double> run_in_company(const StoreSettings& settings) {
     for (Sequence* sequence : {first.get(), second.get()}) sequence->set_budget(100);
     first->read(120, random, numbers);
     std::unique_ptr<Checkpoint> checkpoint;
-    survive([&] { checkpoint = make_checkpoint(first->store.parts()); });
+    survive([&] { checkpoint = make_checkpoint(first->store.components()); });
     for (const int n : {1, 1, 60}) first->read(n, random, numbers);
     second->set_budget(70);
-    survive([&] { CHECK(go_on_from(second->store, *checkpoint, false)); });  // evicts
+    survive([&] { CHECK(fork_from(second->store, *checkpoint, false)); });  // evicts
     second->end = 120;
     second->read(1, random, numbers);
-    second->set_budget(40);  // evicts from pages that the checkpoint owns, too
+    second->set_budget(40);  // evicts from pages that the checkpoint also owns
     second->read(30, random, numbers);
     survive([&] { first->store.truncate(100); });
     first->end = 100;
-    survive([&] { CHECK(go_on_from(first->store, *checkpoint, true)); });
+    survive([&] { CHECK(fork_from(first->store, *checkpoint, true)); });
     first->end = 120;
     first->read(20, random, numbers);
     survive([&] { pool->set_pages(pool->shared_pages()); });
@@ -245,8 +243,7 @@ void test_full_machines() {
     }
 }
 
-// ------------------------------------------------------------------------------------------------
-// large pools
+// The following tests use large pools.
 
 int count_mappings() {
     std::ifstream maps("/proc/self/maps");
@@ -267,8 +264,8 @@ double cpu_seconds() {
     return static_cast<double>(std::clock()) / static_cast<double>(CLOCKS_PER_SEC);
 }
 
-// Beyond any machine: the system has at most 65,530 mappings for a process. (Where nobody writes,
-// nothing but addresses is taken.)
+// The pool is larger than any machine, while the system allows 65,530 mappings per process. Pages
+// that are never written take only addresses.
 void test_a_large_pool_is_mapped_at_once() {
     constexpr std::size_t kGib = std::size_t{1} << 30, kPage = 9216;
     const int before = count_mappings();
@@ -295,8 +292,8 @@ bool is_filled(const std::byte* page, int number, std::size_t bytes) {
     return found == number && page[bytes - 1] == std::byte(number % 251);
 }
 
-// A budget that grows a little every time: pages lie in many ranges, some owned twice, and go back
-// to the system all the same.
+// The budget grows a little every time. Pages lie in many ranges, some with two owners, and all
+// memory is given back.
 void test_a_pool_that_grows_in_small_steps() {
     constexpr std::size_t kPage = 5000;
     constexpr int kPages = 20'000;  // about 100 MB
@@ -342,27 +339,26 @@ void test_a_pool_that_grows_in_small_steps() {
     CHECK(held);
 }
 
-// ------------------------------------------------------------------------------------------------
-// the heap of cold storage is counted
+// The following test counts the heap of cold storage.
 
-// What is allocated and mapped, and what figures say of it.
+// Compares what is allocated and mapped with the reported figures.
 struct Memory {
     explicit Memory(const Sequence& sequence) {
-        const StoreParts& parts = sequence.store.parts();
+        const StoreComponents& components = sequence.store.components();
         const FrozenFigures frozen = sequence.store.frozen();
-        taken = static_cast<double>(machine.heap + parts.storage->memory_bytes());
+        taken = static_cast<double>(machine.heap + components.storage->memory_bytes());
         counted =
             static_cast<double>(frozen.bytes() + frozen.sketch_bytes() + frozen.overhead_bytes() +
-                                parts.scratch_bytes() + sequence.attention.scratch_bytes());
+                                components.scratch_bytes() + sequence.attention.scratch_bytes());
         overhead = static_cast<double>(machine.heap - frozen.sketch_bytes());
         n_frozen = static_cast<double>(frozen.now());
     }
     double taken, counted, overhead, n_frozen;
 };
 
-// What a longer text takes more: all of it is counted, and what is neither entries nor sketches is
-// little. (An entry has a record of 12 bytes, or 24 where it has a timer, and one of the threads'
-// scratch takes 10 for every record of a head.)
+// All additional memory of a longer text is counted, and little of it is neither entries nor
+// sketches. (An entry has a record of 12 bytes, or 24 with a timer, and the scratch of one thread
+// takes 10 bytes per record of a head.)
 void test_the_heap_of_frozen_entries_is_counted(bool scheduled) {
     StoreSettings settings = settings_of(KvType::q8_0, ScoreKind::mass);
     settings.freezing = FreezeSettings{};

@@ -1,4 +1,4 @@
-// What the tests of pools share: a sequence in a pool, beside the same one alone.
+// Holds a sequence in a pool beside the same sequence alone, for tests of pools.
 #pragma once
 
 #include <memory>

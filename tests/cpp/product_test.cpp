@@ -1,5 +1,5 @@
-// Products of quantised weights: near those of exact arithmetic, and the same bits whatever is read
-// together, by however many threads, with whichever instruction set.
+// Tests products of quantised weights: they are near those of exact arithmetic, and have the same
+// bits whatever is read together, with any number of threads and every instruction set.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Rows, values and tokens with remainders of every tile, panel and step.
+// Shapes have rows, values and tokens with remainders of every tile, panel and step.
 struct Shape {
     int rows, values, tokens;
 };
@@ -36,7 +36,7 @@ struct Problem {
     }
     float token(int t, int i) const { return tokens[index(t * shape.values + i)]; }
 
-    // Tokens [first, first + n), by n_threads threads.
+    // Computes tokens [first, first + n) with n_threads threads.
     std::vector<float> product(Products& products, int first, int n, int n_threads) const {
         std::vector<float> out(index(n * shape.rows), NAN);
         const ProductTask task{format.type,
@@ -52,7 +52,7 @@ struct Problem {
     }
 };
 
-// Rounding moves an activation by half a step of its group at most; f16 weights need none.
+// Rounding changes an activation by at most half a step of its group; f16 weights need no rounding.
 void test_accuracy(const Problem& problem, const std::vector<float>& out) {
     const int group = problem.format.values;
     bool near = true;
@@ -68,7 +68,7 @@ void test_accuracy(const Problem& problem, const std::vector<float>& out) {
                     weights += std::abs(weight);
                     exact += weight * problem.token(t, i);
                 }
-                magnitude += 16 * weights * largest;  // of codes, before the zero is taken away
+                magnitude += 16 * weights * largest;  // of codes, before the zero is subtracted
                 if (problem.format.rounds()) bound += weights * largest / 127 / 2;
             }
             const double error = std::abs(out[index(t * problem.shape.rows + row)] - exact);
@@ -113,7 +113,7 @@ void test_all() {
         }
 }
 
-// Zeros give zeros; what is no number stays none, for the reader of the logits to see.
+// Zeros give zeros. Values that are not numbers stay so, and the reader of the logits can see it.
 void test_special_values() {
     std::mt19937 random(8);
     for (const BlockFormat& format : block_formats()) {

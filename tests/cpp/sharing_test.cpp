@@ -1,5 +1,5 @@
-// Sequences that share pages: each of them computes and keeps what it does with pages of its own,
-// the pool counts every page once, never holds more than it may, and frees what nobody owns.
+// Sequences share pages. Each of them computes and keeps what it does with pages of its own. The
+// pool counts every page once, never holds more than its budget, and frees pages without owners.
 #include <map>
 
 #include "pair.hpp"
@@ -10,7 +10,7 @@ constexpr int kHeads = 2;
 constexpr int kMostSequences = 6;
 constexpr int kLargestPiece = 40;
 
-// What a sequence held, in the pool and alone.
+// Is what a sequence held, in the pool and alone.
 struct Kept {
     std::unique_ptr<Checkpoint> checkpoint;
     std::vector<std::vector<std::byte>> states;
@@ -82,22 +82,23 @@ struct Machine {
     }
 
     void keep(Pair& pair) {
-        Kept made{make_checkpoint(pair.shared.parts()), {}, {}, pair.alone.evicted(), pair.end};
+        Kept made{
+            make_checkpoint(pair.shared.components()), {}, {}, pair.alone.evicted(), pair.end};
         CHECK(made.checkpoint->own_pages() == 0);
         for (int head = 0; head < kHeads; ++head) {
             made.counts.push_back(pair.alone.head(0, head).count());
-            made.states.emplace_back(HeadSaver(pair.alone.parts()).bytes(0, head));
-            HeadSaver(pair.alone.parts()).save(0, head, made.states.back().data());
-            const StoreParts& parts = pair.shared.parts();
-            const CheckpointHead& saved = head_of(parts, *made.checkpoint, 0, head);
-            std::vector<std::byte> state(HeadSaver(parts).bytes(0, saved));
-            HeadSaver(parts).save(0, saved, state.data());
+            made.states.emplace_back(HeadSaver(pair.alone.components()).bytes(0, head));
+            HeadSaver(pair.alone.components()).save(0, head, made.states.back().data());
+            const StoreComponents& components = pair.shared.components();
+            const CheckpointHead& saved = checkpoint_head(components, *made.checkpoint, 0, head);
+            std::vector<std::byte> state(HeadSaver(components).bytes(0, saved));
+            HeadSaver(components).save(0, saved, state.data());
             CHECK(state == made.states.back());
         }
         kept.push_back(std::move(made));
     }
 
-    // Both copies of a sequence go on from what was kept.
+    // Continues both copies of a sequence from a checkpoint.
     void go_on(Pair& pair, std::size_t number, bool ends) {
         Kept& from = kept[number];
         if (from.checkpoint->is_dropped()) {
@@ -105,7 +106,7 @@ struct Machine {
             return;
         }
         pinned = &from;
-        const bool done = go_on_from(pair.shared, *from.checkpoint, ends);
+        const bool done = fork_from(pair.shared, *from.checkpoint, ends);
         pinned = nullptr;
         pair.alone.truncate(0);
         pair.end = done ? from.end : 0;
@@ -117,13 +118,14 @@ struct Machine {
         ++n_forks;
         std::vector<const std::byte*> starts;
         for (const std::vector<std::byte>& state : from.states) starts.push_back(state.data());
-        HeadLoader(pair.alone.parts())
+        HeadLoader(pair.alone.components())
             .begin(from.counts, starts,
                    {pair.alone.head(0, 0).budget(), pair.alone.head(0, 1).budget()});
-        pair.alone.parts().common.evicted = from.evicted;
+        pair.alone.components().common.evicted = from.evicted;
         for (int head = 0; head < kHeads; ++head) {
             std::vector<std::byte> state = from.states[index(head)];
-            HeadLoader(pair.alone.parts()).load(0, head, from.counts[index(head)], state.data());
+            HeadLoader(pair.alone.components())
+                .load(0, head, from.counts[index(head)], state.data());
         }
         if (ends) kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(number));
     }
@@ -152,7 +154,7 @@ struct Machine {
         }
     }
 
-    // Every page is counted once, and its owners are those that name it.
+    // Checks that every page is counted once, and has as many owners as there are references to it.
     void count_pages() {
         std::map<const std::byte*, int> owners;
         std::size_t own = 0;
@@ -223,7 +225,7 @@ void test_random_sharing(KvType type, ScoreKind score, unsigned seed, int n_step
     CHECK(machine.pool->shared_pages() == 0);
 }
 
-// A fork takes no pages before it reads, and one of every head when it does.
+// A fork takes no pages before it reads, and then one page per head.
 void test_fork_costs_what_it_reads() {
     const LayerShape shape{4, kHeads, 16, 16};
     const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
@@ -238,12 +240,12 @@ void test_fork_costs_what_it_reads() {
     for (int end = 0; end < 600; end += 300)
         read_batch(first.attention, shape, 300, end, random, 1);
     const std::size_t alone = pool->pages().used_pages();
-    CHECK(go_on_from(second.shared, *make_checkpoint(first.shared.parts()), false));
+    CHECK(fork_from(second.shared, *make_checkpoint(first.shared.components()), false));
     CHECK(pool->pages().used_pages() == alone);
     CHECK(second.shared.share().used_bytes() == first.shared.share().used_bytes());
     read_batch(second.attention, shape, 1, 600, random, 1);
     CHECK(pool->pages().used_pages() == alone + kHeads);
-    first.shared.truncate(0);  // what the other one has stays
+    first.shared.truncate(0);  // the other sequence keeps what it has
     CHECK(second.shared.entries() == 601 * kHeads);
     CHECK(pool->pages().used_bytes() == second.shared.share().used_bytes());
     second.shared.set_budgets({40, 40}, 200, kProtection);
@@ -251,7 +253,7 @@ void test_fork_costs_what_it_reads() {
     CHECK(pool->pages().used_bytes() == second.shared.share().used_bytes());
 }
 
-// Where a checkpoint fills the pool, a store with a smaller share can only take it over.
+// If a checkpoint fills the pool, a store with a smaller share can only take it over.
 void test_no_room_for_copies() {
     const LayerShape shape{4, kHeads, 16, 16};
     const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
@@ -265,15 +267,15 @@ void test_no_room_for_copies() {
     for (int end = 0; end + 100 < full; end += 100)
         read_batch(pair.attention, shape, 100, end, random, 1);
     read_batch(pair.attention, shape, 150, full / 100 * 100, random, 1);
-    const auto checkpoint = make_checkpoint(pair.shared.parts());
+    const auto checkpoint = make_checkpoint(pair.shared.components());
     const std::size_t used = pool->pages().used_pages();
     CHECK(used > 30);
     pair.shared.truncate(0);
     pair.shared.set_budgets({full / 2, full / 2}, 20, kProtection);
-    CHECK(!go_on_from(pair.shared, *checkpoint, false));
+    CHECK(!fork_from(pair.shared, *checkpoint, false));
     CHECK(pair.shared.entries() == 0);
     CHECK(pool->pages().used_pages() == used && checkpoint->own_pages() == used);
-    CHECK(go_on_from(pair.shared, *checkpoint, true));
+    CHECK(fork_from(pair.shared, *checkpoint, true));
     CHECK(checkpoint->is_dropped());
     CHECK(pair.shared.entries() == index(full));
     CHECK(pool->pages().used_pages() == 20);
@@ -289,13 +291,13 @@ void test_what_is_impossible_is_refused() {
         return made;
     };
     Pair one({shape}, settings, pool()), other({shape}, settings, pool());
-    const auto checkpoint = make_checkpoint(one.shared.parts());
-    CHECK(refused([&] { go_on_from(other.shared, *checkpoint, false); }));
+    const auto checkpoint = make_checkpoint(one.shared.components());
+    CHECK(refused([&] { fork_from(other.shared, *checkpoint, false); }));
     checkpoint->drop();
-    CHECK(refused([&] { go_on_from(one.shared, *checkpoint, false); }));
+    CHECK(refused([&] { fork_from(one.shared, *checkpoint, false); }));
     settings.freezing = freezings()[1];
     HeadStore freezing({shape}, settings);
-    CHECK(refused([&] { make_checkpoint(freezing.parts()); }));
+    CHECK(refused([&] { make_checkpoint(freezing.components()); }));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The entries of heads as bytes: what is loaded goes on as what was saved, bit by bit, and nothing
-// that is damaged is taken.
+// Tests the entries of heads as bytes: a loaded sequence continues like the saved one, bit by bit,
+// and damaged states are refused.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -17,7 +17,7 @@ const LayerShape kShape{4, 2, 24, 40};
 
 using State = std::vector<std::byte>;
 
-// A store with its attention, budgets for both heads, and where its sequence ends.
+// Is a store with its attention, budgets for both heads, and the end of its sequence.
 struct Sequence {
     Sequence(KvType type, ScoreKind score, const std::vector<int>& budgets,
              const std::optional<FreezeSettings>& freezing = std::nullopt)
@@ -48,19 +48,19 @@ struct Sequence {
     std::vector<State> save() const {
         std::vector<State> states;
         for (const int head : {0, 1}) {
-            states.emplace_back(HeadSaver(store.parts()).bytes(0, head), std::byte{0xAB});
-            HeadSaver(store.parts()).save(0, head, states.back().data());
+            states.emplace_back(HeadSaver(store.components()).bytes(0, head), std::byte{0xAB});
+            HeadSaver(store.components()).save(0, head, states.back().data());
         }
         return states;
     }
 
     void load(const Sequence& saved, std::vector<State> states) {
-        HeadLoader(store.parts())
+        HeadLoader(store.components())
             .begin({saved.store.head(0, 0).count(), saved.store.head(0, 1).count()},
                    {states[0].data(), states[1].data()},
                    {store.head(0, 0).budget(), store.head(0, 1).budget()});
         for (const int head : {0, 1})
-            HeadLoader(store.parts())
+            HeadLoader(store.components())
                 .load(0, head, saved.store.head(0, head).count(), states[index(head)].data());
         end = saved.end;
     }
@@ -90,7 +90,8 @@ void check_same_future(Sequence& a, Sequence& b, unsigned seed) {
     check_same(a, b);
 }
 
-// A past with evictions, truncation and a budget that changes: slots are in no order.
+// Gives a sequence a past with evictions, truncation and a change of budget, so that slots are in
+// no order.
 Sequence& live(Sequence& sequence, unsigned seed) {
     std::mt19937 random(seed);
     for (int step = 0; step < 25; ++step) {
@@ -156,7 +157,7 @@ void test_problems_are_named() {
     const int count = store.head(0, 0).count();
     State state = sequence.save()[0];
     const auto problem = [&](int n, std::size_t size, std::int32_t end) {
-        return HeadSaver(store.parts()).problem(0, n, state.data(), size, end);
+        return HeadSaver(store.components()).problem(0, n, state.data(), size, end);
     };
     CHECK(problem(count, state.size(), sequence.end).empty());
     CHECK(problem(count, state.size(), 0) == "a position that was never read");
@@ -184,7 +185,7 @@ void test_problems_are_named() {
     CHECK(problem(count, state.size(), sequence.end) == "a position twice");
 }
 
-// Meant for the sanitizers: whatever is not named must be harmless.
+// The sanitizers check this: damage that is not reported must be harmless.
 void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, unsigned seed) {
     std::mt19937 random(seed);
     Sequence saved(type, ScoreKind::mass, {60, 130}, freezing);
@@ -198,7 +199,7 @@ void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, uns
         bool fine = true;
         for (const int head : {0, 1}) {
             const State& state = states[index(head)];
-            fine = fine && HeadSaver(saved.store.parts())
+            fine = fine && HeadSaver(saved.store.components())
                                .problem(0, saved.store.head(0, head).count(), state.data(),
                                         state.size(), saved.end)
                                .empty();

@@ -1,5 +1,6 @@
-// The core without Python: page pool, page layout, and the store with attention on several threads
-// as ggml runs it (a barrier after every node of the graph). Prints "N passed, M failed".
+// Tests the core without Python: page pool, page layout, and the store with attention on several
+// threads as ggml runs it (with a barrier after every node of the graph). Prints "N passed, M
+// failed".
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -33,7 +34,7 @@ void test_pool_never_exceeds_its_budget() {
     CHECK(pool.allocate() != nullptr && pool.allocate() != nullptr && pool.allocate() == nullptr);
 }
 
-// Moves the pages of a list that are in use (not null).
+// Compacts the pool; pages in use are those of the list that are not null.
 void compact(PagePool& pool, std::vector<std::byte*>& pages) {
     pool.compact([&](auto relocate) {
         for (std::byte*& page : pages)
@@ -41,9 +42,9 @@ void compact(PagePool& pool, std::vector<std::byte*>& pages) {
     });
 }
 
-// Every page holds its number: what was in use survives compaction, and slabs go back.
+// Every page holds its number. What was in use survives compaction, and slabs are given back.
 void test_pool_compacts() {
-    constexpr std::size_t page_bytes = 256 * 1024;  // 8 of them in a slab
+    constexpr std::size_t page_bytes = 256 * 1024;  // a slab holds 8 of them
     PagePool pool(page_bytes, 40);
     std::vector<std::byte*> pages;
     for (int i = 0; i < 40; ++i) {
@@ -72,8 +73,8 @@ void test_pool_compacts() {
     CHECK(pool.used_bytes() == 40 * page_bytes && pool.mapped_bytes() == 40 * page_bytes);
 }
 
-// A quarter of a million pages in random places: where compaction takes longer than in proportion
-// to them, this test does not end.
+// There are a quarter of a million pages in random places. If the cost of compaction were not
+// proportional to them, this test would not end.
 void test_pool_compacts_many_pages() {
     constexpr std::size_t page_bytes = 1024;
     constexpr int kPages = 1 << 18;
@@ -99,7 +100,8 @@ void test_pool_compacts_many_pages() {
 void test_layout_round_trip(KvType type, const KernelTable& kernels, int k_dim, int v_dim,
                             bool latent = false) {
     const PageLayout layout = make_page_layout(type, k_dim, v_dim, 17, latent);
-    // Entries written to one page and copied to another, in reverse, are those written there.
+    // Entries that are written to one page and copied to another, in reverse order, equal those
+    // written there directly.
     std::vector<std::byte> from(layout.bytes), to(layout.bytes), direct(layout.bytes);
     std::mt19937 random(7);
     for (int slot = 0; slot < 17; ++slot) {
@@ -130,12 +132,13 @@ struct Case {
     std::vector<int> batches;
     bool sinks = false;
     std::optional<FreezeSettings> freezing{};
-    bool biased = false;  // ALiBi
+    bool biased = false;  // uses ALiBi
     float expected_lookups = 0.0f;
-    bool echoes = false;  // the second half of every large micro-batch is one
+    bool echoes = false;  // the second half of every large micro-batch is an echo
 };
 
-// Outputs, what is kept with its importance, and entropies: every number that a thread computes.
+// Returns outputs, what is kept with its importance, and entropies: every number that a thread
+// computes.
 std::vector<double> run(const Case& test, const KernelTable& kernels, int n_threads) {
     StoreSettings settings = settings_of(test.type, test.score);
     settings.freezing = test.freezing;
@@ -261,7 +264,8 @@ void test_threads() {
     }
 }
 
-constexpr float kShareStep = 1.0f / 128;  // from one share that can be stored to the next, at most
+// Neighbouring shares that can be stored differ by at most this part.
+constexpr float kShareStep = 1.0f / 128;
 
 void test_packed_importance() {
     constexpr float kLeastShare = 1.0f / (1 << 20);
@@ -276,7 +280,7 @@ void test_packed_importance() {
     for (const float exact : {0.0f, 0.5f, 3.0f, 4096.0f}) CHECK(given_of(exact) == exact);
     for (const float nothing : {-1.0f, -INFINITY, NAN, -0.0f, kDenormal})
         CHECK(given_of(nothing) == 0.0f);
-    // It stays a finite number, as whoever loads a state checks.
+    // The importance stays finite, as loading a state requires.
     for (const float large : {kLargest, INFINITY}) {
         CHECK(std::isfinite(given_of(large)) && given_of(large) > 0.999f * kLargest);
         CHECK(std::isfinite(PackedImportance(large, 1.0f).packed()));
@@ -324,7 +328,7 @@ void test_scores_of_both_parts() {
     CHECK(settings.score_of(settings.decayed(packed, 0.0f)) == 0.25f);
 }
 
-// A prediction is of a key as it is at position 0: from where RoPE has seen it, wherever its text
+// A prediction uses the key as it is at position 0, from where RoPE has seen it, wherever the text
 // is.
 void test_prediction_follows_the_positions_of_rope() {
     constexpr int kTokens = 40;
@@ -341,11 +345,11 @@ void test_prediction_follows_the_positions_of_rope() {
         Attention attention(store, *available_kernels().back(), 1);
         store.set_budgets({kMaxTokens}, index(pages_for(kMaxTokens, store.layout(0).entries)),
                           kProtection);
-        TurnsBack turns(settings.ropes.front());  // with the opposite sign: turns on
+        InverseRope inverse_rope(settings.ropes.front());  // the opposite sign rotates forward
         std::vector<float> k = plain;
-        turns.prepare(-rope_position - kTokens + 1, kTokens);
+        inverse_rope.prepare(-rope_position - kTokens + 1, kTokens);
         for (int token = 0; token < kTokens; ++token)
-            turns.turn_back(kTokens - 1 - token, k.data() + token * shape.k_dim);
+            inverse_rope.rotate_back(kTokens - 1 - token, k.data() + token * shape.k_dim);
         attention.begin(kTokens, position, rope_position);
         attention.stage_k(0, view(k, 1, shape.k_dim), 0, 1);
         attention.stage_v(0, view(v, 1, shape.v_dim), 0, 1);
@@ -374,13 +378,13 @@ void check_store(const HeadStore& store, int n_heads, std::int32_t end, std::siz
         const int n_sinks = std::min(end, kProtection.n_sinks);
         CHECK(store.head(0, h).count() <= store.head(0, h).budget());
         CHECK(std::set<int>(positions.begin(), positions.end()).size() == positions.size());
-        // Going back before all that is left of a window leaves nothing.
+        // A rollback to before all that a window still holds leaves nothing.
         CHECK(positions.empty() ? end == 0 || windowed : positions.back() < end);
         CHECK(n_sinks == 0 || windowed || positions.at(index(n_sinks - 1)) == n_sinks - 1);
     }
 }
 
-// Meant for the address sanitizer: every size of micro-batch, budgets up and down, truncation,
+// The address sanitizer checks this: micro-batches of every size, budgets up and down, truncation,
 // re-basing.
 void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     const bool windowed = seed % 3 == 0 && seed > 0;  // none of those that freeze
@@ -392,7 +396,7 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     settings.freezing = freezings()[seed % 3];
     if (seed >= 4 && (score == ScoreKind::mass || score == ScoreKind::attention))
         settings.importance.expected_lookups = 0.5f;
-    const bool echoes = settings.importance.predicts() && seed % 3 != 2;  // with no schedule
+    const bool echoes = settings.importance.predicts() && seed % 3 != 2;  // without a schedule
     HeadStore store({shape}, settings);
     set_predictor(store);
     const int n_threads = 3;

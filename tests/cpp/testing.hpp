@@ -1,4 +1,5 @@
-// What the C++ tests share: checks that are counted, random micro-batches, ggml's threads.
+// Helps all C++ tests: counts checks, makes random micro-batches, runs nodes on threads as ggml
+// does.
 #pragma once
 
 #include <cmath>
@@ -13,7 +14,6 @@
 #include "attention/attention.hpp"
 #include "store/forks.hpp"
 #include "store/frozen_heads.hpp"
-#include "store/head_rows.hpp"
 #include "store/head_states.hpp"
 #include "store/head_store.hpp"
 
@@ -54,19 +54,19 @@ constexpr ScoreKind kScores[] = {ScoreKind::streaming, ScoreKind::recency,  Scor
                                  ScoreKind::attention, ScoreKind::products, ScoreKind::expected,
                                  ScoreKind::predicted};
 
-// Linear functions for a store that predicts scores: the same for all stores of equal layers.
+// Sets linear functions of a store that predicts scores: the same for all stores of equal layers.
 inline void set_predictor(HeadStore& store) {
     std::mt19937 random(97);
-    for (std::size_t layer = 0; layer < store.parts().layers.size(); ++layer) {
-        const int n =
-            store.shape(static_cast<int>(layer)).n_head_kv * store.parts().features_of(layer).n;
+    for (std::size_t layer = 0; layer < store.components().layers.size(); ++layer) {
+        const int n = store.shape(static_cast<int>(layer)).n_head_kv *
+                      store.components().features_of(layer).n;
         std::vector<float> weights = random_rows(random, n);
         for (float& weight : weights) weight *= 0.3f;
-        store.parts().set_predictor(layer, weights);
+        store.components().set_predictor(layer, weights);
     }
 }
 
-// With every modifier that goes with all of them.
+// Returns settings with every modifier that is allowed with all of them.
 inline StoreSettings settings_of(KvType type, ScoreKind score) {
     ImportanceSettings importance{score, 0.5f, 0.9f, 40};
     importance.by_values = importance.distinct = true;
@@ -75,7 +75,7 @@ inline StoreSettings settings_of(KvType type, ScoreKind score) {
     return {type, importance, kProtection, false, true, kMaxTokens, kMaxEntries, {rope}, {}};
 }
 
-// Nothing, recall alone, and the schedule with recall and a limit that drops pages.
+// Returns no freezing, recall alone, and the schedule with recall and a limit that drops pages.
 inline std::vector<std::optional<FreezeSettings>> freezings() {
     FreezeSettings by_recall, by_schedule;
     by_recall.recall_interval = 2;
@@ -91,7 +91,7 @@ inline RowsView view(const std::vector<float>& rows, int heads, int dim) {
     return {reinterpret_cast<const std::byte*>(rows.data()), head * index(heads), head};
 }
 
-// One node of the graph: every thread runs it, and none goes on before all are done.
+// Runs one node of the graph: every thread runs it, and none continues before all are done.
 inline void run_node(int n_threads, const std::function<void(int)>& node) {
     std::vector<std::thread> threads;
     for (int t = 1; t < n_threads; ++t) threads.emplace_back(node, t);

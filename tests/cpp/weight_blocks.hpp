@@ -1,5 +1,5 @@
-// ggml's blocks of quantised weights, one value at a time: what the kernels of products must find
-// in them. Written after the format, not after the kernels.
+// Decodes ggml's blocks of quantised weights one value at a time, as the kernels of products must.
+// Written after the format, not after the kernels.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ inline const std::vector<BlockFormat>& block_formats() {
     return formats;
 }
 
-// Random codes, and scales of either sign that differ by a factor of 8.
+// Makes random codes, and scales of either sign that differ by a factor of 8.
 inline std::vector<std::byte> random_blocks(std::mt19937& random, const BlockFormat& format,
                                             int n_blocks) {
     std::vector<std::byte> bytes(static_cast<std::size_t>(n_blocks * format.bytes));
@@ -56,7 +56,7 @@ class Block {
 public:
     explicit Block(const std::byte* bytes) : bytes_(bytes) {}
 
-    // Value i of a block, exactly.
+    // Returns value i of a block exactly.
     double value(WeightType type, int i) const {
         switch (type) {
             case WeightType::q4_0: return half(0) * (nibble(2 + i % 16, i / 16) - 8);
@@ -85,11 +85,12 @@ private:
         std::memcpy(&bits, bytes_ + at, sizeof bits);
         return half_to_float(bits);
     }
-    // Four bits of a code from `low` on, and its upper bit in the four bytes from `upper` on.
+    // Returns a code whose lower four bits begin at `low`, and whose upper bit is in the four bytes
+    // from `upper` on.
     int five_bits(int low, int upper, int i) const {
         return nibble(low + i % 16, i / 16) + (byte(upper + i / 8) >> i % 8 & 1) * 16;
     }
-    // Of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits each.
+    // Decodes Q4_K and Q5_K, which have 8 scales and 8 minima of 6 bits each.
     double scaled(int i, int code) const {
         const int group = i / 32;
         int scale = byte(4 + group % 4), minimum = byte(8 + group % 4);
@@ -109,7 +110,8 @@ private:
         const int scale = static_cast<std::int8_t>(byte(192 + i / 16));
         return half(208) * scale * (low + 16 * high - 32);
     }
-    // Of TQ1_0: digits of base 3, five a byte of the first 48, four of the next 4.
+    // Decodes TQ1_0, whose digits are of base 3: five per byte in the first 48 bytes, four per byte
+    // in the next 4.
     int digit(int i) const {
         int at = i % 32, place = i / 32;
         if (i >= 160) at = 32 + (i - 160) % 16, place = (i - 160) / 16;

@@ -166,7 +166,7 @@ def test_stores_of_a_pool_share_one_predictor() -> None:
     second.read(40)
     scores = second.expected(0, weights)
     np.testing.assert_allclose(second.core.importance(0, 0), scores, rtol=SHARE_RTOL)
-    first.core.go_on_from(second.core.checkpoint(), ends=False)
+    first.core.fork_from(second.core.checkpoint(), ends=False)
     np.testing.assert_array_equal(first.core.importance(0, 0), second.core.importance(0, 0))
 
 

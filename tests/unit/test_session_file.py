@@ -230,7 +230,7 @@ def test_pages_are_laid_out_as_described(
     v_dim: int,
     latent: bool,
 ) -> None:
-    """What page_layout.hpp and head_state.cpp write, in numpy: a change needs another version."""
+    """What page_layout.hpp and head_states.cpp write, in numpy: a change needs another version."""
     store = store_of(kv_type, k_dim, v_dim, latent)
     shape = _core.LayerShape(2, 1, k_dim, v_dim, latent=latent)
     _, (per_page,) = _core.page_geometry([shape], kv_type)

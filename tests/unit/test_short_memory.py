@@ -53,7 +53,7 @@ for limit in LIMITS:
     resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 store.set_budgets([ENTRIES // 2], 2 * PAGES, 4, 8)
 assert store.entries == ENTRIES // 2
-assert store.go_on_from(kept, ends=True) and store.entries == ENTRIES // 2
+assert store.fork_from(kept, ends=True) and store.entries == ENTRIES // 2
 print("went on")
 """
 

@@ -190,7 +190,7 @@ class HeadwiseStore(Store):
 
     def cache_map(self) -> CacheLook:
         """Return a function that looks at what is held: a row for every KV head of all layers."""
-        return partial(_core.CacheMap().look, self._store)
+        return partial(_core.CacheMap().count, self._store)
 
     def budgets(self) -> list[tuple[int, ...]]:
         """Return the budgets in entries, as [layer][KV head]."""

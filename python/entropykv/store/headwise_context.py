@@ -35,7 +35,7 @@ class HeadwiseContext:
         self.n_sequences = options.n_sequences or 1
         self.n_ubatch = n_ubatch
         self.hook = _core.GraphHook(
-            relu2_layers(model, options), options.most_threads, in_company=options.in_pool
+            relu2_layers(model, options), options.most_threads, batch_invariant=options.in_pool
         )
         self.handle: Any = hooked_context(model, options, self.hook, n_ubatch, self.n_sequences)
         self.recurrent = is_recurrent(model)

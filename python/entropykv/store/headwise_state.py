@@ -86,7 +86,7 @@ class HeadwiseState:
         if self._online is not None and checkpoint.seen is not None:
             self._online.load(checkpoint.seen)
         share()
-        return self._store.go_on_from(checkpoint.core, ends)
+        return self._store.fork_from(checkpoint.core, ends)
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
         """Return the sections that save() would have made of what a checkpoint has."""

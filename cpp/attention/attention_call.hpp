@@ -1,5 +1,5 @@
-// The attention of one reader of a layer, as one thread computes it: what its units of work need to
-// know.
+// Everything that a unit of work needs to know: the attention of one reader of a layer, as one
+// thread computes it.
 #pragma once
 
 #include "attention/attention_params.hpp"
@@ -12,15 +12,15 @@
 
 namespace entropykv {
 
-struct Call {
-    // Of the sequence.
+struct AttentionCall {
+    // These belong to the sequence.
     HeadStore& store;
     const KernelTable& kernels;
     const Step& step;
     EntropyMeter& entropies;
     Observations& observations;
-    float* partials;  // of tiles that are split by entries: see TileWork
-    // Of the node.
+    float* partials;  // partial results of tiles that are split by entries: see TileWork
+    // These belong to the node of the graph.
     int layer;
     int reader;
     Split split;
@@ -28,37 +28,37 @@ struct Call {
     const AttentionParams& params;
     const RowsView& query;
     float* output;
-    // Of the thread.
+    // These belong to the thread.
     int thread;
     Worker& worker;
 
     const LayerShape& shape() const { return store.shape(layer); }
     const PageLayout& layout() const { return store.layout(layer); }
     const Head& head(int number) const { return store.head(layer, number); }
-    // Entries that a head attends to: stored and staged ones.
+    // Returns how many entries a head attends to: stored and staged ones.
     int total(int head) const { return this->head(head).count() + step.n_tokens; }
     Unit unit(int number) const {
         const int head = units.head_of(number);
         return split.unit(head, number - units.first_unit(head), total(head));
     }
-    // What an observed band of a head gave.
+    // Returns what the rows of an observed band gave to the entries of a head.
     float* observed(int head, int band) const {
         return observations.row(layer, head * step.observed_bands(split) + band);
     }
-    // What the rows of an echo in such a band gave at most.
-    float* looked_up(int head, int band) const {
+    // Returns the largest shares that the echo's rows in such a band gave to them.
+    float* echo_shares(int head, int band) const {
         const int bands = step.observed_bands(split);
         return observations.row(layer, (shape().n_head_kv + head) * bands + band);
     }
-    // What the observation window gave to every entry of a head, or null.
+    // Returns what the whole observation window gave to every entry of a head, or null.
     float* sum_observed(int head) const {
         if (!step.observing) return nullptr;
         const int bands = step.observed_bands(split);
         return observations.sum(layer, head * bands, bands, total(head));
     }
-    // The largest share that a query of the echo gave to every entry of a head, or null.
-    float* most_looked_up(int head) const {
-        if (!step.looking_up) return nullptr;
+    // Returns the largest share that a query of the echo gave to every entry of a head, or null.
+    float* max_echo_shares(int head) const {
+        if (!step.observing_echo) return nullptr;
         const int bands = step.observed_bands(split);
         return observations.largest(layer, (shape().n_head_kv + head) * bands, bands, total(head));
     }

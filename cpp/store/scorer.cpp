@@ -1,4 +1,4 @@
-#include "store/ranking.hpp"
+#include "store/scorer.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace entropykv {
 namespace {
 
-// Where norms and queries are beyond what floats hold, a score is no number, which nothing can be
-// ranked by.
+// If norms or queries exceed the range of floats, a score may be infinite or not a number, and
+// could not be compared.
 void make_finite(float* scores, int n) {
     for (int i = 0; i < n; ++i)
         scores[i] =
@@ -21,7 +21,7 @@ void make_finite(float* scores, int n) {
 
 }  // namespace
 
-void Ranking::size(std::size_t n, std::size_t page_entries, std::size_t key_values) {
+void Scorer::size(std::size_t n, std::size_t page_entries, std::size_t key_values) {
     fit(positions_, n);
     fit(scores_, n);
     fit(scratch_, n);
@@ -31,19 +31,20 @@ void Ranking::size(std::size_t n, std::size_t page_entries, std::size_t key_valu
     fit(half_variance_, key_values);
     if (!common_.importance().distinct) return;
     fit(order_, n);
-    fit(keys_, key_values * kContest);
+    fit(keys_, key_values * kComparedKeys);
 }
 
-std::size_t Ranking::bytes() const {
+std::size_t Scorer::bytes() const {
     return bytes_of(positions_) + bytes_of(scores_) + bytes_of(scratch_) + bytes_of(of_page_) +
            bytes_of(mean_) + bytes_of(half_variance_) + bytes_of(order_) + bytes_of(keys_) +
            bytes_of(mask_);
 }
 
-void Ranking::add_observed(Head& head, const StagedEntries& staged,
-                           const float* observed) const noexcept {
-    // A single query stands for those since the last one that counted; its neighbourhood is left
-    // out here, that of a prompt's queries was already.
+void Scorer::add_observed(Head& head, const StagedEntries& staged,
+                          const float* observed) const noexcept {
+    // Of single tokens only every interval-th query counts, on behalf of all since the last one.
+    // Entries in its neighbourhood are left out here; for the queries of a chunk, the kernels leave
+    // them out.
     const bool single = common_.single_query;
     const int interval = common_.scoring_interval();
     const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
@@ -52,7 +53,7 @@ void Ranking::add_observed(Head& head, const StagedEntries& staged,
     const bool packed = common_.predicts();
     const float weight = single ? static_cast<float>(interval) : 1.0f;
     const std::int32_t limit = single ? common_.newest - common_.neighbourhood() : common_.newest;
-    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
@@ -60,29 +61,31 @@ void Ranking::add_observed(Head& head, const StagedEntries& staged,
             const float kept = so_far * factor;
             const float given = positions[i] <= limit ? observed[first + i] : 0.0f;
             const float next = largest ? std::max(kept, given) : kept + weight * given;
-            // Of queries that are no numbers, or too large for them, nothing is to be learnt.
+            // Queries that are not numbers, or are too large for floats, must not change the
+            // importance.
             const float sum = next <= std::numeric_limits<float>::max() ? next : kept;
             importance[i] = packed ? PackedImportance(importance[i]).with_given(sum).packed() : sum;
         }
     });
 }
 
-void Ranking::note_looked_up(Head& head, const StagedEntries& staged,
-                             const float* looked_up) const noexcept {
-    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+void Scorer::raise_predicted_shares(Head& head, const StagedEntries& staged,
+                                    const float* echo_shares) const noexcept {
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i)
             importance[i] =
-                PackedImportance(importance[i]).with_larger_share(looked_up[first + i]).packed();
+                PackedImportance(importance[i]).with_larger_share(echo_shares[first + i]).packed();
     });
 }
 
-// Positions and importance of all entries.
-void Ranking::gather(const Head& head, const StagedEntries& staged) noexcept {
+// Collects positions and importance of all entries.
+void Scorer::gather(const Head& head, const StagedEntries& staged) noexcept {
     newest_ = 0;
     const ImportanceSettings& settings = common_.importance();
-    const bool predicts = settings.predicts();  // asked once: every entry of every token comes here
-    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+    // The setting is read once, because the loop runs for every entry at every token.
+    const bool predicts = settings.predicts();
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         const float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
@@ -93,9 +96,9 @@ void Ranking::gather(const Head& head, const StagedEntries& staged) noexcept {
     });
 }
 
-// The scores of entries by themselves: of their positions, or of what they were given (their
-// importance, which is there).
-void Ranking::score_singly(int n) noexcept {
+// Computes scores that do not depend on other entries: from positions, or from the importance that
+// scores_ holds already.
+void Scorer::score_separately(int n) noexcept {
     const ImportanceSettings& settings = common_.importance();
     if (const auto by_position = settings.measure().by_position) {
         for (int i = 0; i < n; ++i)
@@ -106,10 +109,10 @@ void Ranking::score_singly(int n) noexcept {
     }
 }
 
-// Scores times the norms of V, squared where the scores are.
-void Ranking::weigh_by_values(const Head& head, const StagedEntries& staged) noexcept {
+// Multiplies scores by the norms of V, squared if the scores are squares.
+void Scorer::weigh_by_values(const Head& head, const StagedEntries& staged) noexcept {
     const bool squared = common_.measure().squared;
-    head.over_pages(staged, [&](std::byte* page, int n, int first) {
+    head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         float* norms = of_page_.data();
         common_.kernels->value_norms(head.layout(), page, norms);
         for (int i = 0; i < n; ++i)
@@ -117,8 +120,8 @@ void Ranking::weigh_by_values(const Head& head, const StagedEntries& staged) noe
     });
 }
 
-// Adds the softmax of scratch_ over the entries that are no sinks to the scores.
-void Ranking::add_softmax(int n) noexcept {
+// Computes the softmax of scratch_ over all entries but the sinks, and adds it to the scores.
+void Scorer::add_softmax(int n) noexcept {
     const int n_sinks = common_.settings.protection.n_sinks;
     const auto counts = [&](int i) { return positions_[index(i)] >= n_sinks; };
     float* logits = scratch_.data();
@@ -134,8 +137,8 @@ void Ranking::add_softmax(int n) noexcept {
     for (int i = 0; i < n; ++i) scores_[index(i)] += logits[i] * scale;
 }
 
-// Scores by expected attention, summed over the query heads.
-void Ranking::expect(const Head& head, const StagedEntries& staged) noexcept {
+// Computes scores by expected attention, summed over the query heads.
+void Scorer::expect(const Head& head, const StagedEntries& staged) noexcept {
     const int total = head.count() + staged.count;
     const PageLayout& layout = head.layout();
     std::fill_n(scores_.begin(), total, 0.0f);
@@ -144,9 +147,9 @@ void Ranking::expect(const Head& head, const StagedEntries& staged) noexcept {
         float* half_variance = half_variance_.data();
         std::fill(mean, mean + layout.k_stride, 0.0f);
         std::fill(half_variance, half_variance + layout.k_stride, 0.0f);
-        head.queries.expect(g, *head.turns, common_.importance().future_positions, mean,
+        head.queries.expect(g, *head.inverse_rope, common_.importance().future_positions, mean,
                             half_variance);
-        head.over_pages(staged, [&](std::byte* page, int n, int first) {
+        head.for_each_page(staged, [&](std::byte* page, int n, int first) {
             float* logits = of_page_.data();
             common_.kernels->expected_logits(layout, page, mean, half_variance, logits);
             std::copy(logits, logits + n, scratch_.begin() + first);
@@ -155,37 +158,38 @@ void Ranking::expect(const Head& head, const StagedEntries& staged) noexcept {
     }
 }
 
-// Lowers the scores of entries that a newer one of those at stake is similar to.
-void Ranking::weigh_by_distinctness(const Head& head, const StagedEntries& staged,
-                                    int keep) noexcept {
+// Among the entries that compete for the last places, lowers the scores of those whose key is
+// similar to that of a newer one.
+void Scorer::weigh_by_distinctness(const Head& head, const StagedEntries& staged,
+                                   int keep) noexcept {
     const int total = head.count() + staged.count;
     std::int32_t* order = order_.data();
-    const int n = find_contest(scores_.data(), positions_.data(), total, keep,
-                               common_.protection_of(head, newest_), newest_, order);
+    const int n = find_compared(scores_.data(), positions_.data(), total, keep,
+                                common_.protection_of(head, newest_), newest_, order);
     if (n == 0) return;
     const int dim = head.shape().k_dim;
     float* keys = keys_.data();
     float row[kMaxHeadDim];
-    for (int d = 0; d < dim; ++d) std::fill_n(keys + d * kContest, kContest, 0.0f);
+    for (int d = 0; d < dim; ++d) std::fill_n(keys + d * kComparedKeys, kComparedKeys, 0.0f);
     for (int j = 0; j < n; ++j) {
         const Slot slot = head.place(order[j], staged);
         load_k(head.layout(), slot.page, slot.index, row);
         normalise(row, dim);
-        for (int d = 0; d < dim; ++d) keys[d * kContest + j] = row[d];
+        for (int d = 0; d < dim; ++d) keys[d * kComparedKeys + j] = row[d];
     }
     float* cosines = scratch_.data();
     common_.kernels->newer_cosines(keys, n, dim, cosines);
     for (int j = 0; j < n; ++j) scores_[index(order[j])] *= distinctness(cosines[j]);
 }
 
-void Ranking::score(const Head& head, const StagedEntries& staged, int keep) noexcept {
+void Scorer::score(const Head& head, const StagedEntries& staged, int keep) noexcept {
     const ImportanceSettings& settings = common_.importance();
     const int total = head.count() + staged.count;
     gather(head, staged);
     if (settings.measure().evidence == Evidence::expectation) {
         expect(head, staged);
     } else {
-        score_singly(total);
+        score_separately(total);
     }
     if (settings.by_values) weigh_by_values(head, staged);
     make_finite(scores_.data(), total);
@@ -195,8 +199,8 @@ void Ranking::score(const Head& head, const StagedEntries& staged, int keep) noe
     }
 }
 
-void Ranking::measure_losses(Head& head, int total, std::int32_t newest,
-                             float output_squares) noexcept {
+void Scorer::measure_losses(Head& head, int total, std::int32_t newest,
+                            float output_squares) noexcept {
     const Protection protection = common_.protection_of(head, newest);
     const bool relative = common_.measure().squared && common_.importance().by_values;
     constexpr float kLeast = std::numeric_limits<float>::min();
@@ -214,8 +218,8 @@ void Ranking::measure_losses(Head& head, int total, std::int32_t newest,
     losses(head.dropped.value_or(DroppedScores{}), head.losses);
 }
 
-int Ranking::select(int total, int keep, const Protection& protection,
-                    std::int32_t newest) noexcept {
+int Scorer::select(int total, int keep, const Protection& protection,
+                   std::int32_t newest) noexcept {
     return select_survivors(scores_.data(), positions_.data(), total, keep, protection, newest,
                             mask_.data(), scratch_.data());
 }

@@ -1,4 +1,4 @@
-#include "store/store_parts.hpp"
+#include "store/store_components.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -9,16 +9,17 @@
 namespace entropykv {
 namespace {
 
-void predict_head(const LayerPredictor& predictor, const StoredTurns& turns, Head& head,
-                  int number) {
+// Predicts the shares of all stored entries of a head.
+void predict_head(const LayerPredictor& predictor, const StoredInverseRope& inverse_rope,
+                  Head& head, int number) {
     const PageLayout& layout = head.layout();
     float row[kMaxHeadDim];
-    head.over_pages({}, [&](std::byte* page, int n, int first) {
+    head.for_each_page({}, [&](std::byte* page, int n, int first) {
         float* importance = head.importance_of(page, first);
         for (int i = 0; i < n; ++i) {
             load_k(layout, page, i, row);
-            const float* turn = turns.of(layout.positions(page)[i]);
-            float predicted = predictor.with_key(number, turn, row);
+            const float* rotation = inverse_rope.of(layout.positions(page)[i]);
+            float predicted = predictor.with_key(number, rotation, row);
             if (predictor.shape->v_dim > 0) {
                 load_v(layout, page, i, row);
                 predicted = predictor.with_value(number, predicted, row);
@@ -32,16 +33,16 @@ void predict_head(const LayerPredictor& predictor, const StoredTurns& turns, Hea
 
 }  // namespace
 
-StoreParts::StoreParts(const std::vector<LayerShape>& shapes, const StoreSettings& settings,
-                       std::shared_ptr<StorePool> pool)
+StoreComponents::StoreComponents(const std::vector<LayerShape>& shapes,
+                                 const StoreSettings& settings, std::shared_ptr<StorePool> pool)
     : common(settings),
       share(pool != nullptr
                 ? std::move(pool)
                 : std::make_shared<StorePool>(shapes, settings.type, settings.max_tokens)),
-      queries(common, turns) {
+      query_tracker(common, inverse_ropes) {
     check_settings(settings);
     const std::vector<PageLayout> layouts = page_layouts(shapes, settings.type);
-    layers.reserve(shapes.size());  // heads know where their layer is
+    layers.reserve(shapes.size());  // heads keep pointers into their layer
     for (std::size_t i = 0; i < shapes.size(); ++i) {
         layers.push_back({shapes[i], layouts[i]});
         StoreLayer& layer = layers.back();
@@ -49,11 +50,11 @@ StoreParts::StoreParts(const std::vector<LayerShape>& shapes, const StoreSetting
             layer.heads.emplace_back(layer.shape, layer.layout, share);
         if (settings.counts_dropped && !settings.freezing)
             for (Head& head : layer.heads) head.dropped.emplace();
-        if (queries.follows()) queries.follow(i, layer.heads);
+        if (query_tracker.tracks()) query_tracker.track(i, layer.heads);
     }
 }
 
-void StoreParts::size_workspaces(int upcoming) {
+void StoreComponents::size_workspaces(int upcoming) {
     int held = std::max(most_loaded, upcoming);
     std::size_t page_entries = 0;
     std::size_t key_values = 0;
@@ -64,7 +65,7 @@ void StoreParts::size_workspaces(int upcoming) {
     }
     const std::size_t n = PageLayout::index(held) + PageLayout::index(common.settings.max_tokens);
     for (Workspace& workspace : workspaces) {
-        workspace.ranking.size(n, page_entries, key_values);
+        workspace.scorer.size(n, page_entries, key_values);
         if (lessons()) grow(workspace.lesson_rows, lessons()->scratch_values());
         if (!storage) continue;
         workspace.recall.size(n, page_entries, share.page_bytes());
@@ -73,45 +74,69 @@ void StoreParts::size_workspaces(int upcoming) {
     }
 }
 
-std::size_t StoreParts::scratch_bytes() const {
+std::size_t StoreComponents::scratch_bytes() const {
     std::size_t bytes =
-        total([](const Head& head) { return bytes_of(head.pages.copied_importance()); });
+        sum_over_heads([](const Head& head) { return bytes_of(head.pages.copied_importance()); });
     for (const Workspace& workspace : workspaces)
-        bytes += workspace.ranking.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
+        bytes += workspace.scorer.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
                  bytes_of(workspace.lesson_rows);
-    return bytes + turns.bytes();
+    return bytes + inverse_ropes.bytes();
 }
 
-void StoreParts::keep_budgets() {
-    over_heads([&](Head& head) {
-        if (head.count() > head.budget()) workspaces.front().keeper.keep_best(head);
+void StoreComponents::evict_to_budgets() {
+    for_each_head([&](Head& head) {
+        if (head.count() > head.budget()) workspaces.front().evictor.evict_to_budget(head);
         head.drop_empty_pages();
     });
     share.note_peak();
 }
 
-void StoreParts::own_all() {
+void StoreComponents::copy_shared_pages() {
     share.pool().make_room([&] {
-        return total([](const Head& head) { return head.pages.foreign(0, head.pages.size()); });
+        return sum_over_heads(
+            [](const Head& head) { return head.pages.count_shared(0, head.pages.size()); });
     });
-    over_heads([](Head& head) { head.pages.own_from(0); });
+    for_each_head([](Head& head) { head.pages.own_from(0); });
 }
 
-FeatureShape StoreParts::features_of(std::size_t layer) const {
+void StoreComponents::measure_losses(const std::vector<int>& knots) {
+    for (std::size_t i = 0; i < knots.size(); ++i)
+        if (knots[i] < 0 || (i > 0 && knots[i] <= knots[i - 1]))
+            throw std::invalid_argument("knots must ascend");
+    common.knots = knots;
+    if (knots.empty()) return;  // the last losses stay readable
+    for_each_head([&](Head& head) {
+        head.losses.assign(knots.size(), 0.0f);
+        head.held_losses.assign(knots.size(), 0.0f);
+    });
+}
+
+std::vector<double> StoreComponents::last_losses(bool of_held) const {
+    std::vector<double> all;
+    for (const StoreLayer& layer : layers) {
+        for (const Head& head : layer.heads) {
+            const std::vector<float>& losses = of_held ? head.held_losses : head.losses;
+            all.insert(all.end(), losses.begin(), losses.end());
+        }
+    }
+    return all;
+}
+
+FeatureShape StoreComponents::features_of(std::size_t layer) const {
     const LayerShape& shape = layers.at(layer).shape;
     return feature_shape(shape.k_dim, shape.v_dim, shape.latent, common.settings.rope_of(layer));
 }
 
-void StoreParts::look_at_features() {
+void StoreComponents::prepare_features() {
     const bool needed = has_predictor() || share.pool().lessons;
     if (!common.predicts() || !needed || layers.back().features) return;
     for (std::size_t i = 0; i < layers.size(); ++i) {
         layers[i].features = features_of(i);
-        layers[i].turns = &turns.of(common.settings.rope_of(i));
+        layers[i].inverse_rope = &inverse_ropes.of(common.settings.rope_of(i));
     }
 }
 
-void StoreParts::set_predictor(std::size_t layer, std::vector<float> weights) {
+void StoreComponents::set_predictor(std::size_t layer, std::vector<float> weights) {
     const std::size_t n =
         layers.at(layer).heads.size() * static_cast<std::size_t>(features_of(layer).n);
     if (!weights.empty() && weights.size() != n)
@@ -122,43 +147,43 @@ void StoreParts::set_predictor(std::size_t layer, std::vector<float> weights) {
     share.pool().predictor().set(layer, std::move(weights));
 }
 
-LayerPredictor StoreParts::predictor(std::size_t layer) const noexcept {
+LayerPredictor StoreComponents::predictor(std::size_t layer) const noexcept {
     const StoreLayer& of = layers[layer];
     if (!of.features) return {};
-    return {common.kernels, &*of.features, of.turns, share.pool().predictor().of(layer)};
+    return {common.kernels, &*of.features, of.inverse_rope, share.pool().predictor().of(layer)};
 }
 
-void StoreParts::predict_stored(std::int32_t n_positions, std::int32_t shift) {
+void StoreComponents::predict_stored(std::int32_t n_positions, std::int32_t shift) {
     if (n_positions < 0 || n_positions > kMostPositions || shift < 0 || shift > kMostPositions)
         throw std::invalid_argument("positions and shifts go from 0 to 2^30");
-    over_heads([&](const Head& head) {
+    for_each_head([&](const Head& head) {
         for (int i = 0; i < head.count(); ++i)
             if (head.position(i) >= n_positions)
                 throw std::invalid_argument("an entry beyond the positions of the text");
     });
-    look_at_features();
+    prepare_features();
     for (std::size_t i = 0; i < layers.size(); ++i) {
         const LayerPredictor predictor = this->predictor(i);
         if (!predictor || predictor.weights == nullptr) continue;
-        const StoredTurns turns_of_text = stored_turns(i, 0, n_positions, shift);
+        const StoredInverseRope inverse_rope = stored_inverse_rope(i, 0, n_positions, shift);
         for (std::size_t h = 0; h < layers[i].heads.size(); ++h)
-            predict_head(predictor, turns_of_text, layers[i].heads[h], static_cast<int>(h));
+            predict_head(predictor, inverse_rope, layers[i].heads[h], static_cast<int>(h));
     }
 }
 
-StoredTurns StoreParts::stored_turns(std::size_t layer, std::int32_t begin, std::int32_t end,
-                                     std::int32_t shift) const {
-    const int n_sinks = common.settings.protection.n_sinks;
-    return StoredTurns(layers[layer].turns->rope(), begin, end, n_sinks, shift);
+StoredInverseRope StoreComponents::stored_inverse_rope(std::size_t layer, std::int32_t begin,
+                                                       std::int32_t end, std::int32_t shift) const {
+    return StoredInverseRope(layers[layer].inverse_rope->rope(), begin, end,
+                             common.settings.protection.n_sinks, shift);
 }
 
-bool StoreParts::has_predictor() const noexcept {
+bool StoreComponents::has_predictor() const noexcept {
     for (std::size_t i = 0; i < layers.size(); ++i)
         if (share.pool().predictor().of(i) == nullptr) return false;
     return true;
 }
 
-void StoreParts::collect_lessons(bool on) {
+void StoreComponents::collect_lessons(bool on) {
     if (on && !common.predicts())
         throw std::invalid_argument("lessons are for predictions: use the measure predicted");
     StorePool& pool = share.pool();
@@ -171,34 +196,34 @@ void StoreParts::collect_lessons(bool on) {
     pool.collects_lessons = on;
 }
 
-void StoreParts::teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift) {
+void StoreComponents::teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift) {
     if (!collects_lessons()) throw std::invalid_argument("lessons are not collected");
     begin = std::max(begin, common.settings.protection.n_sinks);
     if (end > kMostPositions || shift < 0 || shift > kMostPositions)
         throw std::invalid_argument("positions and shifts go from 0 to 2^30");
     if (begin >= end) return;
-    look_at_features();
+    prepare_features();
     size_workspaces();
     float* scratch = workspaces.front().lesson_rows.data();
     for (std::size_t i = 0; i < layers.size(); ++i) {
-        const StoredTurns turns_of_text = stored_turns(i, begin, end, shift);
+        const StoredInverseRope inverse_rope = stored_inverse_rope(i, begin, end, shift);
         for (std::size_t h = 0; h < layers[i].heads.size(); ++h)
-            share.pool().lessons->add_stored(i, h, layers[i].heads[h], begin, end, turns_of_text,
+            share.pool().lessons->add_stored(i, h, layers[i].heads[h], begin, end, inverse_rope,
                                              *common.kernels, scratch);
     }
 }
 
-void StoreParts::clear_lessons() {
+void StoreComponents::clear_lessons() {
     StorePool& pool = share.pool();
     if (pool.collects_lessons) return pool.lessons->clear();
     pool.lessons.reset();
     for (Workspace& workspace : workspaces) std::vector<float>().swap(workspace.lesson_rows);
 }
 
-void StoreParts::teach(std::size_t layer, std::size_t head, const StagedEntries& staged,
-                       const float* observed, Workspace& workspace) noexcept {
+void StoreComponents::add_lessons(std::size_t layer, std::size_t head, const StagedEntries& staged,
+                                  const float* observed, Workspace& workspace) noexcept {
     const StoreLayer& of = layers[layer];
-    share.pool().lessons->add(layer, head, of.layout, staged, *of.turns, observed,
+    share.pool().lessons->add(layer, head, of.layout, staged, *of.inverse_rope, observed,
                               common.settings.protection.n_sinks, *common.kernels,
                               workspace.lesson_rows.data());
 }

@@ -1,5 +1,6 @@
-// Ranks the entries of a head, stored and staged ones: what queries gave them becomes importance,
-// and importance becomes the scores of an eviction. Scratch of one thread.
+// Scores the stored and staged entries of a head: what queries gave to them is added to their
+// importance, and the importance gives the scores that an eviction compares. An object holds the
+// scratch of one thread.
 #pragma once
 
 #include <cstddef>
@@ -10,31 +11,33 @@
 
 namespace entropykv {
 
-class Ranking {
+class Scorer {
 public:
-    explicit Ranking(const StoreCommon& common) : common_(common) {}
+    explicit Scorer(const StoreCommon& common) : common_(common) {}
 
-    // Room for heads of n entries; of a page, and of a key.
+    // Makes room for heads of n entries, and for a page and a key.
     void size(std::size_t n, std::size_t page_entries, std::size_t key_values);
     std::size_t bytes() const;
 
-    // Adds what queries gave to every entry, stored ones first, to its importance.
+    // Adds to the importance of every entry what queries gave to it; `observed` has the stored
+    // entries first.
     void add_observed(Head& head, const StagedEntries& staged,
                       const float* observed) const noexcept;
 
-    // Takes the largest share of attention that a query of a repetition gave to every entry in the
-    // place of what is predicted of it, where it is larger.
-    void note_looked_up(Head& head, const StagedEntries& staged,
-                        const float* looked_up) const noexcept;
+    // Raises the predicted share of every entry to the largest share of attention that a query of
+    // an echo gave to it.
+    void raise_predicted_shares(Head& head, const StagedEntries& staged,
+                                const float* echo_shares) const noexcept;
 
-    // Scores all entries, of which `keep` are to stay; the newest position is then newest().
+    // Scores all entries, `keep` of which will stay. Afterwards newest() is the newest position.
     void score(const Head& head, const StagedEntries& staged, int keep) noexcept;
     std::int32_t newest() const { return newest_; }
-    // What the head would lose, had it kept so many of those that were scored beyond the protected
-    // ones as the knots say; output_squares: of its outputs, which are squares where scores are.
+    // Measures what the head would lose if it kept only so many of the scored entries beyond the
+    // protected ones as each knot says. output_squares: the sum of the head's squared outputs, by
+    // which squared scores are divided.
     void measure_losses(Head& head, int total, std::int32_t newest, float output_squares) noexcept;
-    // Marks in mask() the `keep` that stay of those that were scored, and those that must; how many
-    // are marked. See select_survivors().
+    // Marks in mask() the `keep` entries that stay and the protected ones; returns how many are
+    // marked. See select_survivors().
     int select(int total, int keep, const Protection& protection, std::int32_t newest) noexcept;
 
     const std::int32_t* positions() const { return positions_.data(); }
@@ -44,7 +47,7 @@ public:
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
     void gather(const Head& head, const StagedEntries& staged) noexcept;
-    void score_singly(int n) noexcept;
+    void score_separately(int n) noexcept;
     void weigh_by_values(const Head& head, const StagedEntries& staged) noexcept;
     void expect(const Head& head, const StagedEntries& staged) noexcept;
     void add_softmax(int n) noexcept;
@@ -56,10 +59,10 @@ private:
     std::vector<float> scores_{};
     std::vector<float> scratch_{};
     std::vector<float> of_page_{};
-    std::vector<float> mean_{};  // of expected queries
+    std::vector<float> mean_{};  // mean and half variance of expected queries
     std::vector<float> half_variance_{};
     std::vector<std::int32_t> order_{};
-    std::vector<float> keys_{};  // [k_dim][kContest]
+    std::vector<float> keys_{};  // [k_dim][kComparedKeys]
     std::vector<std::uint8_t> mask_{};
 };
 

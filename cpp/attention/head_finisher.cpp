@@ -1,4 +1,4 @@
-#include "attention/head_end.hpp"
+#include "attention/head_finisher.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -10,28 +10,28 @@ constexpr float kNatsPerBit = 0.69314718f;
 
 }  // namespace
 
-void HeadEnd::run(int head) noexcept {
+void HeadFinisher::run(int head) noexcept {
     const int group = call_.split.group;
-    if (call_.split.by_entries) end_tiles(head);
+    if (call_.split.by_entries) finish_tiles(head);
     call_.entropies.add_head(call_.layer, call_.split, head);
-    // Expected queries are those of the layer that wrote the keys.
+    // Expected attention follows the queries of the layer that wrote the keys, its first reader.
     if (call_.reader == 0)
         call_.store.add_queries(
             call_.layer, head, call_.step.n_text, call_.params.scale,
             [&](int token, int query) { return call_.query.row(token, head * group + query); });
     if (call_.reader + 1 < call_.shape().readers) {
         carry(head);
-        carry_looked_up(head);
+        carry_echo_shares(head);
     } else if (queues(call_.step, call_.shape(), shared_choice_)) {
         commits_.add(call_.layer, head, call_.sum_observed(head), output_squares(head));
     } else if (!shared_choice_) {
-        commit(head, carry(head), carry_looked_up(head));
+        commit(head, carry(head), carry_echo_shares(head));
     } else if (call_.units.ends_layer()) {
         commit_layer();
     }
 }
 
-void HeadEnd::end_tiles(int head) noexcept {
+void HeadFinisher::finish_tiles(int head) noexcept {
     TileWork work(call_);
     for (int number = 0; number < call_.split.tiles; ++number) {
         const RowTile tile = call_.split.tile(head, number);
@@ -47,14 +47,14 @@ void HeadEnd::end_tiles(int head) noexcept {
     }
 }
 
-// Merges the partial softmaxes of a tile into its first chunk's.
-SoftmaxState HeadEnd::merge(TileWork& work, const RowTile& tile) noexcept {
+// Merges the partial softmaxes of a tile into that of its first chunk.
+SoftmaxState HeadFinisher::merge(TileWork& work, const RowTile& tile) noexcept {
     const int chunks = call_.split.chunks(call_.total(tile.head));
     for (int r = 0; chunks > 1 && r < tile.count; ++r) merge_row(work, tile, chunks, r);
     return work.partial(tile, 0);
 }
 
-void HeadEnd::merge_row(TileWork& work, const RowTile& tile, int chunks, int r) noexcept {
+void HeadFinisher::merge_row(TileWork& work, const RowTile& tile, int chunks, int r) noexcept {
     const int stride = call_.layout().v_stride;
     const SoftmaxState all = work.partial(tile, 0);
     const float nats = call_.split.by_rows ? kNatsPerBit : 1.0f;
@@ -79,10 +79,10 @@ void HeadEnd::merge_row(TileWork& work, const RowTile& tile, int chunks, int r) 
     all.weighted[r] = weighted;
 }
 
-// Sum of the squared norms of a head's outputs, all queries of the text and query heads of its
-// group, or where there is no text, those of the echo; 0 where losses are not measured.
-float HeadEnd::output_squares(int head) const noexcept {
-    if (!call_.store.parts().common.measures_losses()) return 0.0f;
+// Returns the sum of the squared norms of a head's outputs over the query heads of its group and
+// all queries of the text, or those of the echo if there is no text; 0 if losses are not measured.
+float HeadFinisher::output_squares(int head) const noexcept {
+    if (!call_.store.components().common.measures_losses()) return 0.0f;
     const LayerShape& shape = call_.shape();
     const std::size_t size = index(call_.split.group * shape.v_dim);
     const int n_tokens = call_.step.n_text > 0 ? call_.step.n_text : call_.step.n_tokens;
@@ -97,40 +97,41 @@ float HeadEnd::output_squares(int head) const noexcept {
     return static_cast<float>(sum);
 }
 
-// What the readers of the layer up to this one observed of a head, or null.
-float* HeadEnd::carry(int head) noexcept {
+// Returns what the readers of the layer, up to this one, observed of a head; null if nothing is
+// observed.
+float* HeadFinisher::carry(int head) noexcept {
     float* observed = call_.sum_observed(head);
     if (call_.shape().readers == 1) return observed;
     return call_.observations.carry(call_.layer, head, call_.reader == 0, observed,
                                     output_squares(head), call_.total(head));
 }
 
-// The same of what an echo looked up.
-float* HeadEnd::carry_looked_up(int head) noexcept {
-    float* looked_up = call_.most_looked_up(head);
+// Returns the largest shares that an echo gave to the entries of a head, over the same readers.
+float* HeadFinisher::carry_echo_shares(int head) noexcept {
+    float* echo_shares = call_.max_echo_shares(head);
     const LayerShape& shape = call_.shape();
-    if (shape.readers == 1 || looked_up == nullptr) return looked_up;
+    if (shape.readers == 1 || echo_shares == nullptr) return echo_shares;
     return call_.observations.carry_largest(call_.layer, shape.n_head_kv + head, call_.reader == 0,
-                                            looked_up, call_.total(head));
+                                            echo_shares, call_.total(head));
 }
 
-void HeadEnd::commit(int head, const float* observed, const float* looked_up) noexcept {
+void HeadFinisher::commit(int head, const float* observed, const float* echo_shares) noexcept {
     const float squares = call_.shape().readers > 1
                               ? call_.observations.carried_squares(call_.layer, head)
                               : output_squares(head);
-    call_.store.commit(call_.layer, head, call_.step.n_text, observed, looked_up, squares,
+    call_.store.commit(call_.layer, head, call_.step.n_text, observed, echo_shares, squares,
                        call_.thread);
 }
 
-// All heads by the sum of what they observed. Their entries are in the same places as long as they
-// hold the same number.
-void HeadEnd::commit_layer() noexcept {
+// Commits all heads by the sum of what they observed. This is possible because heads with equally
+// many entries have them in the same places.
+void HeadFinisher::commit_layer() noexcept {
     const int n_heads = call_.shape().n_head_kv;
     const int n = call_.total(0);
     float* shared = carry(0);
     for (int head = 1; shared != nullptr && head < n_heads; ++head)
         call_.observations.add_up(shared, carry(head), n);
-    // No measure that is predicted has such a choice.
+    // No measure with predicted scores has a shared choice, so no echo was observed.
     for (int head = 0; head < n_heads; ++head) commit(head, shared, nullptr);
 }
 

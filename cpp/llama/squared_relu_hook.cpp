@@ -1,4 +1,4 @@
-#include "llama/gate_hook.hpp"
+#include "llama/squared_relu_hook.hpp"
 
 #include <ggml-backend.h>
 #include <ggml.h>
@@ -13,13 +13,13 @@
 #include "llama/cpu_nodes.hpp"
 #include "llama/custom_op.hpp"
 #include "llama/product_hook.hpp"
-#include "llama/scale_hook.hpp"
 
 namespace entropykv {
 namespace {
 
-// N where a node is a product with the weight blk.N<suffix>, then perhaps scaled or biased; -1 for
-// anything else. Names of weights are part of the file format, names of nodes are not.
+// Returns N if a node is a product with the weight blk.N<suffix>, perhaps scaled or with a bias;
+// otherwise -1. Names of weights are used because they are part of the file format, unlike names of
+// nodes.
 int layer_of(const ggml_tensor* node, const char* suffix) {
     while (node != nullptr &&
            (node->op == GGML_OP_MUL || node->op == GGML_OP_ADD || is_scaling(node)))
@@ -37,7 +37,7 @@ bool is_split_swiglu(const ggml_tensor* node) {
            node->src[1] != nullptr;
 }
 
-// A row of a tensor, counted over all its dimensions but the first.
+// Returns a row of a tensor, counted over all dimensions but the first.
 float* row_of(const ggml_tensor* tensor, std::int64_t row) {
     const std::int64_t i1 = row % tensor->ne[1];
     const std::int64_t i2 = row / tensor->ne[1] % tensor->ne[2];
@@ -50,12 +50,12 @@ float* row_of(const ggml_tensor* tensor, std::int64_t row) {
 
 void relu2_row(const float* gate, const float* up, float* out, std::int64_t n) {
     for (std::int64_t i = 0; i < n; ++i) {
-        const float positive = gate[i] < 0.0f ? 0.0f : gate[i];  // NaN stays NaN
+        const float positive = gate[i] < 0.0f ? 0.0f : gate[i];  // keeps NaN
         out[i] = positive * positive * up[i];
     }
 }
 
-// Threads share elements, not rows: a generated token is a single row.
+// Threads share elements instead of rows, because one token is a single row.
 void relu2_op(ggml_tensor* node, int thread, int n_threads, void*) {
     const std::int64_t width = node->ne[0];
     const std::int64_t total = width * ggml_nrows(node);
@@ -70,7 +70,7 @@ void relu2_op(ggml_tensor* node, int thread, int n_threads, void*) {
     }
 }
 
-// Why the op cannot compute this gate; null if it can.
+// Returns why the op cannot compute this gate, or null.
 const char* obstacle(const ggml_tensor* node) {
     if (node->op_params[1] != 0) return "its gate and up projections are swapped";
     for (const ggml_tensor* tensor :
@@ -87,20 +87,21 @@ const char* obstacle(const ggml_tensor* node) {
 
 }  // namespace
 
-GateHook::GateHook(int n_layers) : changed_(static_cast<std::size_t>(std::max(n_layers, 0))) {}
+SquaredReluHook::SquaredReluHook(int n_layers)
+    : changed_(static_cast<std::size_t>(std::max(n_layers, 0))) {}
 
-bool GateHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
+bool SquaredReluHook::on_node(ggml_tensor* node, bool ask, void* user_data) {
     if (!ask) return true;
-    static_cast<GateHook*>(user_data)->change(node);
+    static_cast<SquaredReluHook*>(user_data)->change(node);
     return false;
 }
 
-void GateHook::refuse(const char* why) {
+void SquaredReluHook::refuse(const char* why) {
     if (refusal_ == nullptr) refusal_ = why;
 }
 
-void GateHook::change(ggml_tensor* node) {
-    if (node->op == GGML_OP_CUSTOM) {  // a reused graph
+void SquaredReluHook::change(ggml_tensor* node) {
+    if (node->op == GGML_OP_CUSTOM) {  // llama.cpp reused the graph
         const CustomOp op = custom_op_of(node);
         if (op.function == relu2_op) ++*static_cast<int*>(op.user_data);
         return;
@@ -117,12 +118,12 @@ void GateHook::change(ggml_tensor* node) {
     ++changed;
 }
 
-void GateHook::begin_step() {
+void SquaredReluHook::begin_step() {
     std::fill(changed_.begin(), changed_.end(), 0);
     refusal_ = nullptr;
 }
 
-void GateHook::check_step() const {
+void SquaredReluHook::check_step() const {
     const auto n_layers = static_cast<std::ptrdiff_t>(changed_.size());
     const auto n_changed = std::count(changed_.begin(), changed_.end(), 1);
     if (n_changed == n_layers && refusal_ == nullptr) return;

@@ -1,0 +1,35 @@
+// Makes models with squared ReLU work in llama.cpp, whose bitnet graph always uses SwiGLU: the gate
+// of every layer, silu(gate) * up, becomes relu(gate)^2 * up before it is computed.
+#pragma once
+
+#include <vector>
+
+struct ggml_tensor;
+
+namespace entropykv {
+
+class SquaredReluHook {
+public:
+    explicit SquaredReluHook(int n_layers);
+    SquaredReluHook(const SquaredReluHook&) = delete;
+    SquaredReluHook& operator=(const SquaredReluHook&) = delete;
+
+    // Is the callback for llama_context_params.cb_eval, with this object as cb_eval_user_data. The
+    // object must outlive the context.
+    static bool on_node(ggml_tensor* node, bool ask, void* user_data);
+    // Changes the node if it is a layer's gate. For callbacks that do more than on_node().
+    void change(ggml_tensor* node);
+
+    void begin_step();
+    // Throws std::runtime_error unless the gate of every layer was changed exactly once since
+    // begin_step(), in the graphs of one micro-batch.
+    void check_step() const;
+
+private:
+    void refuse(const char* why);
+
+    std::vector<int> changed_;       // how many gates of each layer were changed in this step
+    const char* refusal_ = nullptr;  // why the first gate that was not changed was not
+};
+
+}  // namespace entropykv
