@@ -56,12 +56,12 @@ bool is_served(const ggml_tensor* node) {
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
 }
 
-// Of f16, only these kernels are faster than llama.cpp's: docs/products.md.
+// Of f16, only these kernels are faster than llama.cpp's: docs/background/products.md.
 bool serves_halves(const ProductTable* table) {
     return table != nullptr && std::strcmp(table->name, "avx512vnni") == 0;
 }
 
-// By measurement: docs/products.md.
+// By measurement: docs/background/products.md.
 bool stock_is_faster(WeightType type, std::int64_t n_tokens) {
     constexpr int kManyTokens = 16;
     if (type == WeightType::f16) return n_tokens > 1 && n_tokens < kManyTokens;
