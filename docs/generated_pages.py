@@ -61,8 +61,8 @@ def row(command: argparse.ArgumentParser, action: argparse.Action) -> tuple[str,
     """Return the names of an option with its value, and its help."""
     formatter = command._get_formatter()
     value = "" if action.nargs == 0 else formatter._format_args(action, str(action.dest).upper())
-    names = action.option_strings or [action.metavar or action.dest]
-    shown = ", ".join(f"`{name}`" for name in map(str, names))
+    names = action.option_strings or [str(action.metavar or action.dest)]
+    shown = ", ".join(f"`{name}`" for name in names)
     help_text = formatter._expand_help(action) if action.help else ""
     return f"{shown} `{value}`" if value and action.option_strings else shown, help_text
 
