@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard backend/*.py) \
 
 SMOLLM2 = $$($(BIN)/python -c 'from entropykv.model import shipped; print(shipped.smollm2().path)')
 
-.PHONY: demo test test-cpp test-arm test-reference test-clients test-versions test-device \
+.PHONY: demo test coverage test-cpp test-arm test-reference test-clients test-versions test-device \
 	test-blas test-browser lint architectures web wheel bench bench-kernels fuzz docs install clean
 
 # What a build needs of the system is checked first: pip would say it in a hundred lines, minutes
@@ -48,6 +48,11 @@ demo: $(VENV)/.package  ## ten facts of one document: what a small cache still k
 
 test: install test-cpp  ## all tests
 	$(BIN)/python -m pytest
+
+# Apart from `make test`, because counting lines makes the tests a quarter to a third slower.
+coverage: install  ## the Python tests, and which lines of the package none of them runs
+	mkdir -p build
+	$(BIN)/python -m pytest --cov=entropykv --cov-report=term
 
 test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behaviour sanitizers
 	PATH="$(BIN):$$PATH" cmake -S . -B build/cpp -G Ninja -DENTROPYKV_TESTS=ON \
@@ -151,7 +156,7 @@ fuzz: install  ## random operations on sessions and pools, crafted files, reques
 		UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$(PRELOADED)" $(BIN)/python -m tests.fuzz \
 		$(if $(SEED),--seed $(SEED)) --seconds $(or $(SECONDS),60) --jobs $(or $(JOBS),1)
 
-lint: install  ## ruff, mypy --strict, clang-format
+lint: install  ## ruff, mypy (strict for the package, less so for tests), clang-format
 	$(BIN)/pip install -q "entropykv[lint]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -190,9 +195,11 @@ bench-kernels: $(VENV)/.tools  ## attention, products of weights and eviction, e
 	build/bench/store_bench
 	build/bench/product_bench
 
-docs: $(VENV)/.package  ## the pages of docs/ with an API reference, into build/docs; warnings are errors
+# Options, file formats and the API come from the code; links and anchors that lead nowhere are errors.
+docs: install  ## the pages, into build/docs; then all that the guide says is typed
 	@$(BIN)/pip install -q "entropykv[docs]"
 	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest tests/unit/test_docs.py tests/integration/test_guide.py
 
 clean:
 	rm -rf $(VENV) build

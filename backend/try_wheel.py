@@ -33,7 +33,7 @@ def machine_paths() -> list[str]:
 
 def named_paths(wheel: Path) -> list[str]:
     """Return `file: path` for every such folder that a file of the wheel names."""
-    found = []
+    found: list[str] = []
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             data = archive.read(name)

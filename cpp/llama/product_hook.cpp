@@ -56,12 +56,12 @@ bool is_served(const ggml_tensor* node) {
            is_matrix(node) && tokens->ne[1] > 0 && weights->ne[1] <= most && tokens->ne[1] <= most;
 }
 
-// For f16, only these kernels are faster than llama.cpp's: see docs/products.md.
+// For f16, only these kernels are faster than llama.cpp's: see docs/background/products.md.
 bool serves_halves(const ProductTable* table) {
     return table != nullptr && std::strcmp(table->name, "avx512vnni") == 0;
 }
 
-// This was measured: see docs/products.md.
+// This was measured: see docs/background/products.md.
 bool stock_is_faster(WeightType type, std::int64_t n_tokens) {
     constexpr int kManyTokens = 16;
     if (type == WeightType::f16) return n_tokens > 1 && n_tokens < kManyTokens;

@@ -23,7 +23,7 @@ from tests.architectures.checks import GREEDY_TOKENS, check, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = "python/entropykv/model/architectures.json"
-DOCUMENT = "docs/architectures.md"
+DOCUMENT = "docs/reference/architectures.md"
 MODELS = tuple(chain.from_iterable(ARCHITECTURES.values()))
 
 Check = Callable[[Architecture], ArchitectureCheck]
@@ -55,7 +55,7 @@ def merged(checks: Iterable[ArchitectureCheck]) -> tuple[ArchitectureCheck, ...]
 
 
 def document(table: ArchitectureTable) -> str:
-    """docs/architectures.md."""
+    """docs/reference/architectures.md."""
     return (
         "# Architectures\n\nWritten by `make architectures`; "
         "`entropykv models --architectures` prints it.\n\n" + format_architectures(table) + "\n"

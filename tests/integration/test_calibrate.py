@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.support.model_reference import ModelReference, log_probabilities_afte
 from tests.support.tiny_models import write_llama
 
 
-def attention_of(path: Path, tokens: list[int]) -> list[tuple[npt.NDArray[Any], ...]]:
+def attention_of(path: Path, tokens: list[int]) -> Sequence[tuple[npt.NDArray[Any], ...]]:
     """q, k, v and weights of every layer, [head][token]; k and v of query heads."""
     model = ModelReference(path, "silu")
     model.stored = reference.round_f16

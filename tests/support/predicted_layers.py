@@ -115,9 +115,9 @@ class PredictedLayer:
         v = self.random.standard_normal((n, 2, self.shape.v_dim), np.float32) * np.float32(size)
         value = None if self.shape.latent else v
         for reader in range(self.shape.readers):
-            rows = (k, value) if reader == 0 else (None, None)
+            keys, values = (k, value) if reader == 0 else (None, None)
             self.core.attend(
-                0, q[reader], *rows, SCALE, position=position, reader=reader, n_echo=n_echo
+                0, q[reader], keys, values, SCALE, position=position, reader=reader, n_echo=n_echo
             )
         self.batches.append(Batch(position, n_text, q, k, v))
         self.k, self.v = np.concatenate([self.k, k[:n_text]]), np.concatenate([self.v, v[:n_text]])

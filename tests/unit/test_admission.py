@@ -192,7 +192,7 @@ def test_a_request_may_have_so_many_jobs() -> None:
 
 def test_prompts_times_n_are_jobs() -> None:
     def n_jobs(prompt: Any, n: int) -> int:
-        return CompletionRequest(prompt=prompt, n=n).n_jobs
+        return CompletionRequest(prompt=prompt, n=n).n_jobs  # type: ignore[call-arg]
 
     assert n_jobs("a", 3) == 3
     assert n_jobs([5, 6], 3) == 3

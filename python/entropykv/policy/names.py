@@ -93,7 +93,7 @@ POLICIES = {
         Policy("streaming", "sinks and the most recent tokens", _BY_AGE, flat=True),
         Policy(
             "recency",
-            "the BitNet document's position score: exponential decay, a bonus for the newest tenth",
+            "README_ENTROPY_KV's position score: exponential decay, a bonus for the newest tenth",
             Importance("recency", ()),
             flat=True,
         ),
@@ -125,7 +125,7 @@ POLICIES = {
         ),
         Policy(
             "layer",
-            "the layer document: budgets per layer by entropy in this text, half of them for what "
+            "Kim and Jung (2025): budgets per layer by entropy in this text, half of them for what "
             "gets most attention in the layer",
             _BY_ATTENTION,
             rule=BudgetRule.LAYER_ENTROPY,
@@ -138,9 +138,9 @@ POLICIES = {
         ),
         Policy(
             "freeze",
-            "the freeze document's schedule: what gets less attention than a share of the mean is "
+            "ASR-KF-EGR's schedule: what gets less attention than a share of the mean is "
             "frozen, each time for longer, and comes back by itself (freeze:products: less |q.k| "
-            "than a threshold, as in the document)",
+            "than a threshold, as in its paper)",
             Importance("attention", ()),
             schedule=True,
         ),

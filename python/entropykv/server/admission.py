@@ -22,7 +22,7 @@ _ARRIVAL = "entropykv.arrival"
 
 @dataclass(frozen=True)
 class Limits:
-    """Say what requests may take; docs/security.md has a table of all limits."""
+    """Say what requests may take; docs/reference/security.md has a table of all limits."""
 
     max_jobs: int = 128
     """How many jobs one request may have."""

@@ -18,7 +18,7 @@ from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import Store
 
 LEAST_TOKENS = 1024
-"""Tokens that must have been read twice: see docs/profiles.md for what more of them gain."""
+"""Tokens that must be read twice; docs/background/profiles.md shows what more of them gain."""
 
 
 class Learner:

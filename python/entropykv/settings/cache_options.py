@@ -79,13 +79,14 @@ class CacheOptions:
     """Hold what is asked of the cache; raises BudgetError or SettingsError for impossible values.
 
     `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB").
-    `policy`: a name: see docs/budgets.md; or an object of your own: see OwnPolicy. `kv_type`: f16,
-    q8_0, or auto: f16 where a budget in bytes holds the whole context, else q8_0. `store`:
-    headwise, flat, or auto: headwise where it can serve the model. `entropy_config`: an
+    `policy`: a name: see docs/reference/policies.md; or an object of your own: see OwnPolicy.
+    `kv_type`: f16, q8_0, or auto: f16 where a budget in bytes holds the whole context, else q8_0.
+    `store`: headwise, flat, or auto: headwise where it can serve the model. `entropy_config`: an
     EntropyProfile or the path of one; None: that beside the model file or in this package, where
     the policy takes one. `learn`: where there is none, leave one beside the model file once enough
-    of texts was read twice, for later sessions: see docs/profiles.md. `n_sinks`: first entries, and
-    `recent_window`: newest entries, that every KV head keeps; None: half of the mean budget.
+    of texts was read twice, for later sessions: see docs/background/profiles.md. `n_sinks`: first
+    entries, and `recent_window`: newest entries, that every KV head keeps; None: half of the mean
+    budget.
     `freeze`: keep what is evicted in cold storage: "ram", "disk:DIR", or a Freezing with settings
     of its own; None: no, unless policy is freeze.
     `recovery`: the ladder that restores what is frozen where the output grows uncertain; None: off.

@@ -236,7 +236,7 @@ class ReferenceHead:
         """Of every entry of which `keep` stay: the higher, the longer it stays."""
         rules, newest = self.rules, int(self.positions.max())
         if rules.score == "streaming":
-            return 1.0 / (1.0 + newest - self.positions)
+            return 1.0 / (1.0 + newest - self.positions.astype(np.float64))
         if rules.score == "recency":
             return np.array(
                 [recency_score(int(p), newest, rules.variation) for p in self.positions]

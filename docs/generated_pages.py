@@ -1,0 +1,138 @@
+"""Write the pages of the reference that have a source in the code, whenever mkdocs builds the docs.
+
+The options come from the parser of the command line, the formats from JSON schemas and docstrings.
+mkdocs calls `on_files` (see `hooks` in mkdocs.yml); the pages exist in the built site only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import entropykv
+from entropykv import cli
+from entropykv.session import file as session_file
+
+SCHEMA = Path(entropykv.__file__).parent / "schemas" / "entropy_profile.schema.json"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to those that mkdocs found."""
+    pages = {"reference/options.md": options_page(), "reference/formats.md": formats_page()}
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def options_page() -> str:
+    """Return one section for each command, with a table for each group of its options."""
+    parts = ["# Options\n\nThis page comes from the same source as `--help`."]
+    for name, command in commands().items():
+        parts.append(f"## entropykv {name}\n\n{command.description}")
+        for group in command._action_groups:  # argparse has no public list of groups
+            rows = [row(command, action) for action in group._group_actions if is_shown(action)]
+            if rows:
+                title = str(group.title)
+                parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(rows)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of all commands by name."""
+    for action in cli._parser(serving=True)._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    raise LookupError("the command line has no commands")
+
+
+def is_shown(action: argparse.Action) -> bool:
+    """Leave out options that --help hides, and --help itself."""
+    return action.help is not argparse.SUPPRESS and "--help" not in action.option_strings
+
+
+def row(command: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str]:
+    """Return the names of an option with its value, and its help."""
+    formatter = command._get_formatter()
+    value = "" if action.nargs == 0 else formatter._format_args(action, str(action.dest).upper())
+    names = action.option_strings or [str(action.metavar or action.dest)]
+    shown = ", ".join(f"`{name}`" for name in names)
+    help_text = formatter._expand_help(action) if action.help else ""
+    return f"{shown} `{value}`" if value and action.option_strings else shown, help_text
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Return a Markdown table of options; a pipe in a cell does not end it."""
+    lines = ["| option | what it does |", "|---|---|"]
+    lines += [f"| {cell(left)} | {cell(escaped(right))} |" for left, right in rows]
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """Return text that stays within one cell of a table."""
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def escaped(text: str) -> str:
+    """Return text whose characters mean nothing in Markdown or HTML, but for code in backquotes."""
+    parts = text.split("`")
+    for place in range(0, len(parts), 2):
+        for character in ("\\", "*", "_", "[", "]"):
+            parts[place] = parts[place].replace(character, f"\\{character}")
+        parts[place] = parts[place].replace("<", "&lt;")
+    return "`".join(parts)
+
+
+def formats_page() -> str:
+    """Return the formats of the files that entropykv writes: profiles and sessions."""
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    return f"""# File formats
+
+## Entropy profiles
+
+{escaped(schema["description"])} The schema is `schemas/{SCHEMA.name}` in the package.
+[Profiles](../background/profiles.md#what-the-file-holds) says what the numbers mean.
+
+{schema_table(schema)}
+
+## Saved sessions
+
+{inspect.getdoc(session_file)}
+
+The current version is {session_file.VERSION}; the oldest version that is read is
+{session_file.OLDEST_VERSION}.
+"""
+
+
+def schema_table(schema: dict[str, Any]) -> str:
+    """Return a table of all fields of a JSON schema, those of inner objects behind a dot."""
+    lines = ["| field | type | meaning |", "|---|---|---|"]
+    for name, field, required in fields(schema):
+        mark = "" if required else " (optional)"
+        lines.append(
+            f"| `{name}`{mark} | {kind(field)} | {cell(escaped(field.get('description', '')))} |"
+        )
+    return "\n".join(lines)
+
+
+def fields(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield every field with its path and whether it must be there."""
+    for name, field in schema.get("properties", {}).items():
+        yield prefix + name, field, name in schema.get("required", ())
+        yield from fields(field, f"{prefix}{name}.")
+
+
+def kind(field: dict[str, Any]) -> str:
+    """Return the type of a field in words."""
+    if "const" in field:
+        return f"always {field['const']}"
+    if "enum" in field:
+        return "one of " + ", ".join(f"`{value}`" for value in field["enum"])
+    types = field.get("type", "any")
+    return types if isinstance(types, str) else " or ".join(types)

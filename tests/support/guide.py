@@ -1,0 +1,96 @@
+"""Read the blocks of code of a page of the guide, and run them as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.model.shipped import DEMOS
+from tests.support.running_server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "guide"
+SHOWN_URL = "http://127.0.0.1:8000"
+"""The address of the server in the guide; a test takes a free port."""
+
+TEXT_BYTES = 1800
+"""The beginning of a document that the model of the package reads in its context."""
+
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?"
+    r"^```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of code of a page, and why it is not run, if it is not."""
+
+    language: str
+    code: str
+    reason: str | None
+
+    @property
+    def served(self) -> list[str] | None:
+        """Return the arguments of `entropykv serve`, if the block starts a server."""
+        words = shlex.split(self.code) if self.language == "bash" else []
+        return words[2:] if words[:2] == ["entropykv", "serve"] else None
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Yield the blocks of code of a page, from its beginning to its end."""
+    for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield Block(match["language"], match["code"], match["reason"])
+
+
+class Reader:
+    """Type what a page says into one folder that has a model and a text."""
+
+    def __init__(self, folder: Path, model: Path = DEMOS["bitnet"].path) -> None:
+        """Put the files that the guide names into the folder."""
+        self._folder = folder
+        self._server: Server | None = None
+        (folder / "model.gguf").symlink_to(model)
+        text = (ROOT / "examples" / "lighthouse.txt").read_bytes()[:TEXT_BYTES]
+        (folder / "long.txt").write_bytes(text)
+        command = folder / "bin" / "entropykv"
+        command.parent.mkdir()
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m entropykv.cli "$@"\n')
+        command.chmod(0o755)
+
+    def type(self, block: Block) -> None:
+        """Run a block to its end, or start its server; an error shows what was printed."""
+        if block.served is not None:
+            self.close()
+            given = block.served
+            model = given.index("-m")
+            options = (*given[:model], *given[model + 2 :], "-t", 1)
+            self._server = Server(*options, model=self._folder / given[model + 1], usual=())
+            return
+        code = block.code.replace(SHOWN_URL, self._server.url if self._server else SHOWN_URL)
+        shell = ["bash", "-euo", "pipefail", "-c"]
+        result = subprocess.run(
+            [*(shell if block.language == "bash" else [sys.executable, "-c"]), code],
+            cwd=self._folder,
+            env={**os.environ, "PATH": f"{self._folder / 'bin'}:{os.environ['PATH']}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert result.returncode == 0, f"{code}\n{result.stdout}"
+
+    def close(self) -> None:
+        """Stop the server, if one runs."""
+        if self._server is not None:
+            self._server.end()
+        self._server = None
