@@ -107,8 +107,9 @@ def add_budget_options(
         "--kv-budget",
         default=kv_budget,
         metavar="B",
-        help="fraction of the context in (0, 1], tokens per KV head, or bytes such as 64MiB "
-        "(default: %(default)s)",
+        help="fraction of the context in (0, 1], tokens per KV head, or bytes such as 64MiB; for "
+        "several conversations: a fraction of what all their contexts take, or the tokens or bytes "
+        "of all (default: %(default)s)",
     )
     group.add_argument(
         "--policy",
@@ -170,7 +171,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
         "--ubatch-size",
         type=integer(1, MOST_MICRO_BATCH),
         default=_DEFAULTS.micro_batch,
-        help="tokens of the prompt read at a time (default: %(default)s)",
+        help=f"tokens of the prompt read at a time (default: {_DEFAULTS.micro_batch})",
     )
 
 

@@ -230,6 +230,8 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         )
     llama.served_name = options.served_name
     llama.tell_what_is_learnt()
+    if options.parallel > 1 and llama.pool is not None and llama.pool.host.shared is not None:
+        sys.stderr.write(f"entropykv: {llama.pool.host.shared.describe()}\n")
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
