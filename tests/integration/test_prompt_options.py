@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def test_scaled_adapters_are_spelled_as_now_and_as_before() -> None:
     assert adapters("--lora-scaled", "a.gguf:0.5,b.gguf:2") == [("a.gguf", 0.5), ("b.gguf", 2.0)]
     assert adapters("--lora-scaled", "a.gguf", "0.5") == [("a.gguf", 0.5)]
     assert adapters("--lora-scaled", "C:/a.gguf:1") == [("C:/a.gguf", 1.0)]
+    assert adapters("--lora", "a.gguf,b.gguf") == [("a.gguf", 1.0), ("b.gguf", 1.0)]
     for words in (("a.gguf",), (":0.5",), ("a.gguf:x",), ("a.gguf:1", "b.gguf", "c")):
         with pytest.raises(EntropyKVError, match="FILE:SCALE"):
             adapters("--lora-scaled", *words)
@@ -124,7 +126,7 @@ def test_a_prompt_in_a_cache_is_not_read_again(
     assert shown.out == expected
     with Session(tiny_llama, n_ctx=512, n_threads=1) as session:
         n_tokens = len(session.tokenize(text))
-    assert f" {n_tokens - 1} of {n_tokens} tokens" in read_of(shown.err)
+    assert f" {n_tokens} of {n_tokens} tokens" in read_of(shown.err)
     longer = text + "where nobody lives"
     expected = out_of(capsys, *run, "-p", longer)
     before = cache.read_bytes()
@@ -157,7 +159,12 @@ def test_a_cache_of_another_model_or_a_smaller_budget_is_refused_or_read_again(
     text = "the cat and the dog and the bird and the house by the sea " * 6
     run = ["run", "-m", str(tiny_llama), "--no-chat", *GREEDY, "--prompt-cache", str(cache)]
     tight = [*run, "--kv-budget", "32", "--kv-type", "q8_0"]
-    out_of(capsys, *tight, "-p", text)
+    expected = out_of(capsys, *tight, "-p", text)
+    assert main([*tight, "-p", text]) == 0  # what was evicted need not come back
+    shown = capsys.readouterr()
+    assert shown.out == expected
+    first, second = re.findall(r"\d+", read_of(shown.err))[:2]
+    assert first == second
     changed = "a dog" + text[7:]
     expected = out_of(
         capsys,

@@ -44,7 +44,11 @@ def add_model_tuning(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--numa", choices=NUMA_STRATEGIES, help="llama.cpp's strategy for NUMA")
     group.add_argument(
-        "--lora", action="append", default=[], metavar="FILE", help="a LoRA adapter (GGUF)"
+        "--lora",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a LoRA adapter (GGUF), or several",
     )
     group.add_argument(
         "--lora-scaled",
@@ -148,7 +152,7 @@ def model_options_of(options: argparse.Namespace) -> LoadOptions:
         if template is not None:
             raise SettingsError("give --chat-template or --chat-template-file, not both")
         template = read_text(options.chat_template_file, SettingsError)
-    adapters = [(path, 1.0) for path in options.lora]
+    adapters = [(path, 1.0) for text in options.lora for path in text.split(",")]
     adapters += [scaled for words in options.lora_scaled for scaled in _scaled(words)]
     use_mmap, use_mlock = not options.no_mmap, options.mlock
     if options.load_mode is not None:

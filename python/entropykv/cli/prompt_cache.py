@@ -67,12 +67,16 @@ class PromptCache:
     def go_on_from(self, session: Session, tokens: list[int]) -> list[int]:
         """Take what the file has read of a prompt, and return the tokens that are left to read.
 
-        The last token of the prompt is read in any case: its logits begin the answer.
+        Where the file holds more than the beginning of the prompt, the last token that both have is
+        read again: its logits begin the answer.
         """
         if not Path(self.path).exists():
             return tokens
         load_session(session, self.path)
-        shared = min(common_prefix(session.tokens, tokens), len(tokens) - 1)
+        is_whole = session.tokens == tokens and session.logits is not None
+        shared = (
+            len(tokens) if is_whole else min(common_prefix(session.tokens, tokens), len(tokens) - 1)
+        )
         if shared < session.position:
             if session.can_return_to(shared):
                 session.truncate(shared)
