@@ -77,7 +77,7 @@ def memory(path: Path, threads: int, *, stock: bool) -> float:
 
 def together(path: Path, threads: int, n_sequences: int) -> float:
     """Tokens a second that so many conversations of a pool write, all together."""
-    with Pool(path, n_ctx=512 * n_sequences, n_sequences=n_sequences, n_threads=threads) as pool:
+    with Pool(path, n_ctx=512, n_sequences=n_sequences, n_threads=threads) as pool:
         sessions = [pool.session() for _ in range(n_sequences)]
         for number, session in enumerate(sessions):
             session.decode([*PROMPT, 200 + number])

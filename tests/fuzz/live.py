@@ -45,7 +45,7 @@ _ANY = 10**6
 N_CTX = 512
 CONVERSATIONS = 4
 OPTIONS = (
-    *("-c", N_CTX, "-t", 1, "-np", 3, "--kv-budget", "1.0"),
+    *("-c", N_CTX, "-t", 1, "-np", 3, "--kv-budget", 1 / 3),
     *("--conversations", CONVERSATIONS, "--checkpoints", "0"),
     *("--max-waiting", 32, "--request-seconds", 15, "--log-requests", "false"),
 )

@@ -57,7 +57,7 @@ def saves(session):
 def made():
     "What is closed, and what threads do meanwhile."
     if mode.startswith("pool"):
-        pool = Pool(path, n_sequences=3, kv_budget=0.5, **COMMON)
+        pool = Pool(path, n_sequences=3, kv_budget=0.5 / 3, **COMMON)
         call = {"decode": decodes, "generate": generates, "fork": forks, "save": saves}
         work = call[mode.split()[1]]
         def of_pool():
@@ -66,7 +66,7 @@ def made():
                 work(session)
         return pool, [of_pool] * 4
     if mode == "session of a pool":
-        pool = Pool(path, n_sequences=3, kv_budget=0.5, **COMMON)
+        pool = Pool(path, n_sequences=3, kv_budget=0.5 / 3, **COMMON)
         session = pool.session()
         session.keeps = pool
         return session, [lambda: [generates(session) for _ in iter(int, 1)]]

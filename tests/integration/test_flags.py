@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli import main
-from entropykv.cli.instead import INSTEAD
 from entropykv.errors import SettingsError
 from entropykv.session.sampling import SAMPLERS, SamplerChain, Sampling
 from tests.support.grammars import bomb
@@ -23,7 +22,6 @@ WORKING = [
     ["-j", "{}"],
     ["--json-schema", '{"type": "boolean"}'],
     ["--no-mmap"],
-    ["--jinja"],
     ["--chat-template", "chatml"],
     ["--presence-penalty", "0.5", "--frequency-penalty", "0.5", "--repeat-last-n", "32"],
     ["--samplers", "top_k;temperature", "--temp", "0.8"],
@@ -39,11 +37,8 @@ WORKING = [
     ["--ignore-eos"],
     ["--predict", "4"],
     ["-no-cnv"],
-    ["-st"],
-    ["--no-display-prompt"],
     ["-fa"],
     ["-fa", "on"],
-    ["-nkvo"],
     ["-ngl", "99"],
     ["-ngl", "all"],
     ["--temperature", "0"],
@@ -52,10 +47,33 @@ WORKING = [
     ["--yarn-orig-ctx", "64", "--yarn-ext-factor", "0"],
     ["-e"],
     ["-n4"],
+    ["-n", "-2"],
+    ["--keep", "6"],
+    ["--keep", "0"],
+    ["--chat-template", "chatml", "--chat-template-kwargs", '{"enable_thinking": false}'],
+    ["-sm", "row", "-ts", "3,1", "-mg", "0"],
+    ["--override-kv", "tokenizer.ggml.add_bos_token=bool:false,general.name=str:x"],
+    ["-lm", "mmap+mlock"],
+    ["-lm", "none"],
+    ["--mmap"],
+    ["--log-verbose"],
 ]
 
 REFUSED = [
     (["-fa", "off"], "leave it out"),
+    (["--keep", "-1"], "give a number"),
+    (["--override-kv", "a.b=integer:7"], "key=type:value"),
+    (["--override-kv", f"{'k' * 200}=int:7"], "127 bytes"),
+    (["--override-kv", f"a=int:{2**64}"], "64 bits"),
+    (["--chat-template-kwargs", "[1]"], "no JSON object"),
+    (["-ts", "a,b"], "such as 3,1"),
+    (["-ts", ",".join("1" * 20)], "16 devices"),
+    (["-mg", "99"], "15 or less"),
+    (["--lora-scaled", "file"], "FILE:SCALE"),
+    (["--lora-scaled", "/no/such/file:0.5"], "LoRA"),
+    (["--prompt-cache-all"], "--prompt-cache FILE"),
+    (["--prompt-cache", "a", "--save-session", "b"], "leave"),
+    (["-sysf", "/no/such/file"], "/no/such/file"),
     (["-cnv"], "entropykv chat"),
     (["-ctk", "q4_0"], "--kv-type"),
     (["-ctk", "f16", "-ctv", "q8_0"], "of one type"),
@@ -103,16 +121,6 @@ def test_flags_are_refused(
     tiny_llama: Path, flags: list[str], way_out: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert way_out in refused([*run(tiny_llama, "-n", "4"), *flags], capfd)
-
-
-@pytest.mark.parametrize("command", ["run", "chat"])
-def test_what_has_no_equivalent_says_what_to_do(
-    tiny_llama: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for flag, way_out in INSTEAD.items():
-        told = refused([command, "-m", str(tiny_llama), flag, "value"], capsys)
-        assert flag in told
-        assert way_out in told
 
 
 def test_an_answer_ends_before_a_reverse_prompt(

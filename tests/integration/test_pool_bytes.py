@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -17,9 +18,11 @@ from entropykv import (
     EntropyKVError,
     EntropyProfile,
     PoolError,
+    Session,
     SettingsError,
     UnsupportedModelError,
 )
+from entropykv.cli import main
 from entropykv.session.pool_session import PoolSession
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together
 from tests.support.threads import in_threads
@@ -251,3 +254,52 @@ def test_closed_sessions_and_pools_say_so(model: Path) -> None:
         with pytest.raises(EntropyKVError, match="closed"):
             call()
     session.close()
+
+
+def test_a_fraction_means_for_each_conversation_what_it_means_for_one_alone(model: Path) -> None:
+    with Session(model, n_ctx=N_CTX, kv_type="q8_0", kv_budget=0.25, n_threads=1) as session:
+        alone = session.stats().kv_bytes_budget
+    with pool_of(model, n_sequences=4, kv_budget=0.25, policy="uniform") as pool:
+        assert pool.stats().kv_bytes_budget == 4 * alone
+        sessions = [pool.session() for _ in range(4)]
+        together(sessions, [PROMPTS[4]] * 4, 3)
+        assert {session.stats().kv_bytes_budget for session in sessions} == {alone}
+        assert pool.host.shared is not None
+        told = pool.host.shared.describe()
+        assert told.startswith("4 conversations at a time share ")
+        assert f"{alone / 2**20:.1f} MiB each" in told
+        pool.resize(0.5)
+        assert pool.stats().kv_bytes_budget == pytest.approx(8 * alone, rel=0.1)
+        pool.resize(20)
+        assert "fewer share it" in pool.host.shared.describe()
+
+
+def test_the_fraction_of_everything_evicts_nothing(model: Path) -> None:
+    with pool_of(model, n_sequences=3, policy="uniform") as pool:
+        sessions = [pool.session() for _ in range(3)]
+        text = [3 + i % 290 for i in range(N_CTX - 8)]
+        together(sessions, [text] * 3, 4)
+        assert [session.evicted for session in sessions] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("budget", ["0.25", "300", "200KiB"])
+def test_plan_shows_what_a_pool_shares_and_what_each_gets(
+    model: Path, budget: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "-m", str(model), "-c", str(N_CTX), "-np", "3", "--kv-budget", budget]
+    command += ["--kv-type", "q8_0"]
+    assert main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    with pool_of(model, n_sequences=3, kv_budget=budget, policy="uniform", n_ubatch=None) as pool:
+        stats = pool.stats()
+        sessions = [pool.session() for _ in range(3)]
+        together(sessions, [PROMPTS[4]] * 3, 1)
+        assert plan["kv_bytes_budget"] == stats.kv_bytes_budget
+        assert plan["n_ubatch"] == sessions[0].n_ubatch
+        for session in sessions:
+            assert plan["kv_bytes_each"] == pytest.approx(session.stats().kv_bytes_budget, rel=0.1)
+    assert main(command) == 0
+    assert "for each of 3 conversations" in capsys.readouterr().out
+    command[command.index("--kv-budget") + 1] = "8"
+    assert main(command) == 2
+    assert "3 conversations at a time would get too little" in capsys.readouterr().err

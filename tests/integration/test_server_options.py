@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from entropykv.cli.instead import AT_SERVE, INSTEAD
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.serve import add_serve
+from entropykv.cli.serve import _read, add_serve
 from entropykv.errors import SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.settings.cores import usable_cores
@@ -80,13 +80,133 @@ def test_a_second_model_is_refused_in_a_sentence(again: str) -> None:
         options_of("-m", "a.gguf", again, "b.gguf")
 
 
-def test_options_that_serve_has_not_say_what_to_do() -> None:
-    assert AT_SERVE["-ctk"] == "K and V have one type; use --kv-type"
-    assert AT_SERVE["-hf"] != INSTEAD["-hf"]
-    for flag in (AT_SERVE.keys() - INSTEAD.keys()) | {"-hf", "-cb", "-md"}:
-        with pytest.raises(SettingsError) as refused:
-            options_of("-m", "a.gguf", flag, "value")
-        assert f"{flag} is not an option of entropykv serve; {AT_SERVE[flag]}" == str(refused.value)
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["-ngl", "all"], {"n_gpu_layers": -1}),
+        (["-ngl", "auto"], {"n_gpu_layers": -1}),
+        (["-fa"], {"flash_attn": True}),
+        (["-fa", "auto"], {"flash_attn": True}),
+        (["-fa", "off"], {"flash_attn": False}),
+        (["-v"], {"verbose": True}),
+        (["--verbose", "--ui"], {"verbose": True, "web": True}),
+        (["--no-ui"], {"web": False}),
+        (["-ctk", "q8_0", "-ctv", "q8_0"], {"kv_type": "q8_0"}),
+        (["--keep", "2"], {"sinks": 4}),
+        (["--keep", "64"], {"sinks": 64}),
+        (["-sm", "row", "-ts", "3,1", "-mg", "1"], {"split_mode": 2, "tensor_split": [3.0, 1.0]}),
+        (["--tensor_split", "3", "1"], {"tensor_split": [3.0, 1.0]}),
+        (
+            ["--override-kv", "a=int:1", "--override-kv", "b=int:2"],
+            {"kv_overrides": ["a=int:1", "b=int:2"]},
+        ),
+        (["-ctxcp", "0", "-cram", "8"], {"checkpoints": "0", "park_limit": f"{8 << 20}B"}),
+        (
+            ["--ctx-checkpoints", "32", "--cache-ram", "-1"],
+            {"checkpoints": "64MiB", "park_limit": f"{1 << 60}B"},
+        ),
+        (["-lm", "none"], {"use_mmap": False, "use_mlock": False}),
+        (
+            [
+                "-lm",
+                "mlock",
+            ],
+            {"use_mmap": False, "use_mlock": True},
+        ),
+        (
+            ["--rope-scaling", "yarn", "--rope-scale", "4"],
+            {"rope_scaling_type": 2, "rope_freq_scale": 0.25},
+        ),
+        (["--numa", "distribute"], {"numa": 1}),
+        (["-to", "30"], {"client_seconds": 30}),
+        (
+            ["--temp", "0.6", "--top-k", "20", "--min-p", "0"],
+            {"temperature": 0.6, "top_k": 20, "min_p": 0.0},
+        ),
+        (["-n", "-1", "-r", "END", "-r", "stop"], {"max_tokens": -1, "stop": ["END", "stop"]}),
+    ],
+    ids=str,
+)
+def test_words_of_llama_server_mean_what_they_mean_there(
+    words: list[str], fields: dict[str, Any]
+) -> None:
+    found = options_of("-m", "x.gguf", *words)
+    assert {name: getattr(found, name) for name in fields} == fields
+    model, server = _read(ModelOptions, found), _read(ServerOptions, found)
+    for name, value in fields.items():
+        assert getattr(model if hasattr(model, name) else server, name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        (["-ctk", "q8_0", "-ctv", "f16"], "one type"),
+        (["-ctk", "q4_0"], "f16 or q8_0"),
+        (["--cache-ram", "-7"], "whole number"),
+        (["--cache-ram", str(2**60)], "whole number"),
+        (["--rope-scale", "0"], "above 0"),
+        (["-sm", "sideways"], "row"),
+        (["--flash-attn", "perhaps"], "neither on nor off"),
+        (["-ts", "1,x"], "such as 3,1"),
+        (["--chat-template-file", "/no/such/file"], "/no/such/file"),
+        (["--keep", "-1"], "give a number"),
+    ],
+    ids=str,
+)
+def test_other_words_are_refused_in_a_sentence(words: list[str], way_out: str) -> None:
+    with pytest.raises(SettingsError, match=way_out):
+        options_of("-m", "x.gguf", *words)
+
+
+def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %} {{ mood }}", encoding="utf-8"
+    )
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "n_ctx": 512}
+    model = ModelOptions(
+        model=str(MODEL),
+        n_threads=1,
+        chat_template=template.read_text(encoding="utf-8"),
+        chat_template_kwargs={"mood": "cheerfully"},
+        **options,
+    )
+
+    async def talk() -> None:
+        app = create_app(model, ServerOptions())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for _ in range(2):  # greedily, twice the same
+                answer = await client.post("/v1/completions", json={"prompt": "The old"})
+                assert answer.json()["usage"]["completion_tokens"] == 3
+                texts.append(answer.json()["choices"][0]["text"])
+            longer = await client.post(
+                "/v1/completions", json={"prompt": "The old", "max_tokens": 5}
+            )
+            assert longer.json()["usage"]["completion_tokens"] == 5
+            chat = {"messages": [{"role": "user", "content": "The old"}]}
+            answer = await client.post("/v1/chat/completions", json=chat)
+            tokens = app.state.engine.llama.tokenize(
+                b"The old cheerfully", add_bos=False, special=True
+            )
+            assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            props = (await client.get("/props")).json()
+            assert props["chat_template"] == model.chat_template
+            assert props["default_generation_settings"]["params"]["temperature"] == 0.0
+        app.state.engine.close()
+
+    texts: list[str] = []
+    asyncio.run(talk())
+    assert texts[0] == texts[1]
+    with pytest.raises(SettingsError, match="--chat-template-file"):
+        create_app(
+            ModelOptions(model=str(MODEL), n_ctx=512, chat_template="{% for %}"), ServerOptions()
+        )
+    with pytest.raises(SettingsError, match="chat_format"):
+        create_app(
+            ModelOptions(model=str(MODEL), n_ctx=512, chat_template="nonsense"), ServerOptions()
+        )
 
 
 def test_threads_are_as_run_has_them() -> None:

@@ -30,6 +30,7 @@ def server() -> Iterator[Server]:
     code, errors = running.end()
     assert code == 0
     assert "Traceback" not in errors, errors
+    assert "3 conversations at a time share " in "".join(running.log)
 
 
 @contextmanager

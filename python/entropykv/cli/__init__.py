@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from entropykv import _version
 from entropykv.cli.bench import add_bench
 from entropykv.cli.calibrate import add_calibrate
 from entropykv.cli.chat import add_chat
@@ -60,7 +59,6 @@ def _parser(*, serving: bool) -> argparse.ArgumentParser:
         prog="entropykv",
         description="Run GGUF models in stock llama.cpp inside a hard KV-cache budget.",
     )
-    parser.add_argument("--version", action="version", version=f"entropykv {_version.VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_run(commands)
     add_chat(commands)

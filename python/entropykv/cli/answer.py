@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -38,11 +38,12 @@ def write_answer(
     *,
     stops: Sequence[str] = (),
     to_question: bool = False,
+    when_read: Callable[[], object] | None = None,
 ) -> None:
     """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
 
     With `to_question`, the answer continues no text, so that blanks before its first word, which
-    some tokenizers write, are left out.
+    some tokenizers write, are left out. `when_read` is called where a prompt was read to its end.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -53,6 +54,8 @@ def write_answer(
             bar.update(done - bar.n)
             if done == len(tokens):
                 bar.close()
+                if when_read is not None:
+                    when_read()
             interrupts.check()
 
         stream = generate(session, tokens, max_tokens, sampling, on_prompt)

@@ -18,6 +18,7 @@ from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
+from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_load_option
 from entropykv.cli.table import format_rows, stats_rows
@@ -49,15 +50,10 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add_budget_options(parser, n_ctx=CONTEXT, kv_budget=str(BUDGET))
     group = parser.add_argument_group("conversation")
+    add_system_options(group, "the first turn")
+    add_prompt_options(group, "the first turn")
     group.add_argument(
-        "-sys",
-        "--system",
-        "--system-prompt",
-        metavar="TEXT",
-        help="what stands before the first turn: by the chat template",
-    )
-    group.add_argument(
-        "-cnv", "--conversation", action="store_true", help="changes nothing: it is one"
+        "-st", "--single-turn", action="store_true", help="end after the first answer"
     )
     group.add_argument(
         "--web",
@@ -74,6 +70,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _chat(options: argparse.Namespace) -> int:
     sampling = sampling_of(options)
+    first = read_prompt(options)
     if options.web:
         return chat_in_browser(options, sampling)
     demo = demo_of(options)
@@ -91,7 +88,7 @@ def _chat(options: argparse.Namespace) -> int:
         )
         if options.load_session is not None:
             conversation.load(options.load_session)
-        code = _Terminal(conversation).run()
+        code = _Terminal(conversation).run(first, single=options.single_turn)
         say_learnt(session)
         return code
 
@@ -118,14 +115,21 @@ class _Terminal:
         }
         self._ended = False
 
-    def run(self) -> int:
-        """Take turns until stdin or the user ends; returns the exit code."""
+    def run(self, first: str = "", *, single: bool = False) -> int:
+        """Take turns until stdin or the user ends; returns the exit code.
+
+        `first`: the turn before those of the user, if it is not empty. `single`: the conversation
+        ends with its first answer.
+        """
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         if self._input.is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401, PLC0415  # input() has line editing and history then
             self._show("Say something; /help shows the commands.")
         interrupted = False
+        if first.strip():
+            self._take(first, is_command=False)
+            self._ended = single
         while not self._ended:
             try:
                 text, is_command = self._input.read()
@@ -142,6 +146,7 @@ class _Terminal:
                 continue
             interrupted = False
             self._take(text, is_command=is_command)
+            self._ended = self._ended or (single and not is_command and bool(text.strip()))
         return 0
 
     # --- turns and commands -----------------------------------------------------------------------

@@ -39,6 +39,9 @@ _SAMPLING = (
 _ELSEWHERE = {
     "load_session": "--load-session",
     "no_chat": "--no-chat",
+    "prompt": "-p",
+    "file": "-f",
+    "single_turn": "-st",
     "reverse_prompt": "-r",
     "ignore_eos": "--ignore-eos",
     "recovery": "--recovery",
@@ -78,10 +81,11 @@ def _check(options: argparse.Namespace, sampling: Sampling) -> None:
             "the page of --web has temperature, top-p, top-k, min-p, penalties and seed; leave "
             "other samplers, biases and grammars out"
         )
-    tuning = LoadOptions(use_mmap=not options.no_mmap, use_mlock=options.mlock, adapters=[])
-    if model_options_of(options) != tuning:
+    tuning = model_options_of(options)
+    plain = LoadOptions(use_mmap=tuning.use_mmap, use_mlock=tuning.use_mlock, adapters=[])
+    if tuning != plain:
         raise SettingsError(
-            "--web loads the model as its file says; for LoRA adapters, RoPE and chat templates "
+            "--web loads the model as its file says; for LoRA adapters, RoPE, GPUs and templates "
             "use entropykv serve, whose page is the same"
         )
 
@@ -90,6 +94,7 @@ def _model_options(options: argparse.Namespace) -> ModelOptions:
     from entropykv.server import ModelOptions  # noqa: PLC0415
 
     given: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
+    tuning = model_options_of(options)
     return ModelOptions(
         model=str(options.model),
         n_ctx=options.ctx_size,
@@ -97,8 +102,8 @@ def _model_options(options: argparse.Namespace) -> ModelOptions:
         n_ubatch=min(options.ubatch_size, options.batch_size),
         n_threads=options.threads,
         n_threads_batch=options.threads_batch,
-        use_mmap=not options.no_mmap,
-        use_mlock=options.mlock,
+        use_mmap=tuning.use_mmap,
+        use_mlock=tuning.use_mlock,
         kv_type=kv_type_of(options),
         **given,
     )

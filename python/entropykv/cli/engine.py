@@ -8,15 +8,15 @@ import llama_cpp
 
 from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
 from entropykv.cli.learning import add_learn_option, say_obstacle
-from entropykv.cli.model_options import add_model_tuning, model_options_of
+from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_store_options, integer
+from entropykv.cli.options import add_store_options, integer, threads
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
 from entropykv.session.session import Session
 from entropykv.settings.cores import too_many_threads
-from entropykv.settings.options import KV_TYPES, MOST_THREADS
+from entropykv.settings.options import KV_TYPES
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -37,7 +37,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     group.add_argument(
         "-tb",
         "--threads-batch",
-        type=integer(0, MOST_THREADS),
+        type=threads,
         default=0,
         metavar="N",
         help="threads that read the prompt (default: as -t)",
@@ -51,7 +51,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         )
     _add_device_options(group)
     add_model_tuning(parser)
-    group.add_argument("-v", "--verbose", action="store_true", help="llama.cpp's own log")
+    group.add_argument(
+        "-v", "--verbose", "--log-verbose", action="store_true", help="llama.cpp's own log"
+    )
     return group
 
 
@@ -66,6 +68,7 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="layers on the GPU, or all; K and V stay in main memory (default: %(default)s)",
     )
+    add_split_options(group)
     group.add_argument(
         "-fa",
         "--flash-attn",
@@ -73,12 +76,6 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         choices=("on", "off", "auto"),
         default="auto",
         help="on and auto change nothing: attention is entropykv's own, or flash attention",
-    )
-    group.add_argument(
-        "-nkvo",
-        "--no-kv-offload",
-        action="store_true",
-        help="changes nothing: the headwise store's KV cache is in main memory anyway",
     )
 
 
@@ -116,8 +113,11 @@ def _check_flash(options: argparse.Namespace) -> None:
 
 
 def _say_what_changes_nothing(options: argparse.Namespace) -> None:
-    if options.n_gpu_layers and not llama_cpp.llama_supports_gpu_offload():
-        say("this llama-cpp-python is built without a GPU: -ngl changes nothing")
+    given = {"-ngl": options.n_gpu_layers, "-sm": options.split_mode, "-ts": options.tensor_split}
+    useless = [flag for flag, value in (given | {"-mg": options.main_gpu}).items() if value]
+    if useless and not llama_cpp.llama_supports_gpu_offload():
+        what = f"{', '.join(useless)} change{'s' * (len(useless) == 1)} nothing"
+        say(f"this llama-cpp-python is built without a GPU: {what}")
 
 
 def open_engine(options: argparse.Namespace) -> Session:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
+from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
 from entropykv.files import read_text
-from entropykv.llamacpp.model_options import NUMA_STRATEGIES, ROPE_SCALINGS, LoadOptions
+from entropykv.llamacpp.model_options import (
+    LOAD_MODES,
+    MOST_DEVICES,
+    NUMA_STRATEGIES,
+    ROPE_SCALINGS,
+    SPLIT_MODES,
+    LoadOptions,
+    read_overrides,
+)
 
 _ROPE = {
     "--rope-freq-base": ("rope_freq_base", "base frequency of RoPE"),
@@ -22,18 +33,38 @@ def add_model_tuning(parser: argparse.ArgumentParser) -> None:
     """Add options of memory, LoRA, RoPE and chat template; model_options_of() reads them."""
     group = parser.add_argument_group("model")
     group.add_argument("--no-mmap", action="store_true", help="read the weights into memory")
+    group.add_argument("--mmap", dest="no_mmap", action="store_false", help=argparse.SUPPRESS)
     group.add_argument("--mlock", action="store_true", help="keep the weights in memory")
+    group.add_argument(
+        "-lm",
+        "--load-mode",
+        choices=LOAD_MODES,
+        metavar="MODE",
+        help="both by one name: " + ", ".join(LOAD_MODES),
+    )
     group.add_argument("--numa", choices=NUMA_STRATEGIES, help="llama.cpp's strategy for NUMA")
     group.add_argument(
-        "--lora", action="append", default=[], metavar="FILE", help="a LoRA adapter (GGUF)"
+        "--lora",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a LoRA adapter (GGUF), or several",
     )
     group.add_argument(
         "--lora-scaled",
         action="append",
         default=[],
-        nargs=2,
-        metavar=("FILE", "SCALE"),
-        help="a LoRA adapter with a scale",
+        nargs="+",
+        metavar="FILE:SCALE",
+        help="a LoRA adapter with a scale, or several separated by commas",
+    )
+    group.add_argument(
+        "--override-kv",
+        action="append",
+        default=[],
+        metavar="KEY=TYPE:VALUE",
+        help="what llama.cpp takes in the place of the file's metadata, such as "
+        "tokenizer.ggml.add_bos_token=bool:false; budget and context go by the file",
     )
     group.add_argument(
         "--rope-scaling", choices=ROPE_SCALINGS, help="how RoPE is scaled (default: the model's)"
@@ -50,7 +81,68 @@ def add_model_tuning(parser: argparse.ArgumentParser) -> None:
         "--chat-template", metavar="TEXT", help="Jinja, or a name such as chatml (default: its own)"
     )
     group.add_argument("--chat-template-file", metavar="FILE", help="read the template from a file")
-    group.add_argument("--jinja", action="store_true", help="changes nothing: templates are Jinja")
+    add_template_arguments(group)
+
+
+def add_template_arguments(group: argparse._ActionsContainer) -> None:
+    """Add --chat-template-kwargs."""
+    group.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="what the chat template is told besides the messages, such as "
+        """'{"enable_thinking": false}'""",
+    )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read a JSON object, as an argparse type."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("it is no JSON object; give one such as '{\"name\": 1}'")
+    return found
+
+
+def add_split_options(group: argparse._ActionsContainer) -> None:
+    """Add how several devices share a model."""
+    group.add_argument(
+        "-sm",
+        "--split-mode",
+        choices=SPLIT_MODES,
+        metavar="MODE",
+        help="how several GPUs share the model: " + ", ".join(SPLIT_MODES),
+    )
+    group.add_argument(
+        "-ts",
+        "--tensor-split",
+        type=device_parts,
+        default=(),
+        metavar="N0,N1,...",
+        help="the part of the model for each GPU, such as 3,1",
+    )
+    group.add_argument(
+        "-mg",
+        "--main-gpu",
+        type=integer(0, MOST_DEVICES - 1),
+        metavar="N",
+        help="the GPU of the model with -sm none",
+    )
+
+
+def device_parts(text: str) -> tuple[float, ...]:
+    """Read numbers such as 3,1 or 3/1, one for each device, as an argparse type."""
+    try:
+        parts = tuple(float(part) for part in text.replace("/", ",").split(","))
+    except ValueError:
+        parts = ()
+    if not parts or not all(0.0 <= part < 1e9 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of parts such as 3,1")
+    if len(parts) > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"there are at most {MOST_DEVICES} devices")
+    return parts
 
 
 def model_options_of(options: argparse.Namespace) -> LoadOptions:
@@ -60,11 +152,19 @@ def model_options_of(options: argparse.Namespace) -> LoadOptions:
         if template is not None:
             raise SettingsError("give --chat-template or --chat-template-file, not both")
         template = read_text(options.chat_template_file, SettingsError)
-    adapters = [(path, 1.0) for path in options.lora]
-    adapters += [(path, _number(scale)) for path, scale in options.lora_scaled]
+    adapters = [(path, 1.0) for text in options.lora for path in text.split(",")]
+    adapters += [scaled for words in options.lora_scaled for scaled in _scaled(words)]
+    use_mmap, use_mlock = not options.no_mmap, options.mlock
+    if options.load_mode is not None:
+        use_mmap, use_mlock = LOAD_MODES[options.load_mode]
     return LoadOptions(
-        use_mmap=not options.no_mmap,
-        use_mlock=options.mlock,
+        use_mmap=use_mmap,
+        use_mlock=use_mlock,
+        split_mode=options.split_mode,
+        main_gpu=options.main_gpu,
+        tensor_split=options.tensor_split,
+        overrides=read_overrides(options.override_kv),
+        template_arguments=options.chat_template_kwargs or {},
         numa=options.numa,
         adapters=adapters,
         rope=_rope_of(options),
@@ -72,11 +172,18 @@ def model_options_of(options: argparse.Namespace) -> LoadOptions:
     )
 
 
-def _number(scale: str) -> float:
+def _scaled(words: list[str]) -> list[tuple[str, float]]:
+    """Read FILE:SCALE, several of them separated by commas, or FILE SCALE of former releases."""
+    pairs = [text.rpartition(":")[::2] for word in words for text in word.split(",")]
+    if len(words) == 2 and not pairs[0][0]:
+        pairs = [(words[0], words[1])]
     try:
-        return float(scale)
+        scaled = [(path, float(scale)) for path, scale in pairs]
     except ValueError:
-        raise SettingsError(f"--lora-scaled: {scale!r} is no number; give FILE and SCALE") from None
+        scaled = []
+    if not scaled or not all(path for path, _ in scaled):
+        raise SettingsError(f"--lora-scaled: {' '.join(words)!r} has no scale; give FILE:SCALE")
+    return scaled
 
 
 def _rope_of(options: argparse.Namespace) -> dict[str, float]:

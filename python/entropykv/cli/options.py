@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS, Demo, local_models
@@ -46,6 +47,37 @@ def list_of(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
         return [parse(part) for part in text.split(",")]
 
     return parse_list
+
+
+class _Keep(argparse.Action):
+    """Read llama.cpp's --keep as --sinks, of which a model needs a few to work at all."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Protect so many first tokens; raises ArgumentError for -1, the whole prompt."""
+        if values < 0:
+            raise argparse.ArgumentError(
+                self, "the length of the prompt is not known before the budget is; give a number"
+            )
+        namespace.sinks = max(values, _DEFAULTS.n_sinks)
+
+
+def add_keep(group: argparse._ActionsContainer) -> None:
+    """Add --keep, llama.cpp's name of --sinks."""
+    group.add_argument(
+        "--keep",
+        dest="sinks",
+        action=_Keep,
+        default=argparse.SUPPRESS,
+        type=integer(-1),
+        metavar="N",
+        help=f"--sinks by llama.cpp's name, and never fewer than {_DEFAULTS.n_sinks}",
+    )
 
 
 def fraction(text: str) -> float:
@@ -107,8 +139,9 @@ def add_budget_options(
         "--kv-budget",
         default=kv_budget,
         metavar="B",
-        help="fraction of the context in (0, 1], tokens per KV head, or bytes such as 64MiB "
-        "(default: %(default)s)",
+        help="fraction of the context in (0, 1], tokens per KV head, or bytes such as 64MiB; for "
+        "several conversations: a fraction of what all their contexts take, or the tokens or bytes "
+        "of all (default: %(default)s)",
     )
     group.add_argument(
         "--policy",
@@ -146,6 +179,7 @@ def add_protection_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="first tokens that are never evicted (default: %(default)s)",
     )
+    add_keep(group)
     group.add_argument(
         "--recent-window",
         type=integer(1),
@@ -170,7 +204,7 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
         "--ubatch-size",
         type=integer(1, MOST_MICRO_BATCH),
         default=_DEFAULTS.micro_batch,
-        help="tokens of the prompt read at a time (default: %(default)s)",
+        help=f"tokens of the prompt read at a time (default: {_DEFAULTS.micro_batch})",
     )
 
 
@@ -186,12 +220,17 @@ def add_no_chat(group: argparse._ActionsContainer) -> None:
     )
 
 
+def threads(text: str) -> int:
+    """Read a number of threads, as an argparse type; -1 is llama.cpp's word for 0."""
+    return max(0, integer(-1, MOST_THREADS)(text))
+
+
 def add_threads_option(group: argparse._ActionsContainer) -> None:
     """Add -t."""
     group.add_argument(
         "-t",
         "--threads",
-        type=integer(0, MOST_THREADS),
+        type=threads,
         default=0,
         help="0, the default: one for every core that this process may use (physical cores, "
         "affinity, CPU quota of the cgroup)",

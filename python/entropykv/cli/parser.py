@@ -1,7 +1,7 @@
 """Parse every command: a flag that it does not know is refused in one sentence.
 
-argparse alone reads `-fa` as `-f a`. Users of llama.cpp type many flags of two letters; those that
-have no meaning here say what to do instead.
+argparse alone reads `-fa` as `-f a`. Users of llama.cpp paste whole command lines: llama_flags.py
+says which of their flags change nothing here, and what to do in the place of the others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from entropykv.cli.instead import what_instead
+from entropykv import _version
+from entropykv.cli.llama_flags import LlamaFlag, Treatment, Use, flag_named
+from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
+
+_IN_MEMORY = "all weights are in main memory: this llama-cpp-python is built without a GPU"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -20,16 +24,75 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Take what argparse takes; names of options are never completed."""
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        self.add_argument("--usage", action="help", help=argparse.SUPPRESS)
+        self.add_argument(
+            "--version",
+            action="version",
+            version=f"entropykv {_version.VERSION}",
+            help="show the version and exit",
+        )
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Raise SettingsError for a flag of several letters that is not one of this command."""
-        for argument in args or ():
-            if argument == "--":
-                break
-            self._refuse_unknown(argument.partition("=")[0])
-        return super().parse_known_args(args, namespace)
+        """Parse without the flags of llama.cpp that change nothing, which one note names.
+
+        Raises SettingsError for a flag of several letters that is not one of this command.
+        """
+        notes: dict[str, str] = {}
+        kept = self._without_noted(list(args or ()), notes)
+        parsed = super().parse_known_args(kept, namespace)
+        if len(notes) == 1:
+            ((flag, why),) = notes.items()
+            say(f"{flag} changes nothing here: {why}")
+        elif notes:
+            say(
+                "these change nothing here: "
+                + ", ".join(f"{flag} ({why})" for flag, why in notes.items())
+            )
+        return parsed
+
+    def _without_noted(self, given: list[str], notes: dict[str, str]) -> list[str]:
+        """Return the words without flags that change nothing, and note why each of them does."""
+        kept: list[str] = []
+        at = 0
+        while at < len(given):
+            word = given[at]
+            if word == "--":
+                return kept + given[at:]
+            at += 1
+            name, equals, value = word.partition("=")
+            flag = self._foreign(name)
+            if flag is None:
+                self._refuse_unknown(name)
+                kept.append(word)
+                continue
+            n_values = 0 if equals else flag.count_values(given[at:])
+            values = [value] if equals else given[at : at + n_values]
+            notes[name] = self._why_noted(name, flag, values)
+            at += n_values
+        return kept
+
+    def _foreign(self, name: str) -> LlamaFlag | None:
+        """Return a flag of llama.cpp that is not an option of this command, which runs a model."""
+        if name in self._option_string_actions or "-m" not in self._option_string_actions:
+            return None
+        flag = flag_named(name)
+        return None if flag is None or self._treatment(flag).use is Use.TAKEN else flag
+
+    def _treatment(self, flag: LlamaFlag) -> Treatment:
+        return flag.at(self.prog.rpartition(" ")[2])
+
+    def _why_noted(self, name: str, flag: LlamaFlag, values: Sequence[str]) -> str:
+        """Return why a flag with these values changes nothing; raises SettingsError if it does."""
+        treatment = self._treatment(flag)
+        if treatment.use is Use.NOTED:
+            return treatment.why
+        if values and values[0] in treatment.unless:
+            return "it is so anyway"
+        if treatment.places_weights and not _has_device():
+            return _IN_MEMORY
+        raise SettingsError(f"{name} is not an option of {self.prog}; {treatment.why}")
 
     def _refuse_unknown(self, flag: str) -> None:
         is_flag = flag.startswith("-") and not flag.startswith("---") and " " not in flag
@@ -37,9 +100,6 @@ class CommandParser(argparse.ArgumentParser):
             return
         if self._subparsers is not None:
             return  # the command looks at the word itself
-        advice = what_instead(flag, self.prog.rpartition(" ")[2])
-        if advice is not None:
-            raise SettingsError(f"{flag} is not an option of {self.prog}; {advice}")
         if flag.startswith("--") or (len(flag) > 2 and flag[1].isalpha() and not _has_number(flag)):
             raise SettingsError(f"{flag} is not an option of {self.prog}; see {self.prog} --help")
 
@@ -51,3 +111,10 @@ class CommandParser(argparse.ArgumentParser):
 def _has_number(flag: str) -> bool:
     """Tell whether a value is written behind a flag of one letter, as in -n128."""
     return flag[2:].lstrip("-").replace(".", "", 1).isdigit()
+
+
+def _has_device() -> bool:
+    """Tell whether weights could be elsewhere than in main memory."""
+    import llama_cpp  # noqa: PLC0415  (help and errors need not wait for it)
+
+    return bool(llama_cpp.llama_supports_gpu_offload())

@@ -6,9 +6,10 @@ import argparse
 import json
 
 from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
-from entropykv.cli.options import add_budget_options, add_store_options, demo_of
+from entropykv.cli.options import add_budget_options, add_store_options, demo_of, integer
 from entropykv.session.asked import cache_options_of
 from entropykv.session.memory_plan import format_plan, make_plan
+from entropykv.settings.cache_options import MOST_SEQUENCES
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,9 +22,18 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_budget_options(parser)
     add_freeze_options(parser)
     add_recovery_options(parser)
-    add_store_options(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    add_store_options(engine)
+    engine.add_argument(
+        "-np",
+        "--parallel",
+        type=integer(1, MOST_SEQUENCES),
+        metavar="N",
+        help="plan for `entropykv serve -np N`: what all conversations share, and each gets",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(command=_plan)
+    # A pool reads fewer tokens at a time unless the user says how many.
+    parser.set_defaults(command=_plan, ubatch_size=None)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -33,6 +43,7 @@ def _plan(options: argparse.Namespace) -> int:
         n_ctx=options.ctx_size,
         n_ubatch=options.ubatch_size,
         n_threads=options.threads,
+        n_sequences=options.parallel,
     )
     plan = make_plan(options.model, cache)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else format_plan(plan))

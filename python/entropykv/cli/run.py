@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.cli.engine import add_engine_options, open_engine
@@ -17,6 +14,8 @@ from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory
+from entropykv.cli.prompt_cache import PromptCache, add_prompt_cache
+from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import (
     add_session_options,
@@ -26,7 +25,6 @@ from entropykv.cli.saved import (
 )
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
-from entropykv.files import read_text
 from entropykv.session.asked import freezing_of
 from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
@@ -53,53 +51,15 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="FILE",
         help="draw how many entries are in attention and frozen (.png or .svg)",
     )
-    add_session_options(parser)
+    add_prompt_cache(add_session_options(parser))
     parser.set_defaults(command=run)
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt")
-    group.add_argument("-p", "--prompt", metavar="TEXT", help="prompt; after -f's text if both")
-    group.add_argument(
-        "-f", "--file", metavar="FILE", help="read the prompt from a file (-: stdin)"
-    )
-    group.add_argument(
-        "-sys",
-        "--system",
-        "--system-prompt",
-        metavar="TEXT",
-        help="what stands before the prompt, by the model's chat template",
-    )
-    group.add_argument(
-        "-e", "--escape", action="store_true", help=r"read \n, \t, \" and \\ in -p and -sys"
-    )
+    add_prompt_options(group, "the prompt")
+    add_system_options(group, "the prompt")
     add_no_chat(group)
-    group.add_argument(
-        "-st",
-        "--single-turn",
-        action="store_true",
-        help="changes nothing: `run` has one turn, `entropykv chat` many",
-    )
-    group.add_argument(
-        "-cnv", "--conversation", action=_Elsewhere, help="refused: use `entropykv chat`"
-    )
-    group.add_argument(
-        "--no-display-prompt", action="store_true", help="changes nothing: it is never shown"
-    )
-
-
-class _Elsewhere(argparse.Action):
-    """Refuse a flag that means something at another command, and say at which."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
-
-    def __call__(self, *_: object) -> NoReturn:
-        """Raise SettingsError, which names the other command."""
-        raise SettingsError(
-            "-cnv: `run` gives one answer by the model's chat template; use `entropykv chat` for a "
-            "conversation"
-        )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,11 +72,14 @@ def run(options: argparse.Namespace) -> int:
         _check_plot(options)
     if options.save_session is not None:
         check_target(options.save_session)
+    cache = PromptCache.of(options)
     with open_engine(options) as session:
         loaded = load_session(session, options.load_session)
         if asked:
             say(f"asking {asked!r} about {options.file}")
         tokens, chat = _prompt_tokens(session, text, options, loaded)
+        if cache is not None:
+            tokens = cache.go_on_from(session, tokens)
         answer = Answer()
         write_answer(
             session,
@@ -126,12 +89,15 @@ def run(options: argparse.Namespace) -> int:
             answer,
             stops=options.reverse_prompt,
             to_question=bool(chat) or options.demo is not None,
+            when_read=None if cache is None else lambda: cache.keep_prompt(session, chat=chat),
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.trajectory:
             draw_trajectory(session.trajectory, options.plot)
         if options.save_session is not None:
             _save(session, options.save_session, answer, chat=chat)
+        elif cache is not None and cache.keeps_answer:
+            _save(session, cache.path, answer, chat=chat)
         elif loaded and not tokens and not answer.tokens:
             say("the saved answer was complete; give a new prompt with -p")
         say_learnt(session)
@@ -179,25 +145,8 @@ def _use_demo(options: argparse.Namespace) -> str | None:
     return demo.question
 
 
-def _unescaped(text: str) -> str:
-    """Read backslash sequences as llama-cli does; others stay as they are."""
-    known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
-    return re.sub(r"\\(.)", lambda found: known.get(found[1], found[0]), text)
-
-
 def _prompt_text(options: argparse.Namespace) -> str:
-    if options.escape:
-        for name in ("prompt", "system"):
-            if getattr(options, name) is not None:
-                setattr(options, name, _unescaped(getattr(options, name)))
-    parts = []
-    if options.file == "-":
-        parts.append(sys.stdin.read())
-    elif options.file is not None:
-        parts.append(read_text(options.file, ContextError))
-    if options.prompt is not None:
-        parts.append(options.prompt)
-    text = "\n".join(parts)
+    text = read_prompt(options)
     if not text.strip() and options.load_session is None:
         piped = not sys.stdin.isatty() and options.file is None
         way_out = "-p or -f" if not piped else "-p or -f; -f - reads what is piped in"

@@ -62,10 +62,10 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         "-n",
         "--n-predict",
         "--predict",
-        type=integer(-1),
+        type=_n_predict,
         default=n_predict,
         metavar="N",
-        help="tokens of an answer at most (-1: until the model or the context ends; default: "
+        help="tokens of an answer at most (-1 or -2: until the model or the context ends; default: "
         "%(default)s)",
     )
     group.add_argument(
@@ -81,6 +81,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
     )
     _add_samplers(parser.add_argument_group("sampling"))
     _add_grammars(parser.add_argument_group("what an answer may be"))
+
+
+def _n_predict(text: str) -> int:
+    """Read the tokens of an answer; llama-cli's -2, until the context is full, is -1 here."""
+    return max(-1, integer(-2)(text))
 
 
 def _add_samplers(group: argparse._ArgumentGroup) -> None:

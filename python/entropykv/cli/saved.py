@@ -13,8 +13,8 @@ from entropykv.session.file import SavedContents
 from entropykv.session.session import Session
 
 
-def add_session_options(parser: argparse.ArgumentParser) -> None:
-    """Add --save-session and --load-session."""
+def add_session_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add --save-session and --load-session; returns their group."""
     group = parser.add_argument_group("sessions on disk")
     group.add_argument(
         "--save-session",
@@ -26,6 +26,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
         "go on with a saved session: the prompt comes after what it has read, as a new turn "
         "where it is a chat; without a prompt, the answer goes on",
     )
+    return group
 
 
 def add_load_option(group: argparse._ActionsContainer, description: str) -> None:

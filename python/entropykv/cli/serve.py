@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.learning import add_learn_option
 from entropykv.cli.notes import say
-from entropykv.cli.options import integer
+from entropykv.cli.options import add_keep, integer
 from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
 from entropykv.errors import SettingsError
 from entropykv.policy.names import POLICY_SYNTAX
@@ -53,6 +53,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--entropy-config", metavar="FILE", help="as in `entropykv run`")
     add_learn_option(budget, "the server uses it from its next start")
     budget.add_argument("--sinks", type=integer(0), metavar="N", help="as in `entropykv run`")
+    add_keep(budget)
     budget.add_argument(
         "--recent-window", type=integer(1), metavar="N", help="as in `entropykv run`"
     )
@@ -72,7 +73,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="longest body of a request; 1 MiB is 250,000 tokens of English text (default: 1 MiB)",
     )
     group = parser.add_argument_group("model")
-    _add_fields(group, ModelOptions, ours)
+    _add_fields(group, ModelOptions, ours | {"embedding"})
     add_llama_server_options(group)
     group = parser.add_argument_group("replicas under Ray Serve (needs the extra ray)")
     group.add_argument(
@@ -117,6 +118,10 @@ def run(options: argparse.Namespace) -> int:
     for name in ("n_threads",) if same else ("n_threads", "n_threads_batch"):
         if warning := too_many_threads(getattr(model, name), f"--{name}"):
             say(warning)
+    if options.replicas is not None and server.slot_save_path is not None:
+        raise SettingsError(
+            "--slot-save-path is of one server: a request may reach any replica; use --sessions DIR"
+        )
     if options.replicas is not None:
         from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
 

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from entropykv.cli.model_options import device_parts
+from entropykv.errors import SettingsError
+from entropykv.files import read_text
+from entropykv.llamacpp.model_options import (
+    LOAD_MODES,
+    NUMA_STRATEGIES,
+    ROPE_SCALINGS,
+    SPLIT_MODES,
+)
+from entropykv.settings.cache_options import CHECKPOINTS
+from entropykv.settings.options import KV_TYPES, MOST_BYTES
 
 _LLAMA_SERVER = {
     "model": ("-m",),
@@ -14,7 +27,10 @@ _LLAMA_SERVER = {
     "n_threads": ("-t", "--threads"),
     "n_threads_batch": ("-tb", "--threads-batch"),
     "n_gpu_layers": ("-ngl", "--gpu-layers"),
+    "split_mode": ("-sm",),
+    "tensor_split": ("-ts",),
     "main_gpu": ("-mg",),
+    "kv_overrides": ("--override-kv",),
     "flash_attn": ("-fa",),
     "seed": ("-s",),
     "lora_path": ("--lora",),
@@ -22,14 +38,61 @@ _LLAMA_SERVER = {
     "ssl_keyfile": ("--ssl-key-file",),
     "ssl_certfile": ("--ssl-cert-file",),
     "root_path": ("--api-prefix",),
+    "rope_scaling_type": ("--rope-scaling",),
+    "verbose": ("-v", "--log-verbose"),
+    "client_seconds": ("-to", "--timeout"),
+    "web": ("--ui", "--webui"),
+    "max_tokens": ("-n", "--predict", "--n-predict"),
+    "temperature": ("--temp",),
+    "mirostat_mode": ("--mirostat",),
+    "mirostat_eta": ("--mirostat-lr",),
+    "mirostat_tau": ("--mirostat-ent",),
+    "stop": ("-r", "--reverse-prompt"),
 }
-"""llama-server's name for a field of llama_cpp.server's settings."""
+"""llama-server's name for a field of llama_cpp.server's settings, or of ours."""
+
+
+def _number_or(names: dict[str, int]) -> Callable[[str], int]:
+    """Make an argparse type that reads one of the names, or a number that stands for it."""
+
+    def parse(text: str) -> int:
+        if text in names:
+            return names[text]
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number nor one of {', '.join(names)}"
+            ) from None
+
+    return parse
+
+
+def _boolean(text: str) -> bool:
+    """Read what llama_cpp.server and llama-server take for a switch; auto is on."""
+    word = text.lower()
+    if word in ("1", "on", "t", "true", "y", "yes", "auto"):
+        return True
+    if word in ("0", "off", "f", "false", "n", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+
+
+_TYPES: dict[str, Callable[[str], object]] = {
+    "n_gpu_layers": _number_or({"all": -1, "auto": -1}),
+    "split_mode": _number_or(SPLIT_MODES),
+    "rope_scaling_type": _number_or(ROPE_SCALINGS),
+    "numa": _number_or({**NUMA_STRATEGIES, "true": 1, "false": 0}),
+    "max_tokens": int,
+}
+"""What reads a value that llama-server gives a name, and llama_cpp.server a number."""
 
 
 class Spellings:
     """Collect options for llama_cpp.server's add_args_from_model(), and give them more names.
 
-    Every option has its own name, the same with dashes, and llama-server's names.
+    Every option has its own name, the same with dashes, and llama-server's names. A switch needs no
+    value to be on.
     """
 
     def __init__(self, group: argparse._ArgumentGroup) -> None:
@@ -38,8 +101,20 @@ class Spellings:
 
     def add_argument(self, name: str, **options: Any) -> argparse.Action:
         """Add an option under all of its names; an option may be given once."""
-        names = (name, f"--{name[2:].replace('_', '-')}", *_LLAMA_SERVER.get(name[2:], ()))
-        return self._group.add_argument(*dict.fromkeys(names), action=_Once, **options)
+        field = name[2:]
+        names = (name, f"--{field.replace('_', '-')}", *_LLAMA_SERVER.get(field, ()))
+        action: type[argparse.Action] = _Once
+        if getattr(options.get("type"), "__name__", "") == "_parse_bool_arg":
+            options.update(type=_boolean, nargs="?", const=True)
+        if field in _TYPES:
+            options.update(type=_TYPES[field], nargs=None, const=None)
+        if field == "tensor_split":
+            options["type"] = str
+            action = _Parts
+        if field in ("kv_overrides", "stop"):
+            options["type"] = str
+            action = _Several
+        return self._group.add_argument(*dict.fromkeys(names), action=action, **options)
 
 
 class _Once(argparse.Action):
@@ -52,20 +127,153 @@ class _Once(argparse.Action):
         values: Any,
         option: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Store the value; raises SettingsError where there is one already."""
+        """Store the value; raises ArgumentError where there is one already."""
         if getattr(namespace, self.dest, None) is not None:
             raise argparse.ArgumentError(self, "is given twice; give it once")
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, self.read(values))
+
+    def read(self, values: Any) -> Any:
+        """Return what is stored for what was given."""
+        return values
+
+
+class _Parts(_Once):
+    """Read the parts of several devices, as 3,1 or as 3 1."""
+
+    def read(self, values: Sequence[str]) -> list[float]:
+        """Return the numbers; raises ArgumentError for what are none."""
+        try:
+            return list(device_parts(",".join(values)))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+class _Several(argparse.Action):
+    """Collect the values of an option that may be given several times."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Add the values to those before."""
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *values])
+
+
+class _Translated(_Once):
+    """Store what llama-server says in other words than the settings."""
+
+    def __init__(self, *arguments: Any, read: Callable[[str], Any], **options: Any) -> None:
+        """Take `read`, which raises SettingsError for what has no translation."""
+        super().__init__(*arguments, **options)
+        self._read = read
+
+    def read(self, values: str) -> Any:
+        """Return what the words mean here."""
+        return self._read(values)
+
+
+class _KvType(argparse.Action):
+    """Read -ctk and -ctv, which may both be given, as --kv-type."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Store the type; raises SettingsError for one that is not served, and for two."""
+        if values not in KV_TYPES or getattr(namespace, "kv_type", None) not in (None, values):
+            raise SettingsError(
+                "-ctk and -ctv: K and V are of one type, f16 or q8_0; give --kv-type f16 or q8_0"
+            )
+        namespace.kv_type = values
+
+
+class _LoadMode(argparse.Action):
+    """Read -lm as what it says of memory mapping and locking."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Store both."""
+        namespace.use_mmap, namespace.use_mlock = LOAD_MODES[values]
+
+
+def _whole(text: str, what: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -2
+    if not -1 <= number <= MOST_BYTES >> 20:
+        raise SettingsError(f"{what} cannot be {text!r}; give a whole number of -1 or more")
+    return number
+
+
+def _checkpoints(text: str) -> str:
+    """Read how many checkpoints llama-server keeps: 0 keeps none, others as many as fit."""
+    return CHECKPOINTS if _whole(text, "--ctx-checkpoints") else "0"
+
+
+def _park_limit(text: str) -> str:
+    """Read the MiB that idle conversations may take: -1 is no limit, and 0 as good as nothing."""
+    mib = _whole(text, "--cache-ram")
+    return f"{MOST_BYTES}B" if mib < 0 else f"{max(mib << 20, 1)}B"
+
+
+def _rope_scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0.0 < scale < 1e9:
+        raise SettingsError(f"--rope-scale cannot be {text!r}; give a number above 0")
+    return 1.0 / scale
 
 
 def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
-    """Add options without a value, as llama-server has them, for fields of the settings."""
-    for name, dest, value in (
-        ("--no-mmap", "use_mmap", False),
-        ("--mlock", "use_mlock", True),
-        ("-v", "verbose", True),
-        ("--no-shared-prefixes", "shared_prefixes", False),
+    """Add options of llama-server that say in other words what a field of the settings says."""
+    for names, dest, value in (
+        (("--no-mmap",), "use_mmap", False),
+        (("--mmap",), "use_mmap", True),
+        (("--mlock",), "use_mlock", True),
+        (("--no-shared-prefixes",), "shared_prefixes", False),
+        (("--no-ui", "--no-webui"), "web", False),
     ):
         same = f"the same as --{dest} {str(value).lower()}"
-        group.add_argument(name, dest=dest, action="store_const", const=value, help=same)
-    group.add_argument("--jinja", "--metrics", action="store_true", help="always so: accepted")
+        group.add_argument(*names, dest=dest, action="store_const", const=value, help=same)
+    group.add_argument(
+        "-lm", "--load-mode", choices=LOAD_MODES, action=_LoadMode, help="both of use_mmap, mlock"
+    )
+    group.add_argument(
+        *("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
+        action=_KvType,
+        metavar="TYPE",
+        help="--kv-type by llama-server's names for K and V",
+    )
+    translated: tuple[tuple[tuple[str, ...], str, Callable[[str], Any], str], ...] = (
+        (
+            ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"),
+            "checkpoints",
+            _checkpoints,
+            f"0: --checkpoints 0, other numbers: --checkpoints {CHECKPOINTS}",
+        ),
+        (("-cram", "--cache-ram"), "park_limit", _park_limit, "--park-limit in MiB (-1: none)"),
+        (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
+        (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
+    )
+    for spellings, dest, read, text in translated:
+        group.add_argument(
+            *spellings, dest=dest, action=_Translated, read=read, metavar="VALUE", help=text
+        )
+
+
+def _template_text(path: str) -> str:
+    return read_text(path, SettingsError)

@@ -55,8 +55,7 @@ class Model:
         self._options = options or LoadOptions()
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = offloaded_layers(n_gpu_layers)
-        parameters.use_mmap = self._options.use_mmap
-        parameters.use_mlock = self._options.use_mlock
+        arrays = self._options.apply(parameters)
         parameters.use_extra_bufts = repack or not reads_blocks()
         llama_cpp.llama_backend_init()
         if self._options.numa is not None:
@@ -65,6 +64,7 @@ class Model:
             self.handle = llama_cpp.llama_model_load_from_file(
                 os.fsencode(self.geometry.path), parameters
             )
+        del arrays  # llama.cpp has read them
         if not self.handle:
             raise ModelFileError(
                 f"{self.geometry.path}: llama.cpp cannot load this file ({last_error(log)}); "
@@ -226,7 +226,10 @@ class Model:
                 eos_token=self._token_text(llama_cpp.llama_vocab_eos(self.vocabulary)),
                 bos_token=self._token_text(llama_cpp.llama_vocab_bos(self.vocabulary)),
             )
-            prompt: str = formatter(messages=messages).prompt  # type: ignore[arg-type]
+            prompt: str = formatter(
+                messages=messages,  # type: ignore[arg-type]
+                **self._options.template_arguments,
+            ).prompt
         except (jinja2.TemplateError, ValueError, TypeError) as error:
             raise ModelFileError(
                 f"{self.geometry.path}: the model's chat template cannot be used ({error}); "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from entropykv import _core
-from entropykv.errors import SettingsError, UnsupportedModelError
+from entropykv.errors import BudgetError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.names import (
@@ -109,6 +109,46 @@ class Recipe:
             self.options.n_sinks,
             self.options.recent_window,
         )
+
+    def pool_pages(
+        self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
+    ) -> int:
+        """Return the pages of a pool for `n_sequences` conversations, at most what they can use.
+
+        A fraction is that of what all of them would take, each with a whole context; tokens and
+        bytes are those of all together. Raises BudgetError as headwise_plan().
+        """
+        budget = self.options.budget if budget is None else budget
+        n_sequences = self.options.n_sequences or 1
+        plan = self.headwise_plan(budget, layers)
+        if budget.kind == "fraction":
+            return n_sequences * plan.pool_pages
+        most = n_sequences * self.headwise_plan(Budget("fraction", 1.0), layers).pool_pages
+        if budget.kind == "bytes":
+            return min(most, int(budget.value) // plan.page_bytes)
+        if budget.value <= self.n_ctx:
+            return plan.pool_pages
+        tokens = min(int(budget.value), n_sequences * self.n_ctx)
+        return min(most, sum(_core.pages_for(tokens, n) for n in plan.entries_per_page))
+
+    def equal_share(
+        self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
+    ) -> HeadwisePlan:
+        """Return what each conversation of a pool gets while all of them hold entries.
+
+        Raises BudgetError where an equal part does not hold sinks and recent window: then fewer
+        conversations hold entries at a time.
+        """
+        n_sequences = self.options.n_sequences or 1
+        pages = self.pool_pages(budget, layers) // n_sequences
+        page_bytes = self.headwise_plan(Budget("fraction", 1.0), layers).page_bytes
+        try:
+            return self.headwise_plan(Budget("bytes", max(1, pages * page_bytes)), layers)
+        except BudgetError as error:
+            raise BudgetError(
+                f"of a KV budget of {budget or self.options.budget}, {n_sequences} conversations "
+                f"at a time would get too little: {error} for each"
+            ) from None
 
     @property
     def cell_bytes(self) -> int:

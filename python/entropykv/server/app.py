@@ -33,6 +33,7 @@ from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
+from entropykv.server.slot_files import make_directory, slot_file_routes
 from entropykv.server.users import Keys, shows_text, user_of
 from entropykv.server.web_page import WebDefaults, web_routes
 
@@ -74,6 +75,8 @@ def create_app(
     """
     keys = Keys.of(server)
     _check_cache(model, server, keys)
+    if server.slot_save_path is not None:
+        make_directory(server.slot_save_path)
     limits = Limits(
         **{name: getattr(server, name) for name in _LIMITS}, conversations=model.conversations
     )
@@ -106,6 +109,7 @@ def create_app(
     add_error_handlers(app)
     app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
     app.include_router(llama_server_routes(engine))
+    app.include_router(slot_file_routes(engine, server.slot_save_path))
     app.include_router(_extra_routes(engine))
     app.include_router(_figures(engine))
     app.include_router(kv_stream_routes(engine, show_text=shows_text(server, keys)))

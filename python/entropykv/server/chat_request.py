@@ -123,7 +123,8 @@ class ChatRequest(Request, CreateChatCompletionRequest):
         check_logprobs(llama, bool(self.logprobs))
         use = self.tool_use()
         arguments = sampling_arguments(self, llama)
-        arguments["max_tokens"] = self.max_tokens or self.max_completion_tokens
+        asked = self.max_tokens or self.max_completion_tokens
+        arguments["max_tokens"] = asked or arguments["max_tokens"]
         arguments["messages"] = self.shown_messages(llama, use)
         reader = use
         if llama.traits.own_tools:

@@ -104,7 +104,9 @@ def _props(engine: Engine) -> dict[str, Any]:
     return {
         "default_generation_settings": {
             "n_ctx": llama.n_ctx(),
-            "params": {name: getattr(defaults, name) for name in sampling},
+            "params": {
+                name: llama.request_defaults.get(name, getattr(defaults, name)) for name in sampling
+            },
         },
         "total_slots": engine.n_slots,
         "model_alias": llama.served_name,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
+import jinja2
 import llama_cpp
 from llama_cpp import llama_cache, llama_chat_format, llama_tokenizer
 from llama_cpp.llama_grammar import LlamaGrammar
@@ -18,6 +20,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from entropykv.errors import PoolError, SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
+from entropykv.llamacpp.model_options import read_overrides
 from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
@@ -29,13 +32,9 @@ from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
 from entropykv.session.pool_session import PoolSession
 from entropykv.settings.cache_options import CacheOptions
 
+_OF_DEVICES = ("split_mode", "main_gpu", "tensor_split")
+"""Arguments that say how several devices share a model."""
 _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters)
-_KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
-    "bool": lambda text: text.lower() in ("true", "1"),
-    "int": int,
-    "float": float,
-    "str": str,
-}
 
 
 class ServedLlama(EntropyLlama):
@@ -47,6 +46,8 @@ class ServedLlama(EntropyLlama):
     """What it has read and written, where it takes conversations from a shelf."""
     shelf: Shelf | None = None
     """Where conversations are between requests; None: it holds its own all the time."""
+    latest: PoolSession | None = None
+    """The conversation that it answered last, which is on the shelf unless that forgot it."""
     caller: Caller = SOMEBODY
     """Who asks for the next answer, or for the one that is being written."""
     shared_prefixes: bool = True
@@ -55,6 +56,8 @@ class ServedLlama(EntropyLlama):
     """Whose text it holds, where it has no shelf; None: nobody's yet."""
     served_name: str = ""
     """What clients call the model; never a path."""
+    request_defaults: Mapping[str, Any] = MappingProxyType({})
+    """What fields of requests are that a request leaves out, where the server's options say it."""
     prompt_size: int = 0
     """How many tokens the prompt of the latest generation has."""
     generated: int = 0
@@ -108,7 +111,7 @@ class ServedLlama(EntropyLlama):
 
     def serve_from(self, shelf: Shelf) -> None:
         """From now on, take a request's conversation from a shelf, and put it back."""
-        self.shelf = shelf
+        self.shelf, self.latest = shelf, None
         self.totals = Totals()
         self._idle = self._session
 
@@ -142,6 +145,7 @@ class ServedLlama(EntropyLlama):
             if self._logits_all or not session.is_whole:
                 session.close()
             else:
+                self.latest = session
                 self.shelf.put(session, caller)
 
     def generate(
@@ -213,9 +217,11 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
     arguments.update(
         options=_cache_options(options),
-        kv_overrides=_overrides(options.kv_overrides),
+        kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
     )
+    if not llama_cpp.llama_supports_gpu_offload():  # llama.cpp would refuse some of them
+        arguments = {name: value for name, value in arguments.items() if name not in _OF_DEVICES}
     if "n_ubatch" not in options.model_fields_set:
         del arguments["n_ubatch"]
     if options.draft_model is not None:
@@ -232,7 +238,12 @@ def load_llama(options: ModelOptions) -> ServedLlama:
             ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
         )
     llama.served_name = options.served_name
+    llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
+    if options.parallel > 1 and llama.pool is not None and llama.pool.host.shared is not None:
+        sys.stderr.write(f"entropykv: {llama.pool.host.shared.describe()}\n")
+    if options.chat_template is not None:
+        _use_template(llama, options.chat_template)
     _set_template_arguments(llama, options.chat_template_kwargs)
     if options.cache:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
@@ -258,24 +269,6 @@ def _cache_options(options: ModelOptions) -> CacheOptions:
     )
 
 
-def _overrides(texts: list[str] | None) -> dict[str, bool | int | float | str] | None:
-    """Read key=type:value, as llama_cpp.server does."""
-    if texts is None:
-        return None
-    overrides = {}
-    for text in texts:
-        key, _, typed = text.partition("=")
-        kind, _, value = typed.partition(":")
-        try:
-            overrides[key] = _KINDS[kind](value)
-        except (KeyError, ValueError):
-            raise SettingsError(
-                f"kv_overrides cannot be {text!r}; give key=type:value with a type of "
-                f"{', '.join(_KINDS)}"
-            ) from None
-    return overrides
-
-
 def _chat_handler(options: ModelOptions) -> Any:
     if options.clip_model_path is not None:
         raise SettingsError(
@@ -298,6 +291,32 @@ def _chat_handler(options: ModelOptions) -> Any:
     return None
 
 
+def _use_template(llama: ServedLlama, template: str) -> None:
+    """Let a template take the place of the model's: a text in Jinja, or a name of a format.
+
+    Raises SettingsError for one that cannot be read.
+    """
+    if "{" not in template:
+        llama.chat_format = template
+        return
+    bos, eos = llama.token_bos(), llama.token_eos()
+    try:
+        formatter = llama_chat_format.Jinja2ChatFormatter(
+            template,
+            eos_token=llama._model.token_get_text(eos) if eos >= 0 else "",
+            bos_token=llama._model.token_get_text(bos) if bos >= 0 else "",
+            stop_token_ids=[eos],
+        )
+    except jinja2.TemplateError as error:
+        raise SettingsError(
+            f"the chat template cannot be read ({error}); give Jinja with --chat-template-file, or "
+            "leave it out"
+        ) from None
+    llama.metadata["tokenizer.chat_template"] = template
+    llama._chat_handlers["chat_template.default"] = formatter.to_chat_handler()
+    llama.chat_format = "chat_template.default"
+
+
 def _set_template_arguments(llama: ServedLlama, template: dict[str, Any] | None) -> None:
     name = str(llama.chat_format)
     handler = llama.chat_handler or llama._chat_handlers.get(name) or _named_handler(name)
@@ -310,6 +329,6 @@ def _named_handler(name: str) -> Any:
         return llama_chat_format.get_chat_completion_handler(name)
     except llama_chat_format.LlamaChatCompletionHandlerNotFoundException:
         raise SettingsError(
-            f"there is no chat_format {name!r}; leave --chat_format out, or give one of "
-            "llama-cpp-python's"
+            f"there is no chat_format {name!r}; leave --chat_format and --chat-template out, or "
+            "give one of llama-cpp-python's"
         ) from None

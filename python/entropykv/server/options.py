@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 from llama_cpp.server.settings import ModelSettings, ServerSettings
 from pydantic import Field, model_validator
@@ -12,9 +12,20 @@ from typing_extensions import Self
 
 from entropykv.policy.names import AUTO
 from entropykv.server.admission import Limits
+from entropykv.server.fields import MOST_STOP, MOST_STOPS
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.options import MOST_THREADS
+from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
 
+MOST_TEMPLATE = 2**20
+"""The most characters of a chat template."""
+_MOST = 1000.0
+"""The most that a temperature or a penalty can be."""
+_OF_REQUESTS = "What a request has that does not say it."
+_REQUEST_FIELDS = (
+    *("temperature", "top_p", "min_p", "top_k"),
+    *("repeat_penalty", "presence_penalty", "frequency_penalty"),
+    *("mirostat_mode", "mirostat_tau", "mirostat_eta", "max_tokens", "stop"),
+)
 _PREFIX = SettingsConfigDict(env_prefix="ENTROPYKV_", protected_namespaces=())
 
 
@@ -78,6 +89,50 @@ class ModelOptions(ModelSettings):
     recovery_deviations: float | None = None
     recovery_window: int | None = None
 
+    chat_template: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_TEMPLATE,
+        description="Chat template in Jinja that takes the place of the model's own.",
+    )
+    temperature: Optional[float] = Field(  # noqa: UP045
+        default=None, ge=0, le=_MOST, description=_OF_REQUESTS
+    )
+    top_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)  # noqa: UP045
+    min_p: Optional[float] = Field(default=None, ge=0, le=1, description=_OF_REQUESTS)  # noqa: UP045
+    top_k: Optional[int] = Field(  # noqa: UP045
+        default=None, ge=0, le=MOST_TOKENS, description=_OF_REQUESTS
+    )
+    repeat_penalty: Optional[float] = Field(  # noqa: UP045
+        default=None, ge=0, le=_MOST, description=_OF_REQUESTS
+    )
+    presence_penalty: Optional[float] = Field(  # noqa: UP045
+        default=None, ge=-2, le=2, description=_OF_REQUESTS
+    )
+    frequency_penalty: Optional[float] = Field(  # noqa: UP045
+        default=None, ge=-2, le=2, description=_OF_REQUESTS
+    )
+    mirostat_mode: Optional[int] = Field(  # noqa: UP045
+        default=None, ge=0, le=2, description=_OF_REQUESTS
+    )
+    mirostat_tau: Optional[float] = Field(  # noqa: UP045
+        default=None, ge=0, le=10, description=_OF_REQUESTS
+    )
+    mirostat_eta: Optional[float] = Field(  # noqa: UP045
+        default=None, ge=0.001, le=1, description=_OF_REQUESTS
+    )
+    max_tokens: Optional[int] = Field(  # noqa: UP045
+        default=None,
+        ge=-2,
+        le=MOST_TOKENS,
+        description="Tokens of an answer at most where a request does not say it; -1: until the "
+        "model or the context ends.",
+    )
+    stop: Optional[list[Annotated[str, Field(max_length=MOST_STOP)]]] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_STOPS,
+        description="Texts that end an answer where a request names none.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def set_dynamic_defaults(cls, given: Any) -> Any:
@@ -93,6 +148,15 @@ class ModelOptions(ModelSettings):
         self.n_threads = self.n_threads or usable_cores()
         self.n_threads_batch = self.n_threads_batch or self.n_threads
         return self
+
+    @property
+    def request_defaults(self) -> dict[str, Any]:
+        """Return the fields of requests that take these values where a request leaves them out."""
+        given = {name: getattr(self, name) for name in _REQUEST_FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("max_tokens", 0) < 0:
+            given["max_tokens"] = None
+        return given
 
     @property
     def served_name(self) -> str:
@@ -184,6 +248,12 @@ class ServerOptions(ServerSettings):
         default=None,
         description="Names that requests may ask for besides the address: the header Host, such as "
         "llm.example.com or *.example.com, separated by commas; * for any.",
+    )
+    slot_save_path: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="Directory where POST /slots/{id}?action=save keeps conversations, and "
+        "action=restore finds them; each API key has a folder of its own there.",
     )
     web: bool = Field(default=True, description="Whether the page at / is served.")
     log_requests: bool = Field(

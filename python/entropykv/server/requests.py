@@ -156,6 +156,9 @@ def sampling_arguments(
 ) -> dict[str, Any]:
     """Return what llama-cpp-python is given of a request, without its prompt and its seed."""
     arguments = request.model_dump(include=set(_ARGUMENTS))
+    for name, value in llama.request_defaults.items():
+        if name not in request.model_fields_set:
+            arguments[name] = value
     arguments["model"] = request.model or llama.served_name
     processors = []
     if request.logit_bias:

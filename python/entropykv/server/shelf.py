@@ -12,6 +12,7 @@ from pathlib import Path
 from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.llama.reading import LEAST_SPARED
 from entropykv.server.users import Caller
+from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
@@ -377,6 +378,21 @@ class Shelf:
 
         Raises SessionFileError, or PoolError where there is no room for it.
         """
+        session = self._loaded(caller, path)
+        with self._lock:
+            former = self._of(caller)
+            self._free = [each for each in self._free if each.caller != caller]
+        for each in former:
+            each.session.close()
+        self.put(session, caller)
+
+    def load_one(self, caller: Caller, path: Path) -> PoolSession:
+        """Put what a file has beside a caller's conversations; raises as load()."""
+        session = self._loaded(caller, path)
+        self.put(session, caller)
+        return session
+
+    def _loaded(self, caller: Caller, path: Path) -> PoolSession:
         session = self._pool.session(tenant=self._tenant(caller))
         session.name = caller.name
         try:
@@ -384,12 +400,35 @@ class Shelf:
         except BaseException:
             session.close()
             raise
+        return session
+
+    def save_one(self, session: PoolSession, caller: Caller, path: Path) -> SavedContents | None:
+        """Write a conversation to a file, where it is here and of the caller's key; None: not."""
+        kept = self._taken(session, caller)
+        if kept is None:
+            return None
+        try:
+            return session.save(path)
+        finally:
+            with self._lock:
+                self._free.append(kept)
+
+    def erase_one(self, session: PoolSession, caller: Caller) -> int:
+        """Forget a conversation of the caller's key; returns its tokens, 0 where it is not here."""
+        kept = self._taken(session, caller)
+        if kept is None:
+            return 0
+        session.close()
+        return len(kept.tokens)
+
+    def _taken(self, session: PoolSession, caller: Caller) -> _Conversation | None:
+        """Take a conversation from the shelf, where it is here and of the caller's key."""
         with self._lock:
-            former = self._of(caller)
-            self._free = [each for each in self._free if each.caller != caller]
-        for each in former:
-            each.session.close()
-        self.put(session, caller)
+            for kept in self._free:
+                if kept.session is session and kept.caller.user == caller.user:
+                    self._free.remove(kept)
+                    return kept
+        return None
 
     def _last(self, caller: Caller) -> _Conversation | None:
         """Return the last one of a caller: an edited text leaves the former one here."""

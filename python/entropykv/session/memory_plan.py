@@ -23,6 +23,12 @@ class MemoryPlan:
     recipe: Recipe
     """The recipe that a session follows, too."""
     plan: HeadwisePlan | FlatPlan
+    """What each conversation gets, where several share a pool: an equal part of it."""
+
+    @property
+    def n_sequences(self) -> int:
+        """Return how many conversations share the budget."""
+        return self.recipe.options.n_sequences or 1
 
     @property
     def budgets(self) -> list[list[int]]:
@@ -39,7 +45,15 @@ class MemoryPlan:
 
     @property
     def budget_bytes(self) -> int:
-        """Return the bytes that the KV cache never exceeds."""
+        """Return the bytes that the KV cache never exceeds, of all conversations together."""
+        plan = self.plan
+        if isinstance(plan, HeadwisePlan) and self.recipe.options.in_pool:
+            return self.recipe.pool_pages() * plan.page_bytes
+        return self.share_bytes
+
+    @property
+    def share_bytes(self) -> int:
+        """Return the bytes that each conversation gets while all of them hold entries."""
         plan = self.plan
         if isinstance(plan, HeadwisePlan):
             return plan.pool_bytes
@@ -47,18 +61,19 @@ class MemoryPlan:
 
     @property
     def kv_bytes_f16(self) -> int:
-        """Return the bytes of the full cache in f16."""
+        """Return the bytes of the full cache in f16, of all conversations together."""
         return 2 * self._values
 
     @property
     def kv_bytes_q8_0(self) -> int:
-        """Return the bytes of the full cache in q8_0."""
+        """Return the bytes of the full cache in q8_0, of all conversations together."""
         return int(self._values * _Q8_0_BITS / 8)
 
     @property
     def _values(self) -> int:
         layers = attention_layers(self.recipe.geometry)
-        return self.recipe.n_ctx * sum(s.n_head_kv * s.entry_values for s in layers)
+        n_tokens = self.recipe.n_ctx * self.n_sequences
+        return n_tokens * sum(s.n_head_kv * s.entry_values for s in layers)
 
     @property
     def saved_bytes(self) -> int:
@@ -77,6 +92,8 @@ class MemoryPlan:
             "kv_bytes_f16": self.kv_bytes_f16,
             "kv_bytes_q8_0": self.kv_bytes_q8_0,
             "kv_bytes_budget": self.budget_bytes,
+            "n_sequences": self.n_sequences,
+            "kv_bytes_each": self.share_bytes,
             "saved_bytes": self.saved_bytes,
             "mean_entries": self.mean_entries,
             "sinks": protection.n_sinks,
@@ -100,8 +117,10 @@ def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan
             f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
             "use a model with attention"
         )
-    plan = recipe.flat_plan() if recipe.store == "flat" else recipe.headwise_plan()
-    return MemoryPlan(recipe, plan)
+    if recipe.store == "flat":
+        return MemoryPlan(recipe, recipe.flat_plan())
+    in_pool = recipe.options.in_pool
+    return MemoryPlan(recipe, recipe.equal_share() if in_pool else recipe.headwise_plan())
 
 
 def format_plan(plan: MemoryPlan) -> str:
@@ -111,12 +130,14 @@ def format_plan(plan: MemoryPlan) -> str:
     types = ", ".join(f"{name} {_mib(size)}" for name, size in geometry.weight_types[:3])
     share = plan.kv_bytes_f16 / (plan.kv_bytes_f16 + geometry.weights_bytes)
     lines = [
-        f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {recipe.n_ctx}",
+        f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {recipe.n_ctx}"
+        + _of_several(plan),
         f"  weights           {_mib(geometry.weights_bytes):>12}   {types}",
         f"  KV cache, f16     {_mib(plan.kv_bytes_f16):>12}   {share:.1%} of weights + KV cache",
         f"  KV cache, q8_0    {_mib(plan.kv_bytes_q8_0):>12}",
         f"  KV budget {budget!s:<8}{_mib(plan.budget_bytes):>12}   {recipe.kv_type}, "
-        f"{plan.mean_entries} of {recipe.n_ctx} entries per KV head on average",
+        + ("for all conversations" if recipe.options.in_pool else _entries(plan)),
+        *_line_of_each(plan),
         f"  saved             {_mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
         f"  read at a time    {recipe.n_ubatch:>12} tokens of a prompt, by the {recipe.store} store"
@@ -132,6 +153,21 @@ def format_plan(plan: MemoryPlan) -> str:
         for number, layer in enumerate(plan.budgets)
     ]
     return "\n".join(lines)
+
+
+def _of_several(plan: MemoryPlan) -> str:
+    return f" for each of {plan.n_sequences} conversations" if plan.n_sequences > 1 else ""
+
+
+def _entries(plan: MemoryPlan) -> str:
+    return f"{plan.mean_entries} of {plan.recipe.n_ctx} entries per KV head on average"
+
+
+def _line_of_each(plan: MemoryPlan) -> list[str]:
+    """Return the line of what each conversation gets, where several share a pool."""
+    if not plan.recipe.options.in_pool:
+        return []
+    return [f"  for each          {_mib(plan.share_bytes):>12}   {_entries(plan)}"]
 
 
 def _frozen(recipe: Recipe) -> str:

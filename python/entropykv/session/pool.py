@@ -60,11 +60,12 @@ class Pool:
     CacheOptions. `n_sequences`: how many conversations hold entries at a time (4 unless given);
     there may be more sessions, which are parked while they are idle: what they hold goes to `park`,
     `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
-    hold entries share the budget: `kv_budget` is that of all together, and each has an equal part
-    of it, but for weights. Another one that comes costs the others their least important entries;
-    one that goes, or is parked, leaves its part to them. At the end of every prompt and answer, a
-    session keeps a checkpoint (see checkpoints.py): in the pool as long as it has room, and in up
-    to `checkpoints` bytes besides it; 0: none. `recovery` is that of sessions that get no other.
+    hold entries share the budget: `kv_budget` is that of all together (a fraction is that of
+    n_sequences contexts), and each has an equal part of it, but for weights. Another one that comes
+    costs the others their least important entries; one that goes, or is parked, leaves its part to
+    them. At the end of every prompt and answer, a session keeps a checkpoint (see checkpoints.py):
+    in the pool as long as it has room, and in up to `checkpoints` bytes besides it; 0: none.
+    `recovery` is that of sessions that get no other.
 
     Raises what Session raises, and UnsupportedModelError where only the flat store serves the
     model, which holds one conversation.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
-from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.recipe import Recipe
 from entropykv.session.parking import Parked, Parking
 from entropykv.session.seat import Seat
@@ -45,13 +44,11 @@ class SharedPool:
         self._free_numbers = list(range(self._n_sequences))
         self.evicted_by_gone = 0
         """How many entries were evicted of texts whose place others took."""
-        self._pages = self._total_pages(recipe.options.budget)
+        self._budget = recipe.options.budget
+        self._pages = recipe.pool_pages(self._budget, layers)
         self._shares = Shares(recipe, layers)
         core.set_pages(self._pages)
         core.on_full(self.parking.make_room)
-
-    def _plan(self, budget: Budget) -> HeadwisePlan:
-        return self._recipe.headwise_plan(budget, self._layers)
 
     @property
     def live(self) -> list[Seat]:
@@ -167,16 +164,20 @@ class SharedPool:
             return None
         return self.parking.hold(seat.position, pages, store.state_of, spare=True)
 
-    def _total_pages(self, budget: Budget) -> int:
-        """Return the pages of the pool: at most as many as all sequences can use."""
-        most = self._n_sequences * self._plan(Budget("fraction", 1.0)).pool_pages
-        plan = self._plan(budget)
-        if budget.kind == "bytes":
-            return min(most, int(budget.value) // plan.page_bytes)
-        if budget.kind == "tokens" and budget.value > self._recipe.n_ctx:
-            tokens = min(int(budget.value), self._n_sequences * self._recipe.n_ctx)
-            return min(most, sum(_core.pages_for(tokens, n) for n in plan.entries_per_page))
-        return plan.pool_pages
+    def describe(self) -> str:
+        """Return a sentence that says what each conversation gets while all hold entries."""
+        n_sequences, n_bytes = self._n_sequences, self.core.budget_bytes
+        head = f"{n_sequences} conversations at a time share {n_bytes / 2**20:.1f} MiB of KV cache"
+        try:
+            share = self._recipe.equal_share(self._budget, self._layers)
+        except BudgetError:
+            return (
+                f"{head}, which does not hold the sinks and recent windows of all: fewer share it"
+            )
+        return (
+            f"{head}: {share.pool_bytes / 2**20:.1f} MiB each, {share.mean_entries} of "
+            f"{self._recipe.n_ctx} tokens per KV head"
+        )
 
     def share(self) -> None:
         """Give every live sequence its share; those that get less evict first."""
@@ -198,7 +199,7 @@ class SharedPool:
 
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
-        pages = self._total_pages(budget)
+        pages = self._recipe.pool_pages(budget, self._layers)
         now = time.monotonic()
         for seat in self.live:
             if not self._shares.are_possible(self.live, pages) and seat.is_idle(now):
@@ -209,6 +210,7 @@ class SharedPool:
                 f"a KV budget of {budget} does not hold {len(self.live)} conversations; close "
                 "some, or give a larger one"
             )
+        self._budget = budget
         former, self._pages = self._pages, pages
         if pages >= former:
             self.core.set_pages(pages)

@@ -79,6 +79,7 @@ class CacheOptions:
     """Hold what is asked of the cache; raises BudgetError or SettingsError for impossible values.
 
     `kv_budget`: a fraction of n_ctx in (0, 1], tokens per KV head (2 or more), or bytes ("64MiB").
+    With `n_sequences` a fraction is that of n_sequences contexts; tokens and bytes are of all.
     `policy`: a name: see docs/reference/policies.md; or an object of your own: see OwnPolicy.
     `kv_type`: f16, q8_0, or auto: f16 where a budget in bytes holds the whole context, else q8_0.
     `store`: headwise, flat, or auto: headwise where it can serve the model. `entropy_config`: an

@@ -46,7 +46,11 @@ def parse_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """Say how much the KV cache may hold: a fraction of n_ctx, tokens per KV head, or bytes."""
+    """Say how much the KV cache may hold: a fraction of the context, tokens per KV head, or bytes.
+
+    A pool of N conversations takes a fraction of N contexts, so that it means for each of them what
+    it means for one alone; tokens and bytes are those of all conversations together.
+    """
 
     kind: Literal["fraction", "tokens", "bytes"]
     value: float

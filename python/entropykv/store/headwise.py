@@ -67,7 +67,8 @@ class HeadwiseStore(Store):
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
             self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
-            plan = self.plan_of(recipe.options.budget if budget is None else budget)
+            asked = recipe.options.budget if budget is None else budget
+            plan = self.plan_of(asked)
             self._store = _core_of(recipe, self._host, self.cold, plan)
             self.prediction = ScorePrediction(self._store, len(self.layers))
             if policy.importance.predicts and recipe.profile and recipe.profile.predictor:
@@ -82,7 +83,7 @@ class HeadwiseStore(Store):
             if self._host.pool is None:
                 self.sharing.take(plan)
             else:
-                self.sharing.await_share(plan, self._host.n_sequences)
+                self.sharing.await_share(plan, asked)
         except BaseException:
             self.close()
             raise

@@ -105,10 +105,10 @@ class HeadwiseBudgets:
         if self._online:
             self._online.expect(plan)
 
-    def await_share(self, plan: HeadwisePlan, n_sequences: int) -> None:
-        """Hold nothing yet: `plan` is that of all sequences of a pool together."""
+    def await_share(self, plan: HeadwisePlan, budget: Budget) -> None:
+        """Hold nothing yet: `budget` is that of a pool, and `plan` what it means for one text."""
         self.plan = plan
-        self._least_sure = self._sure_in_company(plan, n_sequences)
+        self._least_sure = self._sure_in_company(budget)
 
     def shares(self) -> list[int]:
         """Return the budgets of the plan, or those that follow from the text."""
@@ -229,13 +229,12 @@ class HeadwiseBudgets:
             return 0
         return self._recipe.n_ctx if plan.mean_entries >= self._recipe.n_ctx else plan.floor_entries
 
-    def _sure_in_company(self, plan: HeadwisePlan, n_sequences: int) -> int:
+    def _sure_in_company(self, budget: Budget) -> int:
         """Return what sure_entries is in the smallest share that a sequence may come down to."""
-        pages = plan.pool_pages // n_sequences
         try:
-            least = self._plan_of(pages, plan.page_bytes)
+            least = self._recipe.equal_share(budget, self._layers)
             if self._recipe.policy.rule.by_losses and not least.holds_all:
-                least = self._plan_of(least.pages_of(least.floor_entries), plan.page_bytes)
+                least = self._plan_of(least.pages_of(least.floor_entries), least.page_bytes)
         except BudgetError:  # so many sequences never hold entries together
             return 0
         return self._sure_of(least)

@@ -1,0 +1,91 @@
+"""Keep what a prompt left in the KV cache in a file, by llama-completion's --prompt-cache.
+
+It is a saved session, as --save-session writes it; what differs is that the prompt is the whole
+text, of which as much is not read again as the file begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.cli.notes import say
+from entropykv.cli.saved import load_session, save_session
+from entropykv.errors import SettingsError
+from entropykv.session.file import check_target
+from entropykv.session.read_parts import common_prefix
+from entropykv.session.session import Session
+
+
+def add_prompt_cache(group: argparse._ActionsContainer) -> None:
+    """Add --prompt-cache, and what of it is written; PromptCache.of() reads them."""
+    group.add_argument(
+        "--prompt-cache",
+        metavar="FILE",
+        help="keep what the prompt left in the KV cache: a prompt that begins the same is not read "
+        "again, and a FILE that is not there is made",
+    )
+    group.add_argument(
+        "--prompt-cache-all", action="store_true", help="keep the answer in that file, too"
+    )
+    group.add_argument(
+        "--prompt-cache-ro", action="store_true", help="go on from that file, and never write it"
+    )
+
+
+@dataclass(frozen=True)
+class PromptCache:
+    """Hold the file of --prompt-cache, and what is written to it."""
+
+    path: str
+    keeps_answer: bool
+    is_written: bool
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> PromptCache | None:
+        """Return what was asked for; None: nothing. Raises SettingsError, or SessionFileError."""
+        path = options.prompt_cache
+        if path is None:
+            if options.prompt_cache_all or options.prompt_cache_ro:
+                raise SettingsError(
+                    "--prompt-cache-all and --prompt-cache-ro say what becomes of a file; give it "
+                    "with --prompt-cache FILE"
+                )
+            return None
+        if options.load_session is not None or options.save_session is not None:
+            raise SettingsError(
+                "--prompt-cache loads and saves a session, too; leave --load-session and "
+                "--save-session out"
+            )
+        if options.prompt_cache_all and options.prompt_cache_ro:
+            raise SettingsError("--prompt-cache-ro writes nothing; leave --prompt-cache-all out")
+        if not options.prompt_cache_ro:
+            check_target(path)
+        return cls(path, options.prompt_cache_all, not options.prompt_cache_ro)
+
+    def go_on_from(self, session: Session, tokens: list[int]) -> list[int]:
+        """Take what the file has read of a prompt, and return the tokens that are left to read.
+
+        Where the file holds more than the beginning of the prompt, the last token that both have is
+        read again: its logits begin the answer.
+        """
+        if not Path(self.path).exists():
+            return tokens
+        load_session(session, self.path)
+        is_whole = session.tokens == tokens and session.logits is not None
+        shared = (
+            len(tokens) if is_whole else min(common_prefix(session.tokens, tokens), len(tokens) - 1)
+        )
+        if shared < session.position:
+            if session.can_return_to(shared):
+                session.truncate(shared)
+            else:  # what was evicted of the saved text is missing in this one
+                session.reset()
+        say(f"{session.position} of {len(tokens)} tokens of the prompt are in {self.path}")
+        return tokens[session.position :]
+
+    def keep_prompt(self, session: Session, *, chat: bool | None) -> None:
+        """Write the file once the prompt is read, unless it is only read or has the answer, too."""
+        if self.is_written and not self.keeps_answer:
+            save_session(session, self.path, [], chat=chat)

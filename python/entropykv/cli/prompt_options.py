@@ -1,0 +1,67 @@
+"""Declare what a model is told first: the prompt, and the system's message before it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from entropykv.errors import ContextError, SettingsError
+from entropykv.files import read_text
+
+
+def add_prompt_options(group: argparse._ActionsContainer, what: str) -> None:
+    """Add -p, -f and -e; `what` they give: the prompt, or the first turn."""
+    group.add_argument("-p", "--prompt", metavar="TEXT", help=f"{what}; after -f's text if both")
+    group.add_argument(
+        "-f", "--file", metavar="FILE", help=f"read {what} from a file (-: standard input)"
+    )
+    group.add_argument(
+        "-e", "--escape", action="store_true", help=r"read \n, \t, \" and \\ in -p and -sys"
+    )
+
+
+def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
+    """Add -sys and -sysf; `where` says before what their text stands."""
+    group.add_argument(
+        "-sys",
+        "--system",
+        "--system-prompt",
+        metavar="TEXT",
+        help=f"what stands before {where}, by the model's chat template",
+    )
+    group.add_argument(
+        "-sysf",
+        "--system-prompt-file",
+        dest="system",
+        type=_text_of_file,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="read it from a file",
+    )
+
+
+def _text_of_file(path: str) -> str:
+    return read_text(path, SettingsError)
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """Return the text of -f and -p, which may be empty, and read escapes if -e is given."""
+    if options.escape:
+        for name in ("prompt", "system"):
+            if getattr(options, name) is not None:
+                setattr(options, name, _unescaped(getattr(options, name)))
+    parts = []
+    if options.file == "-":
+        parts.append(sys.stdin.read())
+    elif options.file is not None:
+        parts.append(read_text(options.file, ContextError))
+    if options.prompt is not None:
+        parts.append(options.prompt)
+    return "\n".join(parts)
+
+
+def _unescaped(text: str) -> str:
+    """Read backslash sequences as llama-cli does; others stay as they are."""
+    known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
+    return re.sub(r"\\(.)", lambda found: known.get(found[1], found[0]), text)
