@@ -82,8 +82,8 @@ def test_a_second_model_is_refused_in_a_sentence(again: str) -> None:
 
 def test_options_that_serve_has_not_say_what_to_do() -> None:
     assert AT_SERVE["-ctk"] == "K and V have one type; use --kv-type"
-    assert AT_SERVE["-hf"] != INSTEAD["-hf"]
-    for flag in (AT_SERVE.keys() - INSTEAD.keys()) | {"-hf", "-cb", "-md"}:
+    assert AT_SERVE["-cb"] != INSTEAD["-cb"]
+    for flag in (AT_SERVE.keys() - INSTEAD.keys()) | {"-hft", "-cb", "-md"}:
         with pytest.raises(SettingsError) as refused:
             options_of("-m", "a.gguf", flag, "value")
         assert f"{flag} is not an option of entropykv serve; {AT_SERVE[flag]}" == str(refused.value)

@@ -6,10 +6,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from entropykv import EntropyProfile, Session
+from entropykv import Session
 from entropykv.errors import ProfileError
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
@@ -18,24 +17,13 @@ from entropykv.policy.recipe import profile_for
 from entropykv.profile.belongs import fingerprint_of, other_file
 from entropykv.profile.find import find_profile, profile_beside, profile_path
 from entropykv.settings.options import Budget
+from tests.support.profiles import profile_of
 from tests.support.tiny_models import write_llama
 
 
 @pytest.fixture
 def model(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
-
-
-def profile_of(model: Path) -> EntropyProfile:
-    geometry = read_geometry(model)
-    shape = (geometry.n_layer, geometry.n_head)
-    return EntropyProfile(
-        *shape,
-        max(geometry.kv_heads_per_layer),
-        geometry.n_ctx_train,
-        np.ones(shape),
-        fingerprint=fingerprint_of(geometry),
-    )
 
 
 def test_a_profile_beside_the_model_is_found(model: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ONE_MODEL = "give a GGUF file that is on this machine with -m"
+_ONE_MODEL = "give a GGUF file that is on this machine with -m, or use -hf"
 _ONE_DEVICE = "leave it out: layers go to the device by -ngl"
 _NO_CACHE_FILE = "use --save-session and --load-session"
 _NO_DRAFT = "leave it out: a draft model is only for EntropyLlama (draft_model)"
@@ -12,12 +12,13 @@ _SERVER = "use `entropykv serve`"
 _CHAT = "use `entropykv chat`"
 _LONGER = "use -c longer than the model was trained for: positions are re-based"
 _OF_REQUESTS = "requests say it themselves; leave it out here"
-_HUB = "download the file and give it to -m, or use --hf_model_repo_id"
+_LOG_IN = "set HF_TOKEN, or log in with `hf auth login`"
 _SESSIONS = "use --sessions DIR, with --replicas"
 _TURNS = "use --parallel N to answer N requests at a time"
 
 _ROWS: tuple[tuple[str, str | None, str | None], ...] = (
-    ("-hf -hfr --hf-repo -hff --hf-file -hft", _ONE_MODEL, _HUB),
+    ("-hft --hf-token", _LOG_IN, None),
+    ("--offline", "set HF_HUB_OFFLINE=1 in the environment", None),
     ("-mu --model-url -dr --docker-repo", _ONE_MODEL, None),
     ("-sm --split-mode", _ONE_DEVICE, "use --split_mode"),
     ("-ts --tensor-split", _ONE_DEVICE, "use --tensor_split"),

@@ -7,6 +7,8 @@ from typing import Any
 
 _LLAMA_SERVER = {
     "model": ("-m",),
+    "hf_repo": ("-hf", "-hfr"),
+    "hf_file": ("-hff",),
     "model_alias": ("-a", "--alias"),
     "n_ctx": ("-c", "--ctx-size"),
     "n_batch": ("-b", "--batch-size"),

@@ -171,7 +171,7 @@ class ServedLlama(EntropyLlama):
         """Say on stderr, once, that a profile was left, or why none is learnt."""
         learner = self._session.learner
         if learner is not None and (news := learner.news()) is not None:
-            sys.stderr.write(f"entropykv: --learn: {news}\n")
+            _say(f"--learn: {news}")
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
         """Return what leaves only tokens that a grammar allows; raises RequestError.
@@ -221,13 +221,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         arguments["tokenizer"] = llama_tokenizer.LlamaHFTokenizer.from_pretrained(
             options.hf_pretrained_model_name_or_path
         )
-    if options.hf_model_repo_id is None:
-        llama = ServedLlama(options.model, **arguments)
-    else:
-        llama = cast(
-            ServedLlama,
-            ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
-        )
+    llama = ServedLlama(_path_of(options), **arguments)
     llama.served_name = options.served_name
     llama.tell_what_is_learnt()
     _set_template_arguments(llama, options.chat_template_kwargs)
@@ -235,6 +229,20 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
+
+
+def _path_of(options: ModelOptions) -> Path:
+    """Return the path of the model's file, which is fetched first where the hub has it."""
+    if options.hf_repo is None:
+        return Path(options.model)
+    from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
+
+    return fetch_model(options.hf_repo, options.hf_file, tell=_say)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"entropykv: {text}\n")
+    sys.stderr.flush()
 
 
 def _cache_options(options: ModelOptions) -> CacheOptions:
