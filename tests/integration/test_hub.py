@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, scan_cache_dir
 
 from entropykv.cli import main
 from entropykv.convert.known import known_models
@@ -144,6 +144,7 @@ def test_an_interrupted_download_goes_on_where_it_ended(
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("entropykv: interrupted: what has come is kept")
     there = part.stat().st_size
     assert 0 < there < len(data)
 
@@ -386,6 +387,10 @@ def test_a_checkpoint_of_a_known_model_is_converted_once(machine: Machine, tmp_p
     assert "converting" not in second.stderr
     assert target.stat().st_mtime_ns == when
     assert machine.hub.contents() == sent
+    for path in target.parent.glob("*.safetensors"):
+        path.unlink()  # to have its room
+    assert machine.fetch(known.name) == target
+    assert scan_cache_dir(machine.folder / "hub").warnings == []
     refused = machine.run("plan", "-hf", f"{known.name}:Q8_0")
     assert_refused(refused, "its checkpoint is converted", "leave Q8_0 out")
 

@@ -235,7 +235,11 @@ def fetch_named(options: argparse.Namespace) -> None:
         return
     from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
 
-    options.model = str(fetch_model(options.hf_repo, options.hf_file, tell=say))
+    try:
+        options.model = str(fetch_model(options.hf_repo, options.hf_file, tell=say))
+    except KeyboardInterrupt:
+        say("interrupted: what has come is kept, and the same command goes on from there")
+        raise
 
 
 def check_writable(path: str | None) -> None:

@@ -209,6 +209,8 @@ def _said_clearly(repo: str) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise HubError(_of_disk(repo, error)) from None
+    except ValueError as error:  # for example, a file that only hf_xet can fetch
+        raise HubError(f"{repo}: {_in_a_line(error)}") from None
 
 
 def _of_status(repo: str, status: int) -> HubError:
@@ -229,11 +231,17 @@ def _of_status(repo: str, status: int) -> HubError:
 
 
 def _of_disk(repo: str, error: OSError) -> str:
+    if error.errno is None:  # huggingface_hub counts the bytes of a file
+        return f"{repo}: did not come whole ({_in_a_line(error)}); run it again"
     where = f"{error.filename}: " if error.filename else ""
-    reason = error.strerror or " ".join(str(error).split())[:160]
+    reason = error.strerror
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
             f"{repo}: the disk is full ({reason}); make room and run it again, which goes on from "
             "there, or set HF_HUB_CACHE to a folder on another disk"
         )
     return f"{repo}: cannot be kept ({where}{reason}); set HF_HUB_CACHE to a folder of yours"
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]

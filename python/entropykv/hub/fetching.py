@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,7 +14,13 @@ from entropykv.hub import client
 from entropykv.hub.hub_cache import HubCache
 from entropykv.hub.listing import HubFile, Listing
 from entropykv.hub.model_choice import Reference, choose_model, models_of, parts_of
-from entropykv.hub.ternary_repositories import Tell, checkpoint_of, convert_once, converted_name
+from entropykv.hub.ternary_repositories import (
+    Tell,
+    checkpoint_of,
+    convert_once,
+    converted_name,
+    is_known,
+)
 from entropykv.model.header import is_i2s
 from entropykv.profile.find import MOST_PROFILE_BYTES, SUFFIX
 
@@ -55,13 +61,13 @@ def fetch_model(
     say = tell or (lambda _: None)
     fetching = _Fetching(cache, None if local_dir is None else Path(local_dir), say)
     listing = fetching.listing()
-    if not models_of(listing.files) and (checkpoint := checkpoint_of(listing)):
+    if not models_of(listing.files) and is_known(listing.repo):
         if wanted.quant is not None or filename is not None:
             raise HubError(
                 f"{wanted.repo} has no GGUF file: its checkpoint is converted, to one file; leave "
                 f"{filename or wanted.quant} out"
             )
-        return fetching.converted(listing, checkpoint)
+        return fetching.converted(listing)
     model = choose_model(listing, wanted.quant, filename)
     more = [_named(listing, pattern) for pattern in additional_files]
     return fetching.model(listing, model, more)
@@ -141,13 +147,15 @@ class _Fetching:
             return converted
         return path
 
-    def converted(self, listing: Listing, checkpoint: Sequence[HubFile]) -> Path:
-        """Fetch a checkpoint and convert it, unless that was done; returns the result's path."""
+    def converted(self, listing: Listing) -> Path:
+        """Fetch a checkpoint and convert it, unless that was done; returns the result's path.
+
+        Entropy profiles come along: their names end as those of other files that are read do.
+        """
         root = self._root(listing)
         target = root / converted_name(listing, None)
         if not target.is_file():
-            profiles = _profiles(listing, replace(checkpoint[0], path="checkpoint"))
-            self._fetch(listing, [*checkpoint, *profiles])
+            self._fetch(listing, checkpoint_of(listing))
             convert_once(root, target, listing.repo, self.tell)
         return target
 

@@ -21,15 +21,14 @@ _READ = (".json", ".safetensors", "tokenizer.model")
 """How the names of files end that the conversion of a checkpoint may read."""
 
 
-def checkpoint_of(listing: Listing) -> list[HubFile]:
-    """Return the files of a checkpoint that can be converted; none where no known model has it.
+def is_known(repo: str) -> bool:
+    """Tell whether `entropykv models --known` lists a repository, as a model or its variant."""
+    return any(repo in (model.name, *model.variants) for model in known_models())
 
-    Known are the models that `entropykv models --known` lists, and their variants.
-    """
-    known = {name for model in known_models() for name in (model.name, *model.variants)}
-    files = [file for file in listing.files if file.folder == "." and file.path.endswith(_READ)]
-    weights = any(file.path.endswith(".safetensors") for file in files)
-    return files if listing.repo in known and weights else []
+
+def checkpoint_of(listing: Listing) -> list[HubFile]:
+    """Return what of a known repository the conversion of its checkpoint may read."""
+    return [file for file in listing.files if file.folder == "." and file.path.endswith(_READ)]
 
 
 def converted_name(listing: Listing, model: HubFile | None) -> str:
