@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 _PIECE = 1 << 14
 
@@ -103,11 +103,11 @@ class FakeHub:
         }
 
     def contents(self) -> list[tuple[str, str | None]]:
-        """Names and ranges of the files whose contents were sent."""
+        """Names and ranges of the large files whose contents were sent."""
         return [
             (path.rpartition("/")[2], sent)
             for method, path, sent in self.requests
-            if method == "GET" and "/resolve/" in path
+            if method == "GET" and path.startswith("/content/")
         ]
 
     def wait_for_end(self) -> None:
@@ -132,12 +132,18 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         about = re.fullmatch(r"/api/models/([^/]+/[^/]+)", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        found = about or file
+        content = re.fullmatch(r"/content/([^/]+/[^/]+)/(.+)", path)
+        found = about or file or content
         if found:  # huggingface_hub asks for more, of its own accord
             self.hub.requests.append((self.command, path, self.headers.get("Range")))
         repository = self.hub.repositories.get(found[1]) if found else None
         known = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
-        if repository is None or (repository.private and not known):
+        if content is not None and repository is not None:
+            if "Authorization" in self.headers:
+                self._refuse(400, None)  # it would be told to a stranger
+            else:
+                self._send_content(repository, content[2])
+        elif repository is None or (repository.private and not known):
             self._refuse(401, "RepoNotFound")
         elif repository.status is not None:
             self._refuse(repository.status, None)
@@ -146,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif repository.gated and not known:
             self._refuse(403, "GatedRepo")
         elif file is not None and file[3] in repository.files:
-            self._send_file(repository, file[3], with_body=with_body)
+            self._send_file(repository, file[1], file[3], with_body=with_body)
         else:
             self._refuse(404, "EntryNotFound")
 
@@ -176,7 +182,28 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _send_file(self, repository: FakeRepository, name: str, *, with_body: bool) -> None:
+    def _send_file(
+        self, repository: FakeRepository, repo: str, name: str, *, with_body: bool
+    ) -> None:
+        """Send a small file, or say on which other host a large one is."""
+        data = repository.files[name]
+        etag = f'"{digest(name, data)}"'
+        self.send_response(302 if is_large(name) else 200)
+        self.send_header("X-Repo-Commit", repository.commit)
+        if is_large(name):
+            elsewhere = self.hub.url.replace("127.0.0.1", "localhost")
+            self.send_header("Location", f"{elsewhere}/content/{repo}/{quote(name)}")
+            self.send_header("X-Linked-Size", str(len(data)))
+            self.send_header("X-Linked-ETag", etag)
+            data = b""
+        else:
+            self.send_header("ETag", etag)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)
+
+    def _send_content(self, repository: FakeRepository, name: str) -> None:
         data = repository.files[name]
         begins = 0
         if (wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))) is not None:
@@ -185,12 +212,10 @@ class _Handler(BaseHTTPRequestHandler):
         if begins:
             self.send_header("Content-Range", f"bytes {begins}-{len(data) - 1}/{len(data)}")
         self.send_header("ETag", f'"{digest(name, data)}"')
-        self.send_header("X-Repo-Commit", repository.commit)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(data) - begins))
         self.end_headers()
-        if with_body:
-            self._send_pieces(repository, data[begins:])
+        self._send_pieces(repository, data[begins:])
 
     def _send_pieces(self, repository: FakeRepository, data: bytes) -> None:
         for first in range(0, len(data), _PIECE):
