@@ -16,6 +16,7 @@ from huggingface_hub import constants, scan_cache_dir
 from entropykv.cli import main
 from entropykv.convert.known import known_models
 from entropykv.hub.hub_cache import HubCache
+from entropykv.profile.find import profile_beside
 from entropykv.profile.profile import EntropyProfile
 from tests.support.command import Result, assert_refused
 from tests.support.fake_hub import FakeHub, digest
@@ -416,6 +417,17 @@ def test_an_i2s_file_is_converted_once(machine: Machine, tmp_path: Path) -> None
     assert again.returncode == 0, again.stderr
     assert "converting" not in again.stderr
     assert machine.hub.contents() == sent
+
+    profile_of(target).save(profile_beside(target))
+    machine.hub.add("user/ternary-gguf", {path.name: path, "README.md": b"of a later commit"})
+    later = machine.fetch("user/ternary-gguf")
+    assert later.parent != target.parent
+    assert later.samefile(target)
+    assert profile_beside(later).samefile(profile_beside(target))
+    assert machine.hub.contents() == sent
+    I2sModel(seed=1).write(path)
+    machine.hub.add("user/ternary-gguf", {path.name: path})
+    assert not machine.fetch("user/ternary-gguf").samefile(target)
 
 
 def test_every_command_takes_it(machine: Machine, tmp_path: Path) -> None:

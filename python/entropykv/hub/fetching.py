@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -134,18 +135,18 @@ class _Fetching:
         root = self._root(listing)
         converted = root / converted_name(listing, model)
         if converted.is_file():
+            self._fetch(listing, more)
             return converted
         files = [*parts_of(listing, model), *_profiles(listing, model), *more]
         self._fetch(listing, files)
+        if self.folder is None:
+            self.cache.keep_profiles(listing.commit, model.folder)
         path = root / model.path
         try:
             needs_conversion = is_i2s(path)
         except EntropyKVError:
             return path  # whoever loads it says what is wrong with it
-        if needs_conversion:
-            convert_once(path, converted, listing.repo, self.tell)
-            return converted
-        return path
+        return self._convert(listing, path, [model], converted) if needs_conversion else path
 
     def converted(self, listing: Listing) -> Path:
         """Fetch a checkpoint and convert it, unless that was done; returns the result's path.
@@ -154,9 +155,28 @@ class _Fetching:
         """
         root = self._root(listing)
         target = root / converted_name(listing, None)
-        if not target.is_file():
-            self._fetch(listing, checkpoint_of(listing))
-            convert_once(root, target, listing.repo, self.tell)
+        if target.is_file():
+            return target
+        files = checkpoint_of(listing)
+        self._fetch(listing, files)
+        if self.folder is None:
+            self.cache.keep_profiles(listing.commit, ".")
+        return self._convert(listing, root, files, target)
+
+    def _convert(
+        self, listing: Listing, source: Path, files: Sequence[HubFile], target: Path
+    ) -> Path:
+        """Convert a file or a folder of `files`, unless an earlier commit's were the same."""
+        earlier = None
+        if self.folder is None:
+            name = target.relative_to(self._root(listing)).as_posix()
+            sources = [file.path for file in files if not file.path.endswith(SUFFIX)]
+            earlier = self.cache.made_of_the_same(listing.commit, name, sources)
+        if earlier is not None:
+            with suppress(OSError):  # not every file system has links
+                os.link(earlier, target)
+                return target
+        convert_once(source, target, listing.repo, self.tell)
         return target
 
     def _root(self, listing: Listing) -> Path:

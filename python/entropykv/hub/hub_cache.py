@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from entropykv.files import new_file
 from entropykv.hub.listing import MOST_FILES, HubFile, Listing
+from entropykv.profile.find import SUFFIX
 
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _PART = ".part"
@@ -51,6 +53,31 @@ class HubCache:
     def lock(self, digest: str) -> Path:
         """Return the file that whoever fetches a content locks, as huggingface_hub does."""
         return self.root / ".locks" / self.folder.name / f"{digest}.lock"
+
+    def _others(self, commit: str) -> list[Path]:
+        """Return the folders of other commits that are here."""
+        return [path for path in self.folder.glob("snapshots/*") if path.name != commit]
+
+    def made_of_the_same(self, commit: str, name: str, sources: Sequence[str]) -> Path | None:
+        """Return the file of this name that another commit has, made of the same contents.
+
+        `sources`: the files that it was made of, which are there by now. A commit that changes a
+        text beside a model is none for what was made of the model.
+        """
+        for other in self._others(commit):
+            pairs = [(other / each, self.snapshot(commit) / each) for each in sources]
+            if (other / name).is_file() and all(a.exists() and a.samefile(b) for a, b in pairs):
+                return other / name
+        return None
+
+    def keep_profiles(self, commit: str, folder: str) -> None:
+        """Link profiles that were made here beside files of other commits: weights tell them."""
+        target = self.snapshot(commit) / folder
+        for other in self._others(commit):
+            for path in sorted((other / folder).glob(f"*{SUFFIX}")):
+                with suppress(OSError):  # what cannot be linked is made again
+                    if not path.is_symlink() and not (target / path.name).exists():
+                        os.link(path, target / path.name)
 
     def missing_bytes(self, listing: Listing, file: HubFile) -> int:
         """Return how many bytes of a file are still to be fetched."""
