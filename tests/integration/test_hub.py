@@ -16,6 +16,7 @@ from huggingface_hub import constants, scan_cache_dir
 from entropykv.cli import main
 from entropykv.convert.known import known_models
 from entropykv.hub.hub_cache import HubCache
+from entropykv.model.identity import norms_of
 from entropykv.profile.find import profile_beside
 from entropykv.profile.profile import EntropyProfile
 from tests.support.command import Result, assert_refused
@@ -198,6 +199,7 @@ def test_all_parts_of_a_split_model_are_fetched(
     machine: Machine, models: dict[str, bytes], tmp_path: Path
 ) -> None:
     parts = split_in_two(models["tiny-Q8_0.gguf"], tmp_path)
+    assert norms_of(parts[0]) == norms_of(tmp_path / "whole.gguf") is not None
     machine.hub.add("user/split", {f"Q8_0/{path.name}": path for path in parts})
     whole = machine.run("run", "-hf", REPO, *RUN)
     result = machine.run("run", "-hf", "user/split:Q8_0", *RUN)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from entropykv.errors import HubError
 from entropykv.hub.listing import HubFile, Listing, listing_of
 from entropykv.hub.model_choice import Reference, choose_model, parts_of, quant_of
 
 COMMIT = "c" * 40
+NAMES = ("sha", "siblings", "rfilename", "size", "lfs", "sha256", "blobId")
 
 
 def listing(*paths: str) -> Listing:
@@ -128,6 +131,22 @@ def sibling(**changes: object) -> dict[str, object]:
 def test_answers_that_cannot_be_right_are_refused(answer: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         listing_of("user/model", answer)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(answer=JSON | st.fixed_dictionaries({"sha": st.just(COMMIT), "siblings": st.lists(JSON)}))
+def test_any_answer_is_a_listing_or_a_value_error(answer: object) -> None:
+    try:
+        files = listing_of("user/model", answer).files
+    except ValueError:
+        return
+    assert all(not file.path.startswith(("/", "..")) for file in files)
 
 
 def test_paths_stay_within_the_folder() -> None:
