@@ -153,21 +153,31 @@ def _fetch_content(listing: Listing, file: HubFile, cache: HubCache) -> None:
 def _go_on(url: str, file: HubFile, part: Path, etag: str) -> None:
     """Fetch what is missing of a content; raises HubError where the whole is not what it should be.
 
-    Only what was put together is read again to check it: anything else came in one piece.
+    A connection that breaks is made again, unless two in a row bring nothing. Only what was put
+    together is read again to check it: anything else came in one piece.
     """
-    with open(part, "ab") as target:
-        there = target.tell()
-        if there > file.size:
-            there = target.truncate(0)
-        http_get(
-            url,
-            target,
-            resume_size=there,
-            headers=_headers(),
-            expected_size=file.size,
-            displayed_filename=file.name,
-        )
-    if there and _SHA256.fullmatch(etag) and _sha256(part) != etag:
+    put_together, in_vain = False, 0
+    while True:
+        with open(part, "ab") as target:
+            there = target.tell()
+            if there > file.size:
+                there = target.truncate(0)
+            put_together |= there > 0
+            try:
+                http_get(
+                    url,
+                    target,
+                    resume_size=there,
+                    headers=_headers(),
+                    expected_size=file.size,
+                    displayed_filename=file.name,
+                )
+                break
+            except httpx.TransportError:
+                in_vain = 0 if target.tell() > there else in_vain + 1
+                if in_vain > 1:
+                    raise
+    if put_together and _SHA256.fullmatch(etag) and _sha256(part) != etag:
         part.unlink()
         raise HubError(
             f"{file.path}: what an earlier download has left was damaged, and is deleted now; run "
