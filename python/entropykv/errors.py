@@ -23,6 +23,10 @@ class ModelFileError(EntropyKVError, ValueError):
     """Raised for a model file that is missing, truncated, damaged, or not a GGUF file."""
 
 
+class HubError(EntropyKVError):
+    """Raised where a model cannot be had from the Hugging Face Hub, or not be kept on this disk."""
+
+
 class UnsupportedModelError(EntropyKVError):
     """Raised for a model that is intact but that the chosen store or llama.cpp cannot serve."""
 

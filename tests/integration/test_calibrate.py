@@ -196,14 +196,17 @@ def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_p
     assert_refused(refused, "loss curves", "entropykv calibrate")
 
 
-def test_the_same_model_in_another_file_is_noted(tiny_llama: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.gguf"
-    write_llama(other, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F16")
-    profile = calibrate(other, some_texts(), CalibrationSettings(2, 32, curve_texts=0))
-    with Session(tiny_llama, n_ctx=64, entropy_config=profile) as session:
-        note = session.other_file()
-        assert note is not None
-        assert "another file" in note
+def test_a_model_of_the_same_shape_is_noted(tiny_llama: Path, tmp_path: Path) -> None:
+    """Another quantisation of the same weights is not."""
+    shape = {"n_layer": 3, "n_head": 6, "n_head_kv": 2, "head_dim": 32}
+    for seed, noted in ((0, False), (1, True)):
+        other = tmp_path / f"{seed}.gguf"
+        write_llama(other, **shape, weight_type="F16", seed=seed)
+        profile = calibrate(other, some_texts(), CalibrationSettings(2, 32, curve_texts=0))
+        with Session(tiny_llama, n_ctx=64, entropy_config=profile) as session:
+            note = session.other_file()
+            assert (note is not None) == noted
+            assert note is None or "another file" in note
 
 
 def test_the_profile_of_another_model_is_refused(tmp_path: Path, tiny_llama: Path) -> None:

@@ -16,6 +16,7 @@ from entropykv import EntropyLlama, EntropyProfile, Pool, Session
 from entropykv.calibration.observe import Observer
 from entropykv.errors import SettingsError
 from entropykv.model.geometry import read_geometry
+from entropykv.model.header import HeaderReader
 from entropykv.profile.find import find_profile, profile_beside
 from entropykv.session import learning, predictor_fit
 from entropykv.session.learning import LEAST_TOKENS
@@ -130,9 +131,11 @@ def strings_of(value: object) -> list[str]:
 def test_it_agrees_with_calibration_on_which_layers_lose_most(
     smollm2: Path, prose: str, tmp_path: Path
 ) -> None:
-    """SmolLM2 under another name has no profile; the one of its own name is calibrated."""
+    """SmolLM2 with one bit of a norm changed is another model, and has no profile."""
     model = tmp_path / "other.gguf"
-    model.write_bytes(smollm2.read_bytes().replace(b"Smollm2", b"Another", 1))
+    content = bytearray(smollm2.read_bytes())
+    content[HeaderReader(smollm2).norms["output_norm.weight"][0]] ^= 1
+    model.write_bytes(content)
     with Session(model, learn=True, **INSIDE) as session:  # type: ignore[arg-type]
         session.decode(session.tokenize(prose)[:1500])
     calibrated = find_profile(read_geometry(smollm2))

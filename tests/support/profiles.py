@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from entropykv.model.geometry import read_geometry
+from entropykv.profile.belongs import fingerprint_of
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.parts import Fingerprint, Measurement
 from entropykv.profile.predictor import ScorePredictor
@@ -50,4 +54,17 @@ def example() -> EntropyProfile:
             0.75,
             np.array([[0.0, 0.25], [0.5, 0.05]]),
         ),
+    )
+
+
+def profile_of(model: Path) -> EntropyProfile:
+    """A profile of a model file, whose heads are all alike."""
+    geometry = read_geometry(model)
+    shape = (geometry.n_layer, geometry.n_head)
+    return EntropyProfile(
+        *shape,
+        max(geometry.kv_heads_per_layer),
+        geometry.n_ctx_train,
+        np.ones(shape),
+        fingerprint=fingerprint_of(geometry),
     )

@@ -29,14 +29,14 @@ class Server:
     def __init__(
         self,
         *options: object,
-        model: Path = MODEL,
+        model: Path | None = MODEL,
         port: int = 0,
         usual: tuple[object, ...] = OPTIONS,
         **environment: str,
     ) -> None:
         command = [sys.executable, "-m", "entropykv.cli", "serve", "--port", port, *usual]
         self.process = subprocess.Popen(
-            [str(part) for part in (*command, "-m", model, *options)],
+            [str(part) for part in (*command, *(() if model is None else ("-m", model)), *options)],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},

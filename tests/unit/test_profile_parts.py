@@ -68,6 +68,8 @@ BAD = [
     ("fingerprint.extra", 1, "fingerprint has the unknown key 'extra'"),
     ("fingerprint.architecture", 5, "fingerprint.architecture"),
     ("fingerprint.header_sha256", "0" * 63, "fingerprint.header_sha256"),
+    ("fingerprint.norms_sha256", "0" * 63, "fingerprint.norms_sha256"),
+    ("fingerprint.norms_sha256", None, "fingerprint.norms_sha256 must be a text"),
     ("measurement", None, "measurement must be an object"),
     ("measurement.rows", "some", "measurement.rows"),
     ("measurement.rows", 1, "measurement.rows"),
@@ -139,6 +141,7 @@ GOOD = [
     ("predictor.lookups", None),
     ("curves.importance", ...),
     ("fingerprint.n_vocab", 0),
+    ("fingerprint.norms_sha256", "a" * 64),
 ]
 
 

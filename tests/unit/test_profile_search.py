@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from entropykv import EntropyProfile, Session
+from entropykv import Session
 from entropykv.errors import ProfileError
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
 from entropykv.policy.plan import kv_type_for
 from entropykv.policy.recipe import profile_for
-from entropykv.profile.belongs import fingerprint_of
-from entropykv.profile.find import find_profile, profile_beside
+from entropykv.profile.belongs import fingerprint_of, other_file
+from entropykv.profile.find import find_profile, profile_beside, profile_path
 from entropykv.settings.options import Budget
+from tests.support.profiles import profile_of
+from tests.support.tiny_models import write_llama
 
 
 @pytest.fixture
 def model(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
-
-
-def profile_of(model: Path) -> EntropyProfile:
-    geometry = read_geometry(model)
-    shape = (geometry.n_layer, geometry.n_head)
-    return EntropyProfile(
-        *shape,
-        max(geometry.kv_heads_per_layer),
-        geometry.n_ctx_train,
-        np.ones(shape),
-        fingerprint=fingerprint_of(geometry),
-    )
 
 
 def test_a_profile_beside_the_model_is_found(model: Path) -> None:
@@ -75,6 +65,37 @@ def test_a_damaged_profile_beside_the_model_is_refused_by_name(model: Path) -> N
         Session(model, n_ctx=64)
     with Session(model, n_ctx=64, policy="uniform"):
         pass
+
+
+def test_one_profile_serves_every_quantisation_of_the_same_weights(tmp_path: Path) -> None:
+    for name, seed in (("q8", 0), ("f16", 0), ("other", 1)):
+        kind = "Q8_0" if name == "q8" else "F16"
+        write_llama(tmp_path / f"{name}.gguf", head_dim=32, weight_type=kind, seed=seed)
+    profile = profile_of(tmp_path / "f16.gguf")
+    (tmp_path / "damaged.entropy.json").write_text("{", encoding="utf-8")
+    profile.save(tmp_path / "any name.entropy.json")
+    for name, finds in (("f16", True), ("q8", True), ("other", False)):
+        geometry = read_geometry(tmp_path / f"{name}.gguf")
+        found = find_profile(geometry)
+        assert (found is not None) == finds, name
+        assert found is None or other_file(found, geometry) is None
+    mark = profile.fingerprint
+    assert mark is not None
+    assert mark.norms_sha256 is not None
+    own = fingerprint_of(read_geometry(tmp_path / "q8.gguf"))
+    assert not mark.is_of_file(own)
+    assert not replace(mark, n_vocab=5, header_sha256="0" * 64).is_of_weights(own)
+    assert not replace(mark, norms_sha256=None).is_of_weights(own)
+
+
+def test_a_profile_of_the_file_itself_comes_before_another_one_of_the_weights(
+    tmp_path: Path,
+) -> None:
+    for kind in ("Q8_0", "F16"):
+        write_llama(tmp_path / f"{kind}.gguf", head_dim=32, weight_type=kind)
+    profile_of(tmp_path / "Q8_0.gguf").save(tmp_path / "a.entropy.json")
+    profile_of(tmp_path / "F16.gguf").save(tmp_path / "b.entropy.json")
+    assert profile_path(read_geometry(tmp_path / "F16.gguf")) == tmp_path / "b.entropy.json"
 
 
 def test_models_at_hand_have_a_profile_with_curves(smollm2: Path) -> None:

@@ -41,8 +41,8 @@ class Basis:
 
     def is_of_the_model_of(self, other: Basis) -> bool:
         """Tell whether both can be of one model file."""
-        known = self.fingerprint is not None and other.fingerprint is not None
-        same = self.fingerprint == other.fingerprint or not known
+        ours, theirs = self.fingerprint, other.fingerprint
+        same = ours is None or theirs is None or ours.is_of_file(theirs)
         return self.geometry == other.geometry and same
 
     def advantage_over(self, other: Basis) -> str | None:

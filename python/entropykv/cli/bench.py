@@ -13,6 +13,7 @@ from entropykv.cli.options import (
     add_threads_option,
     check_writable,
     demo_of,
+    fetch_named,
     fraction,
     integer,
     list_of,
@@ -79,6 +80,7 @@ def _bench(options: argparse.Namespace) -> int:
         check_plot(options.plot)
     check_writable(options.json)
     policy_named(options.policy, None, "headwise")
+    fetch_named(options)
     trained = read_geometry(options.model).n_ctx_train
     threads = CacheOptions(n_threads=options.threads).threads
     settings = BenchSettings(

@@ -14,7 +14,13 @@ from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.texts import read_texts
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_model_option, add_threads_option, check_output, integer
+from entropykv.cli.options import (
+    add_model_option,
+    add_threads_option,
+    check_output,
+    fetch_named,
+    integer,
+)
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile_table import summary_line
 from entropykv.profile.find import SUFFIX, profile_beside
@@ -35,7 +41,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--entropy-config. Progress goes to stderr.",
     )
     sources = parser.add_mutually_exclusive_group(required=True)
-    add_model_option(sources)
+    add_model_option(parser, sources)
     sources.add_argument(
         "--hf",
         metavar="NAME",
@@ -104,10 +110,13 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    output = options.output or str(profile_beside(options.model) if options.model else _NO_MODEL)
-    check_output(output)
     if options.plot:
         check_plot(options.plot)
+    if options.output:
+        check_output(options.output)
+    fetch_named(options)
+    output = options.output or str(profile_beside(options.model) if options.model else _NO_MODEL)
+    check_output(output)
 
     def check(basis: Basis) -> None:
         if not options.force:

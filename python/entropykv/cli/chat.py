@@ -43,7 +43,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Register the command."""
     parser = commands.add_parser(
         "chat",
-        usage="%(prog)s -m MODEL [options]",
+        usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
         help="talk with a model in fixed memory",
         description="A conversation in fixed memory, however long. /help shows the commands. The "
         "answers alone go to stdout; turns may be piped in, one a line.",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from entropykv.cli.engine import kv_type_of
 from entropykv.cli.model_options import model_options_of
 from entropykv.cli.notes import say
-from entropykv.cli.options import demo_of
+from entropykv.cli.options import demo_of, fetch_named
 from entropykv.errors import ContextError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model_options import LoadOptions
@@ -66,6 +66,7 @@ def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
     server = ServerOptions(
         host="127.0.0.1", port=0, api_key=None, api_key_file=None, log_requests=False
     )
+    fetch_named(options)
     serve(_model_options(options), server, page, _open)
     return 0
 

@@ -10,7 +10,7 @@ from entropykv.cli.freeze_options import add_freeze_options, add_recovery_option
 from entropykv.cli.learning import add_learn_option, say_obstacle
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_store_options, integer, threads
+from entropykv.cli.options import add_store_options, fetch_named, integer, threads
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
@@ -136,11 +136,13 @@ def open_engine(options: argparse.Namespace) -> Session:
         n_threads_batch=options.threads_batch,
         n_gpu_layers=options.n_gpu_layers,
     )
+    tuning = model_options_of(options)
+    fetch_named(options)
     model = Model(
         options.model,
         n_gpu_layers=options.n_gpu_layers,
         verbose=options.verbose,
-        options=model_options_of(options),
+        options=tuning,
     )
     session = Session(model, cache)
     trained = model.geometry.n_ctx_train

@@ -24,9 +24,10 @@ from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.ruler.suite import QUESTIONS, TASKS, Suite
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
+from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO
 from entropykv.policy.recipe import given_profile
-from entropykv.profile.find import profile_beside
+from entropykv.profile.find import profile_path
 from entropykv.session.asked import WITHOUT_REWALK, freezing_of, recovery_of
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES
@@ -254,8 +255,7 @@ def engine_of(options: argparse.Namespace) -> EngineSettings:
 def log_settings(options: argparse.Namespace, engine: EngineSettings) -> dict[str, object]:
     """Return what figures depend on, besides the request."""
     cache = engine.options
-    beside = profile_beside(options.model)
-    path = options.entropy_config or (beside if beside.exists() else None)
+    path = options.entropy_config or profile_path(read_geometry(options.model))
     return {
         "store": cache.store,
         "n_ubatch": cache.micro_batch,

@@ -12,7 +12,7 @@ from entropykv.cli.eval_options import add_eval_options, engine_of, log_settings
 from entropykv.cli.eval_table import EvalTable
 from entropykv.cli.interrupts import InterruptionError, Interrupts, noted_interrupts
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_model_options, check_output, demo_of
+from entropykv.cli.options import add_model_options, check_output, demo_of, fetch_named
 from entropykv.cli.plots import check_plot, draw_eval, draw_suite
 from entropykv.cli.progress import ProgressBar
 from entropykv.cli.run import EXIT_INTERRUPTED
@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and request.suite is None and not (request.texts and request.continuation):
         raise SettingsError("--plot draws the KL divergence of texts; give some with --text")
     wanted = combinations(options.policy, options.kv_type, options.kv_budget)
+    fetch_named(options)
     engine = engine_of(options)
     with ExitStack() as stack:
         with closing(Model(options.model, n_gpu_layers=0, verbose=False)) as model:

@@ -47,8 +47,9 @@ def _paragraph(model: KnownModel) -> str:
         f"{_value(model, 'n_layer')} layers, {_value(model, 'n_head')} query heads, "
         f"{_value(model, 'n_head_kv')} KV heads of {model.shape.head_dim}, "
         f"{_value(model, 'n_ctx')} tokens of context, tokenizer of {model.tokenizer}",
-        f"  huggingface-cli download {model.name} --local-dir {folder}",
-        f"  entropykv convert {folder} {folder}.gguf",
+        f"  entropykv run -hf {model.name} -p TEXT",
+        f"  or hf download {model.name} --local-dir {folder}",
+        f"  and entropykv convert {folder} {folder}.gguf",
     ]
     if model.i2s:
         lines.append(f"  or the file ggml-model-i2_s.gguf of {model.i2s} instead of the directory")

@@ -541,10 +541,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 1 -hf -hfr --hf-repo
         csp 1 -hff --hf-file
+        """,
+        TAKEN,
+    ),
+    *_flags(
+        """
         csp 1 -hft --hf-token
         """,
-        refused("give a GGUF file that is on this machine with -m"),
-        serve=refused("download the file and give it to -m, or use --hf_model_repo_id"),
+        refused("set HF_TOKEN, or log in with `hf auth login`"),
     ),
     *_flags(
         """
@@ -562,13 +566,13 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --fim-qwen-14b-spec
         s 0 --fim-qwen-30b-default
         """,
-        refused("give a GGUF file that is on this machine with -m"),
+        refused("give a GGUF file that is on this machine with -m, or use -hf"),
     ),
     *_flags(
         """
         csp 0 --offline
         """,
-        noted("nothing is fetched"),
+        refused("set HF_HUB_OFFLINE=1 in the environment"),
     ),
     *_flags(
         """

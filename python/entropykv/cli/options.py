@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS, Demo, local_models
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_help
@@ -92,9 +93,9 @@ def fraction(text: str) -> float:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add -m, and --demo in its place: see demo_of()."""
+    """Add -m, and --demo or -hf in its place: see demo_of() and fetch_named()."""
     model = parser.add_mutually_exclusive_group(required=True)
-    add_model_option(model)
+    add_model_option(parser, model)
     model.add_argument(
         "--demo",
         choices=DEMOS,
@@ -102,14 +103,30 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_option(group: argparse._MutuallyExclusiveGroup) -> None:
-    """Add -m, which others of the group take the place of."""
+def add_model_option(
+    parser: argparse.ArgumentParser, group: argparse._MutuallyExclusiveGroup
+) -> None:
+    """Add -m, and -hf with --hf-file; others of the group may take the place of both."""
     group.add_argument(
         "-m",
         "--model",
         type=_model_path,
         metavar="FILE",
         help="GGUF model, or the name of one that `entropykv models` lists",
+    )
+    group.add_argument(
+        "-hf",
+        "-hfr",
+        "--hf-repo",
+        metavar="USER/MODEL[:QUANT]",
+        help="a model of the Hugging Face Hub, which is fetched once (default of QUANT: Q4_K_M, "
+        "else Q8_0, else the first; needs the extra hub)",
+    )
+    parser.add_argument(
+        "-hff",
+        "--hf-file",
+        metavar="FILE",
+        help="with -hf: the model's file in the repository, or a pattern of its name",
     )
 
 
@@ -244,6 +261,24 @@ def demo_of(options: argparse.Namespace) -> Demo | None:
     demo = DEMOS[options.demo]
     options.model = str(demo.path)
     return demo
+
+
+def fetch_named(options: argparse.Namespace) -> None:
+    """Fetch the model of -hf, and put its path in the place of -m's; raises HubError.
+
+    It may take long: whatever else can be wrong with the options is checked before.
+    """
+    if options.hf_repo is None:
+        if options.hf_file is not None:
+            raise SettingsError("--hf-file names a file of a repository; give that with -hf")
+        return
+    from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
+
+    try:
+        options.model = str(fetch_model(options.hf_repo, options.hf_file, tell=say))
+    except KeyboardInterrupt:
+        say("interrupted: what has come is kept, and the same command goes on from there")
+        raise
 
 
 def check_writable(path: str | None) -> None:

@@ -6,7 +6,13 @@ import argparse
 import json
 
 from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
-from entropykv.cli.options import add_budget_options, add_store_options, demo_of, integer
+from entropykv.cli.options import (
+    add_budget_options,
+    add_store_options,
+    demo_of,
+    fetch_named,
+    integer,
+)
 from entropykv.session.asked import cache_options_of
 from entropykv.session.memory_plan import format_plan, make_plan
 from entropykv.settings.cache_options import MOST_SEQUENCES
@@ -45,6 +51,7 @@ def _plan(options: argparse.Namespace) -> int:
         n_threads=options.threads,
         n_sequences=options.parallel,
     )
+    fetch_named(options)
     plan = make_plan(options.model, cache)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else format_plan(plan))
     return 0

@@ -36,7 +36,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the command."""
     parser = commands.add_parser(
         "run",
-        usage="%(prog)s -m MODEL [options]",
+        usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
         help="generate text with a model inside a KV budget",
         description="Read a prompt and generate text inside a KV budget. The text goes to stdout, "
         "progress and the final table to stderr.",

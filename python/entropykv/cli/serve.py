@@ -143,4 +143,6 @@ def _read(kind: type[Options], options: argparse.Namespace) -> Options:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise SettingsError(f"--{name}: {first['msg']}; see entropykv serve --help") from None
+        where = f"--{name}: " if name else ""
+        said = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{where}{said}; see entropykv serve --help") from None

@@ -20,6 +20,8 @@ from entropykv.settings.options import KV_TYPES, MOST_BYTES
 
 _LLAMA_SERVER = {
     "model": ("-m",),
+    "hf_repo": ("-hf", "-hfr"),
+    "hf_file": ("-hff",),
     "model_alias": ("-a", "--alias"),
     "n_ctx": ("-c", "--ctx-size"),
     "n_batch": ("-b", "--batch-size"),

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -98,6 +98,35 @@ class EntropyLlama(CompletingLlama):
             )
         self._set_sizes(arguments)
         self._begin(geometry, budget)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        additional_files: Sequence[str] | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
+        local_dir_use_symlinks: bool | str = "auto",  # noqa: ARG003  # of llama_cpp.Llama's
+        cache_dir: str | os.PathLike[str] | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """Make one with a model of the Hugging Face Hub, which is fetched once.
+
+        The arguments are those of llama_cpp.Llama.from_pretrained(), but `filename` may be left
+        out, and `repo_id` may be user/model:quant; see fetch_model() of entropykv.hub.
+        `local_dir_use_symlinks` changes nothing, as in huggingface_hub. Raises HubError and what
+        EntropyLlama raises, and MissingExtraError without the extra `hub`.
+        """
+        from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
+
+        path = fetch_model(
+            repo_id,
+            filename,
+            additional_files=additional_files or (),
+            local_dir=local_dir,
+            cache_dir=cache_dir,
+        )
+        return cls(model_path=path, **arguments)
 
     def _set_sizes(self, arguments: Mapping[str, Any]) -> None:
         """Set the sizes that Llama.__init__ would have set without the stub."""

@@ -34,7 +34,22 @@ _MAX_STRINGS = 1 << 22  # tokens of a vocabulary, or its merges
 _MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_NUMBER = (1 << 31) - 1
+_NORM = "norm.weight"
+"""How the names of norms' weights end."""
 AGAIN = "download or convert it again"
+
+
+class I2sFileError(UnsupportedModelError):
+    """Raised for an intact I2_S file, which `entropykv convert` makes one of that can be loaded."""
+
+
+def is_i2s(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a GGUF file has to be converted first; raises as read_geometry() otherwise."""
+    try:
+        read_header(path)
+    except I2sFileError:
+        return True
+    return False
 
 
 def read_header(path: str | os.PathLike[str]) -> bytes:
@@ -104,6 +119,7 @@ class HeaderReader(GGUFReader):
     """Read a header as GGUFReader, but never past the file, and leave arrays and tensors alone.
 
     The base class makes numpy objects for every element of an array: seconds for a vocabulary.
+    `norms` has where the weights of norms in F32 are, by name: offset and size in bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,6 +127,7 @@ class HeaderReader(GGUFReader):
         self.path = path
         self.type_bytes: Counter[str] = Counter()
         self.tensor_names: set[str] = set()
+        self.norms: dict[str, tuple[int, int]] = {}
         super().__init__(path)
 
     def _check_end(self, end: int) -> None:
@@ -188,6 +205,8 @@ class HeaderReader(GGUFReader):
             kind, n_bytes = self._tensor_bytes(field.name, int(raw_type[0]), dims.tolist())
             self.type_bytes[kind] += n_bytes
             self.tensor_names.add(field.name)
+            if kind == "F32" and len(dims) == 1 and field.name.endswith(_NORM):
+                self.norms[field.name] = (int(start_offs) + int(offset[0]), n_bytes)
             end = max(end, int(start_offs) + int(offset[0]) + n_bytes)
         if end > len(self.data):
             raise ModelFileError(
@@ -210,7 +229,7 @@ class HeaderReader(GGUFReader):
     def _tensor_bytes(self, name: str, raw_type: int, dims: list[int]) -> tuple[str, int]:
         """Return type name and size in bytes of one tensor of `dims` elements."""
         if raw_type == I2_S_TYPE:
-            raise UnsupportedModelError(
+            raise I2sFileError(
                 f"{self.path}: is an I2_S file of Microsoft's BitNet fork, which stock llama.cpp "
                 f"cannot load; make one that it can with `entropykv convert {self.path} OUT.gguf`"
             )

@@ -1,13 +1,17 @@
-"""Tell which model a file holds: its shape, its header, and a sample of its weights."""
+"""Tell which model a file holds: its shape, its header, its norms, and a sample of its weights."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from entropykv.model.geometry import ModelGeometry
-from entropykv.model.header import read_header
+from entropykv.model.header import HeaderReader, check_prefix, damage_named, read_header
 
+_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
@@ -38,3 +42,39 @@ def identity_of(geometry: ModelGeometry) -> dict[str, Any]:
             file.seek(len(header) + room * block // (_BLOCKS - 1))
             digest.update(file.read(_BLOCK_BYTES))
     return {**shape_of(geometry, header), "weights_sample": digest.hexdigest()}
+
+
+def norms_of(path: Path) -> str | None:
+    """Return a SHA-256 of the weights of all norms, which tells the model and not how it is stored.
+
+    Quantisation leaves norms as they are, in F32, so that files of every type have the same; a
+    model that was trained further has others, unless only its projections were. Of a split model,
+    `path` is the first part, and all parts are read. None where there is nothing to tell models
+    apart by: no norms with weights, or weights that are all alike, or a part that is missing.
+    """
+    norms: dict[str, bytes] = {}
+    for part in _parts(path):
+        if not part.is_file():
+            return None
+        check_prefix(part)
+        with damage_named(part):
+            reader = HeaderReader(part)
+            for name, (offset, n_bytes) in reader.norms.items():
+                norms[name] = reader.data[offset : offset + n_bytes].tobytes()
+    digest = hashlib.sha256()
+    values: set[bytes] = set()
+    for name, weights in sorted(norms.items()):
+        digest.update(f"{name} {len(weights)}\n".encode())
+        digest.update(weights)
+        if len(values) < 2:
+            values.update(weights[at : at + 4] for at in range(0, len(weights), 4))
+    return digest.hexdigest() if len(values) > 1 else None
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """Yield the files of a model: the one that is given and, where it is split, its other parts."""
+    yield path
+    found = _PART.fullmatch(path.name)
+    if found is not None:
+        for number in range(2, int(found[2]) + 1):
+            yield path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf")

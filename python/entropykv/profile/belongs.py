@@ -5,14 +5,15 @@ from __future__ import annotations
 from entropykv.errors import ProfileError
 from entropykv.model.geometry import ModelGeometry
 from entropykv.model.header import read_header
-from entropykv.model.identity import shape_of
+from entropykv.model.identity import norms_of, shape_of
 from entropykv.profile.parts import Fingerprint
 from entropykv.profile.profile import EntropyProfile
 
 
 def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
-    """Read the header of the model's file again and hash it."""
-    return Fingerprint(**shape_of(geometry, read_header(geometry.path)))
+    """Read the header of the model's file again, and its norms, and hash them."""
+    shape = shape_of(geometry, read_header(geometry.path))
+    return Fingerprint(**shape, norms_sha256=norms_of(geometry.path))
 
 
 def check_model(
@@ -40,10 +41,11 @@ def check_model(
 
 
 def other_file(profile: EntropyProfile, geometry: ModelGeometry) -> str | None:
-    """Return a sentence for the user where the profile fits but another file made it; else None."""
-    if profile.fingerprint is None:
-        return None
-    if profile.fingerprint.header_sha256 == fingerprint_of(geometry).header_sha256:
+    """Return a sentence for the user where a profile fits that may be of other weights; else None.
+
+    Another quantisation of the same weights is told by their norms.
+    """
+    if profile.fingerprint is None or profile.fingerprint.is_of_weights(fingerprint_of(geometry)):
         return None
     return (
         f"the entropy profile was made with another file ({profile.model}) of the shape of "

@@ -35,7 +35,8 @@ class Fingerprint:
     """Say which model a profile was made with, by its GGUF header.
 
     `header_sha256` is of all bytes before the tensor data: metadata and tensor infos. Another
-    quantisation of the same model has another one.
+    quantisation of the same model has another one, but the same `norms_sha256`, see norms_of() in
+    model/identity.py: None where nothing tells, and in files of earlier versions.
     """
 
     architecture: str
@@ -43,27 +44,53 @@ class Fingerprint:
     head_dim_k: int
     head_dim_v: int
     header_sha256: str
+    norms_sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that the file has."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def is_of_file(self, other: Fingerprint) -> bool:
+        """Tell whether both are of one file: of one header, and of no other norms."""
+        norms = {self.norms_sha256, other.norms_sha256} - {None}
+        return self.header_sha256 == other.header_sha256 and len(norms) < 2
+
+    def is_of_weights(self, other: Fingerprint) -> bool:
+        """Tell whether both are of the same weights, however they are quantised."""
+        ours, theirs = (
+            (of.architecture, of.n_vocab, of.head_dim_k, of.head_dim_v, of.norms_sha256)
+            for of in (self, other)
+        )
+        return self.is_of_file(other) or (self.norms_sha256 is not None and ours == theirs)
 
     @classmethod
     def from_json(cls, value: object, where: str) -> Fingerprint:
         """Read the object that the file has; ProfileError names the field."""
-        data = object_in(value, where, "fingerprint", tuple(cls.__dataclass_fields__))
+        names = [name for name in cls.__dataclass_fields__ if name != "norms_sha256"]
+        if isinstance(value, dict) and "norms_sha256" in value:
+            names.append("norms_sha256")
+        data = object_in(value, where, "fingerprint", tuple(names))
         sizes = {
             name: integer_in(data[name], where, f"fingerprint.{name}", 0, _MOST)
             for name in ("n_vocab", "head_dim_k", "head_dim_v")
         }
-        digest = text_in(data["header_sha256"], where, "fingerprint.header_sha256")
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise ProfileError(
-                f"{where}: fingerprint.header_sha256 must be 64 hexadecimal digits, not "
-                f"{shown(digest)}; {ADVICE}"
-            )
+        header, norms = (
+            _digest_in(data[name], where, f"fingerprint.{name}") if name in data else None
+            for name in ("header_sha256", "norms_sha256")
+        )
         architecture = text_in(data["architecture"], where, "fingerprint.architecture")
-        return cls(architecture=architecture, header_sha256=digest, **sizes)
+        return cls(
+            architecture=architecture, header_sha256=str(header), norms_sha256=norms, **sizes
+        )
+
+
+def _digest_in(value: object, where: str, field: str) -> str:
+    digest = text_in(value, where, field)
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise ProfileError(
+            f"{where}: {field} must be 64 hexadecimal digits, not {shown(digest)}; {ADVICE}"
+        )
+    return digest
 
 
 @dataclass(frozen=True, eq=False)

@@ -176,9 +176,9 @@ class ServedLlama(EntropyLlama):
         learner, fit = self._session.learner, self._session.predictor_fit
         if learner is not None:
             if (news := learner.news()) is not None:
-                sys.stderr.write(f"entropykv: --learn: {news}\n")
+                _say(f"--learn: {news}")
         elif fit is not None and (news := fit.news()) is not None:
-            sys.stderr.write(f"entropykv: {news}\n")
+            _say(news)
 
     def _grammar_sampler(self, grammar: LlamaGrammar) -> GrammarSampler:
         """Return what leaves only tokens that a grammar allows; raises RequestError.
@@ -230,18 +230,12 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         arguments["tokenizer"] = llama_tokenizer.LlamaHFTokenizer.from_pretrained(
             options.hf_pretrained_model_name_or_path
         )
-    if options.hf_model_repo_id is None:
-        llama = ServedLlama(options.model, **arguments)
-    else:
-        llama = cast(
-            ServedLlama,
-            ServedLlama.from_pretrained(options.hf_model_repo_id, options.model, **arguments),
-        )
+    llama = ServedLlama(_path_of(options), **arguments)
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
     if options.parallel > 1 and llama.pool is not None and llama.pool.host.shared is not None:
-        sys.stderr.write(f"entropykv: {llama.pool.host.shared.describe()}\n")
+        _say(llama.pool.host.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
     _set_template_arguments(llama, options.chat_template_kwargs)
@@ -249,6 +243,20 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         kinds = {"ram": llama_cache.LlamaRAMCache, "disk": llama_cache.LlamaDiskCache}
         llama.set_cache(kinds[options.cache_type](capacity_bytes=options.cache_size))
     return llama
+
+
+def _path_of(options: ModelOptions) -> Path:
+    """Return the path of the model's file, which is fetched first where the hub has it."""
+    if options.hf_repo is None:
+        return Path(options.model)
+    from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
+
+    return fetch_model(options.hf_repo, options.hf_file, tell=_say)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"entropykv: {text}\n")
+    sys.stderr.flush()
 
 
 def _cache_options(options: ModelOptions) -> CacheOptions:

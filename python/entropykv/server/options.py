@@ -37,6 +37,24 @@ class ModelOptions(ModelSettings):
 
     model_config = _PREFIX
 
+    model: str = Field(default="", description="The path of the model's GGUF file.")
+    hf_repo: Optional[str] = Field(  # noqa: UP045  (all that add_args_from_model() can read)
+        default=None,
+        min_length=1,
+        description="A model of the Hugging Face Hub instead, as USER/MODEL or USER/MODEL:QUANT, "
+        "which is fetched once (needs the extra hub).",
+    )
+    hf_file: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="With --hf-repo: the model's file in it, or a pattern of its name.",
+    )
+    hf_model_repo_id: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="The same as --hf-repo, with --model in the place of --hf-file, as "
+        "llama_cpp.server has them.",
+    )
     n_threads: int = Field(
         default=0,
         ge=0,
@@ -143,6 +161,27 @@ class ModelOptions(ModelSettings):
         }
 
     @model_validator(mode="after")
+    def _name_one_model(self) -> Self:
+        """Read llama_cpp.server's spelling, and raise ValueError for no model, and for several."""
+        if self.hf_model_repo_id is not None:
+            if self.hf_repo is not None or self.hf_file is not None:
+                raise ValueError(
+                    "--hf_model_repo_id is the same as --hf-repo, and --model with it as "
+                    "--hf-file; give --hf-repo and --hf-file alone"
+                )
+            self.hf_repo, self.hf_file = self.hf_model_repo_id, self.model or None
+            self.model, self.hf_model_repo_id = "", None
+        if self.hf_file is not None and self.hf_repo is None:
+            raise ValueError("--hf-file names a file of a repository; give that with -hf")
+        if self.model and self.hf_repo is not None:
+            raise ValueError("-m and -hf name a model each; give one of them")
+        if not self.model and self.hf_repo is None:
+            raise ValueError(
+                "no model is given; name a GGUF file with -m, or one of the hub by -hf"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _count_threads(self) -> Self:
         """Put numbers in the place of 0, as `entropykv run` does."""
         self.n_threads = self.n_threads or usable_cores()
@@ -160,8 +199,11 @@ class ModelOptions(ModelSettings):
 
     @property
     def served_name(self) -> str:
-        """Return what clients call the model: its alias, or its file's name without a folder."""
-        return self.model_alias or Path(self.model).name
+        """Return what clients call the model: its alias, its name at the hub, or its file's name.
+
+        A file's name has no folder.
+        """
+        return self.model_alias or self.hf_repo or Path(self.model).name
 
 
 class ServerOptions(ServerSettings):

@@ -59,6 +59,31 @@ class Session(Saving):
         host = Host(model, asked, verbose=verbose)
         self._take_part(host, asked.recovery, on_climb, weight=1.0, alone=True)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_id: str,
+        filename: str | None = None,
+        options: CacheOptions | None = None,
+        *,
+        local_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        on_climb: Callable[[Climb], object] | None = None,
+        verbose: bool = False,
+        **arguments: Unpack[SessionArguments],
+    ) -> Session:
+        """Make a session with a model of the Hugging Face Hub, which is fetched once.
+
+        `repo_id`: user/model or user/model:quant; `filename`: a file of it instead of a quant, or a
+        pattern of its name. What is fetched, and to where, see fetch_model() of entropykv.hub; the
+        other arguments are those of Session. Raises HubError and what Session raises, and
+        MissingExtraError without the extra `hub`.
+        """
+        from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
+
+        path = fetch_model(repo_id, filename, local_dir=local_dir, cache_dir=cache_dir)
+        return cls(path, options, on_climb=on_climb, verbose=verbose, **arguments)
+
     def _take_part(
         self,
         host: Host,

@@ -1,0 +1,5 @@
+"""Get models of the Hugging Face Hub by their names, as `-hf` and from_pretrained() do."""
+
+from entropykv.hub.fetching import fetch_model
+
+__all__ = ["fetch_model"]

@@ -1,0 +1,257 @@
+"""Talk to the Hugging Face Hub through huggingface_hub, with its token, endpoint and offline mode.
+
+huggingface_hub drops what an interrupted download has fetched. So large contents are fetched here,
+into a file beside their place in its cache from which the next download goes on; huggingface_hub
+then finds them there and links them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from entropykv import _version
+from entropykv.errors import HubError, MissingExtraError
+from entropykv.hub.hub_cache import HubCache
+from entropykv.hub.listing import HubFile, Listing, listing_of
+
+try:
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+    from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_url, http_get
+    from huggingface_hub.utils import (
+        WeakFileLock,
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+except ImportError as error:
+    raise MissingExtraError(
+        f"models of the hub need {error.name}, which is not installed; run "
+        'pip install "entropykv[hub]"'
+    ) from None
+
+_MOST_ANSWER = 16 << 20
+"""Bytes of an answer about a repository; with 20,000 files it has about 6 MiB."""
+_SECONDS_TO_ANSWER = 30.0
+_ETAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 50 * 10**9
+"""Bytes of a file that the hub sends through HTTP; larger ones come through the package hf_xet."""
+
+
+class UnreachableError(HubError):
+    """Raised where the hub gives no answer, so that what the cache has is all there is."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of huggingface_hub's cache: HF_HUB_CACHE, or one in HF_HOME."""
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def is_offline() -> bool:
+    """Tell whether HF_HUB_OFFLINE forbids to ask the hub."""
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def list_files(repo: str) -> Listing:
+    """Ask the hub for the files of a repository; raises HubError, UnreachableError for no answer.
+
+    The answer is read up to a limit, and checked before it is used.
+    """
+    url = f"{constants.ENDPOINT}/api/models/{repo}"
+    with _said_clearly(repo):
+        content = _answer(url)
+    try:
+        return listing_of(repo, json.loads(content))
+    except (ValueError, RecursionError) as error:
+        raise HubError(
+            f"{constants.ENDPOINT}: its answer about {repo} cannot be read ({error}); check "
+            "HF_ENDPOINT, and try again"
+        ) from None
+
+
+def _answer(url: str) -> bytes:
+    content = bytearray()
+    with get_session().stream(
+        "GET", url, params={"blobs": "true"}, headers=_headers(), timeout=_SECONDS_TO_ANSWER
+    ) as response:
+        for chunk in response.iter_bytes():
+            content += chunk
+            if len(content) > _MOST_ANSWER:
+                raise HubError(
+                    f"{url}: its answer has more than {_MOST_ANSWER >> 20} MiB; check HF_ENDPOINT"
+                )
+        headers = {k: v for k, v in response.headers.items() if k.lower().startswith("x-")}
+        # The body of an error is not read again: huggingface_hub would read all of it.
+        hf_raise_for_status(
+            httpx.Response(response.status_code, headers=headers, request=response.request)
+        )
+    return bytes(content)
+
+
+def _headers() -> dict[str, str]:
+    """Return headers with the user's token, where there is one."""
+    headers: dict[str, str] = build_hf_headers(
+        library_name="entropykv", library_version=_version.VERSION
+    )
+    return headers
+
+
+def fetch_into_cache(listing: Listing, file: HubFile, cache: HubCache) -> None:
+    """Bring a file into the cache, and go on from what an interrupted download has left.
+
+    Raises HubError. An interrupt leaves what has come, for the next time.
+    """
+    if (cache.snapshot(listing.commit) / file.path).exists():
+        return
+    with _said_clearly(listing.repo):
+        if file.size <= _LARGEST:
+            _fetch_content(listing, file, cache)
+        huggingface_hub.hf_hub_download(
+            listing.repo,
+            file.path,
+            revision=listing.commit,
+            cache_dir=cache.root,
+            endpoint=constants.ENDPOINT,
+        )
+
+
+def fetch_into_folder(listing: Listing, file: HubFile, folder: Path) -> None:
+    """Bring a file into a folder of the user's, where huggingface_hub knows what is new."""
+    with _said_clearly(listing.repo):
+        huggingface_hub.hf_hub_download(
+            listing.repo,
+            file.path,
+            revision=listing.commit,
+            local_dir=folder,
+            endpoint=constants.ENDPOINT,
+        )
+
+
+def _fetch_content(listing: Listing, file: HubFile, cache: HubCache) -> None:
+    url = hf_hub_url(listing.repo, file.path, revision=listing.commit, endpoint=constants.ENDPOINT)
+    about = get_hf_file_metadata(url, headers=_headers(), endpoint=constants.ENDPOINT)
+    etag = about.etag or ""
+    if not _ETAG.fullmatch(etag) or about.size != file.size:
+        raise HubError(f"{url}: does not say what it holds; check HF_ENDPOINT, and try again")
+    blob, lock = cache.blob(etag), cache.lock(etag)
+    for path in (blob, lock):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if not blob.exists():
+            _go_on(url, file, cache.part(etag), etag)
+            cache.part(etag).replace(blob)
+
+
+def _go_on(url: str, file: HubFile, part: Path, etag: str) -> None:
+    """Fetch what is missing of a content; raises HubError where the whole is not what it should be.
+
+    A connection that breaks is made again, unless two in a row bring nothing. Only what was put
+    together is read again to check it: anything else came in one piece.
+    """
+    put_together, in_vain = False, 0
+    while True:
+        with open(part, "ab") as target:
+            there = target.tell()
+            if there > file.size:
+                there = target.truncate(0)
+            put_together |= there > 0
+            try:
+                http_get(
+                    url,
+                    target,
+                    resume_size=there,
+                    headers=_headers(),
+                    expected_size=file.size,
+                    displayed_filename=file.name,
+                )
+                break
+            except httpx.TransportError:
+                in_vain = 0 if target.tell() > there else in_vain + 1
+                if in_vain > 1:
+                    raise
+    if put_together and _SHA256.fullmatch(etag) and _sha256(part) != etag:
+        part.unlink()
+        raise HubError(
+            f"{file.path}: what an earlier download has left was damaged, and is deleted now; run "
+            "it again"
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _said_clearly(repo: str) -> Iterator[None]:
+    """Turn whatever huggingface_hub and the disk raise into one sentence with a way out."""
+    try:
+        yield
+    except HubError:
+        raise
+    except errors.GatedRepoError:
+        raise HubError(
+            f"{repo}: is gated; accept its terms at {constants.ENDPOINT}/{repo}, and log in with "
+            "`hf auth login` or set HF_TOKEN to a token that may read it"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"{repo}: {constants.ENDPOINT} has no such model, or a private one; check the name, or "
+            "log in with `hf auth login` or HF_TOKEN"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        raise _of_status(repo, error.response.status_code) from None
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.HTTPError):
+        raise UnreachableError(
+            f"{repo}: no answer from {constants.ENDPOINT}; check the network, and run it again: "
+            "what has come is kept"
+        ) from None
+    except OSError as error:
+        raise HubError(_of_disk(repo, error)) from None
+    except ValueError as error:  # for example, a file that only hf_xet can fetch
+        raise HubError(f"{repo}: {_in_a_line(error)}") from None
+
+
+def _of_status(repo: str, status: int) -> HubError:
+    """Return the error for an answer that is one: those of a busy or broken hub pass by."""
+    if status == 429 or status >= 500:
+        return UnreachableError(
+            f"{repo}: {constants.ENDPOINT} answered with {status}; run it again later: what has "
+            "come is kept"
+        )
+    if status in (401, 403):
+        return HubError(
+            f"{repo}: {constants.ENDPOINT} refuses access ({status}); log in with `hf auth login`, "
+            "or set HF_TOKEN to a token that may read it"
+        )
+    return HubError(
+        f"{repo}: {constants.ENDPOINT} answered with {status}; check the name, and HF_ENDPOINT"
+    )
+
+
+def _of_disk(repo: str, error: OSError) -> str:
+    if error.errno is None:  # huggingface_hub counts the bytes of a file
+        return f"{repo}: did not come whole ({_in_a_line(error)}); run it again"
+    where = f"{error.filename}: " if error.filename else ""
+    reason = error.strerror
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{repo}: the disk is full ({reason}); make room and run it again, which goes on from "
+            "there, or set HF_HUB_CACHE to a folder on another disk"
+        )
+    return f"{repo}: cannot be kept ({where}{reason}); set HF_HUB_CACHE to a folder of yours"
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]

@@ -1,0 +1,175 @@
+"""Choose the model among the files of a repository: a decision that reads and fetches nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from entropykv.errors import HubError
+from entropykv.hub.listing import HubFile, Listing
+
+CONVERTED = ".entropykv.gguf"
+"""How the names of files end that were converted here: no repository has them, but caches do."""
+PREFERRED = ("Q4_K_M", "Q8_0")
+"""The quantisations that are taken where none is asked for, as llama.cpp does; else the first."""
+_BESIDE_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+"""What the names of GGUF files have that belong to a model and are none, by llama.cpp's list."""
+_REFERENCE = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::([\w.-]{1,64}))?")
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.IGNORECASE)
+_QUANT = re.compile(r"[-.]([A-Za-z0-9_]+)$")
+_MOST_NAMED = 12
+_HOW = (
+    "give it as USER/MODEL or USER/MODEL:QUANT, such as bartowski/SmolLM2-135M-Instruct-GGUF:Q8_0"
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Name a repository and, after a colon, the quantisation that is wanted of it."""
+
+    repo: str
+    quant: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """Read user/model or user/model:quant; raises HubError for anything else."""
+        found = _REFERENCE.fullmatch(text)
+        if found is None or ".." in text:
+            raise HubError(f"{text[:120]!r} is not the name of a model of the hub; {_HOW}")
+        return cls(found[1], found[2])
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Tell what the parts of one model have in common, and which of them a file is."""
+
+    prefix: str
+    number: int = 1
+    count: int = 1
+
+
+def _split_of(file: HubFile) -> _Split:
+    stem = file.path[: -len(".gguf")]
+    found = _SPLIT.fullmatch(stem)
+    return _Split(stem) if found is None else _Split(found[1], int(found[2]), int(found[3]))
+
+
+def models_of(files: Iterable[HubFile]) -> list[HubFile]:
+    """Return the GGUF files that are models, of a split model its first part."""
+    return [
+        file
+        for file in files
+        if file.path.endswith(".gguf")
+        and not file.path.endswith(CONVERTED)
+        and not any(word in file.name for word in _BESIDE_MODELS)
+        and _split_of(file).number == 1
+    ]
+
+
+def choose_model(listing: Listing, quant: str | None, pattern: str | None) -> HubFile:
+    """Return the model that is asked for, of a split model its first part.
+
+    `quant`: what follows the colon; it stands before a dot or dash in the file's path. `pattern`: a
+    file's path, or a pattern of it such as *q8_0.gguf, which fits one model. Without both, the
+    first of PREFERRED that is there, or else the first model. Raises HubError, which lists what
+    there is.
+    """
+    models = models_of(listing.files)
+    if not models:
+        raise HubError(f"{listing.repo} has no GGUF file of a model; {_instead(listing)}")
+    if pattern is not None:
+        return _fitting(listing, models, pattern)
+    for wanted in PREFERRED if quant is None else (quant,):
+        ends = re.compile(re.escape(wanted) + "[.-]", re.IGNORECASE)
+        found = next((model for model in models if ends.search(model.path)), None)
+        if found is not None:
+            return found
+    if quant is None:
+        return models[0]
+    raise HubError(
+        f"{listing.repo} has no GGUF file of quantisation {quant}; it has {_quants(models)}"
+    )
+
+
+def _fitting(listing: Listing, models: Sequence[HubFile], pattern: str) -> HubFile:
+    """Return the model that a name or pattern stands for; a part of a split model stands for it."""
+    paths = {file.path: file for file in models}
+    wanted = pattern.lower()
+    named = [file for file in listing.files if fnmatchcase(file.path.lower(), wanted)]
+    named = [file for file in named if file.path.endswith(".gguf")]
+    found = {first for file in named if (first := _first_part(file)) in paths}
+    if not found and len(named) == 1 and _split_of(named[0]).count == 1:
+        raise HubError(
+            f"{listing.repo}: {named[0].path} belongs to a model and is none; it has "
+            f"{_named(paths)}"
+        )
+    if len(found) != 1:
+        what = "no GGUF file" if not found else f"{len(found)} models"
+        raise HubError(
+            f"{listing.repo} has {what} of the name {pattern!r}; it has "
+            f"{_named(sorted(found) or list(paths))}"
+        )
+    return paths[found.pop()]
+
+
+def _first_part(file: HubFile) -> str:
+    split = _split_of(file)
+    if split.count == 1:
+        return file.path
+    digits = file.path[len(split.prefix) :]
+    return f"{split.prefix}{digits[0]}00001{digits[6:]}"
+
+
+def parts_of(listing: Listing, first: HubFile) -> list[HubFile]:
+    """Return all parts of a model, the first one first; raises HubError where one is not there."""
+    split = _split_of(first)
+    if split.count == 1:
+        return [first]
+    there = {
+        other.number: file
+        for file in listing.files
+        if file.path.endswith(".gguf")
+        and (other := _split_of(file)).prefix == split.prefix
+        and other.count == split.count
+    }
+    missing = next((n for n in range(1, split.count + 1) if n not in there), None)
+    if missing is not None:
+        raise HubError(
+            f"{listing.repo}: part {missing} of {split.count} of {first.path} is not there; choose "
+            f"another one of {_quants(models_of(listing.files))}"
+        )
+    return [there[number] for number in range(1, split.count + 1)]
+
+
+def quant_of(model: HubFile) -> str | None:
+    """Return what a file's name says of its quantisation, in capitals; None where it says nothing.
+
+    It is what follows the last dash or dot, as llama.cpp reads it.
+    """
+    found = _QUANT.search(_split_of(model).prefix)
+    return None if found is None else found[1].upper()
+
+
+def _quants(models: Sequence[HubFile]) -> str:
+    """List the quantisations that there are, or the files where their names tell none."""
+    quants = [quant_of(model) for model in models]
+    named = [quant for quant in quants if quant is not None]
+    return _named(dict.fromkeys(named if len(named) == len(models) else [m.path for m in models]))
+
+
+def _named(names: Iterable[str]) -> str:
+    names = list(names)
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _instead(listing: Listing) -> str:
+    """Say what to do about a repository without a model that can be loaded."""
+    if any(file.path.endswith(".safetensors") for file in listing.files):
+        return (
+            "it has weights for transformers: look for a repository of the same model whose name "
+            "ends with -GGUF"
+        )
+    return "give a repository that has one: their names often end with -GGUF"
