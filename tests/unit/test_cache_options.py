@@ -159,7 +159,7 @@ def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFi
     alone = json.loads(capsys.readouterr().out)
     assert main([*common, "--freeze", "ram"]) == 0
     frozen = json.loads(capsys.readouterr().out)
-    assert (alone["policy"], alone["freeze"]) == ("adaptive:mass+values+echo", None)
+    assert (alone["policy"], alone["freeze"]) == ("adaptive:mass+values+predicted", None)
     assert (frozen["policy"], frozen["freeze"]) == ("uniform", "ram")
     with Session(tiny_llama, n_ctx=96, kv_budget=0.5, freeze="ram") as session:
         assert session.policy.name == frozen["policy"]

@@ -35,7 +35,7 @@ def test_a_profile_beside_the_model_is_found(model: Path) -> None:
     assert found.fingerprint == profile.fingerprint
     assert profile_for("uniform", read_geometry(model), None) is None
     with Session(model, n_ctx=64) as session:
-        assert session.policy.name == "adaptive:mass+values+echo"  # it has no loss curves
+        assert session.policy.name == "adaptive:mass+values+predicted"  # it has no loss curves
         assert session.profile is not None
     with Session(model, n_ctx=64, policy="entropy") as session:
         assert session.profile is not None
@@ -45,7 +45,7 @@ def test_a_profile_beside_the_model_is_found(model: Path) -> None:
 
 def test_without_a_profile_budgets_follow_the_text(model: Path) -> None:
     with Session(model, n_ctx=64) as session:
-        assert session.policy.name == "adaptive:mass+values+echo"
+        assert session.policy.name == "adaptive:mass+values+predicted"
     with Session(model, n_ctx=64, policy="fast") as session:
         assert session.policy.name == "adaptive"
     with Session(model, n_ctx=64, store="flat") as session:
