@@ -97,7 +97,7 @@ def test_a_full_budget_costs_nothing_and_a_small_one_much(
     table = capsys.readouterr().out.strip().splitlines()
     assert len(table) == 2 + 3
     assert len({line.count("|") for line in table}) == 1
-    assert table[3].startswith("| auto (adaptive:mass+values+echo) | f16 | 1 | 100.0% |")
+    assert table[3].startswith("| auto (adaptive:mass+values+predicted) | f16 | 1 | 100.0% |")
 
 
 def test_equal_bytes_hold_more_of_the_smaller_type(command: Command, texts: list[Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
@@ -56,17 +57,21 @@ def test_a_template_takes_arguments(tiny_llama: Path, capsys: pytest.CaptureFixt
     assert "template" in capsys.readouterr().err
 
 
-def test_metadata_is_overridden_and_weights_are_read_as_asked(tiny_llama: Path) -> None:
+def test_metadata_is_overridden_and_weights_are_read_as_asked(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copy(tiny_llama, tmp_path / "own.gguf"))  # nobody else has it mapped
+
     def model(**options: object) -> Model:
         return Model(
-            tiny_llama,
+            path,
             n_gpu_layers=0,
             verbose=False,
             options=LoadOptions(**options),  # type: ignore[arg-type]
         )
 
     def maps() -> bool:
-        return str(tiny_llama) in Path("/proc/self/maps").read_text(encoding="ascii")
+        return str(path) in Path("/proc/self/maps").read_text(encoding="ascii")
 
     plain = model()
     added = plain.adds_bos
