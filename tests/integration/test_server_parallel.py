@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -276,3 +277,21 @@ def test_running_answers_end_before_the_server_does() -> None:
     assert server.end(signal.SIGTERM)[0] == 0
     thread.join()
     assert len(pieces) >= 150
+
+
+def test_the_memory_of_large_requests_is_given_back() -> None:
+    """Each worker refuses a prompt of 140,000 tokens: their texts and tokens are gone at once."""
+    server = Server("-np", 8, "--kv-budget", 256, "-t", 1, usual=("-c", 512))
+    try:
+        body = json.dumps({"prompt": "the cat sat. " * 20_000, "max_tokens": 1})
+
+        def ask(_: int) -> int:
+            return server.post("/v1/completions", body).status_code
+
+        assert ask(0) == 400
+        before = server.rss()
+        with ThreadPoolExecutor(8) as clients:
+            assert set(clients.map(ask, range(16))) == {400}
+        assert server.rss() - before < 50 << 20
+    finally:
+        server.end()

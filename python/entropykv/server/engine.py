@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from entropykv.errors import ContextError
 from entropykv.server.admission import Admission, Limits, too_late
-from entropykv.server.errors import RequestError, as_request_error
+from entropykv.server.errors import RequestError, as_request_error, without_frames
 from entropykv.server.loading import ServedLlama
 from entropykv.server.looks import Looks
 from entropykv.server.shelf import Shelf
@@ -244,6 +244,7 @@ class Engine:
         worker.checkpoint = partial(self._checkpoint, job)
         worker.caller = job.caller
         outcome: Outcome = "finished"
+        refusal: RequestError | None = None
         before = worker.counts()
         try:
             if self._closing:
@@ -261,15 +262,20 @@ class Engine:
                 return None
             if not isinstance(error, RequestError | ContextError):
                 worker.reset()
-            answer = as_request_error(error)
-            outcome = "refused" if answer.status_code < 500 else "failed"
-            raise answer from error
+            refusal = without_frames(as_request_error(error))
+            outcome = "refused" if refusal.status_code < 500 else "failed"
         finally:
             with self._running_lock:
                 del self.running[worker]
             worker.checkpoint = None
             self._free.put(worker)
             self._note(job, outcome, before, worker.counts())
+        try:
+            if refusal is not None:
+                raise refusal
+            return None
+        finally:
+            del refusal  # this frame is in its traceback
 
     def _note(
         self, job: Job, outcome: Outcome, before: tuple[int, int], now: tuple[int, int]

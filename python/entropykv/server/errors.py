@@ -78,6 +78,16 @@ def as_request_error(error: BaseException) -> RequestError:
     return RequestError(500, f"the generation failed: {error}; the server goes on")
 
 
+def without_frames(error: RequestError) -> RequestError:
+    """Return an error without what led to it.
+
+    The frames of tracebacks hold a request's text and tokens. They are in reference cycles, so that
+    the memory of large requests would be held until the garbage collector comes by.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 def invalid(errors: Sequence[Any]) -> RequestError:
     """Return what a client is told of pydantic's errors: the field and the fault of the first few.
 
