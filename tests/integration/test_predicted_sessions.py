@@ -71,10 +71,10 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
             prediction = store_of(session).prediction
             prediction.collect_lessons(on=True)
             read_with_echoes(session, TOKENS[:160], echoes=echoes)
-            lessons = prediction.lessons()
+            lessons = list(prediction.lessons())
             shares.append(store_of(session)._store.predicted_shares(0, 0))
             read_with_echoes(session, TOKENS[160:], echoes=echoes)
-            whole = prediction.lessons()
+            whole = list(prediction.lessons())
             assert session.stats().evictions > 0
         n_sinks = 4
         for (count, _), (of_whole, sums), n in zip(

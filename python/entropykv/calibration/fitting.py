@@ -135,7 +135,7 @@ class _EchoReader:
 
     def take_lessons(self) -> Lessons:
         """Return what was added up since the last call."""
-        lessons = self._store.prediction.lessons()
+        lessons = list(self._store.prediction.lessons())
         self._store.prediction.clear_lessons()
         return lessons
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ from entropykv.profile.json_fields import (
 
 Weights = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.float64]
-Lessons = Sequence[tuple[int, Sums]]
+LayerLessons = tuple[int, Sums]
+Lessons = Sequence[LayerLessons]
 """Of every layer: how many entries were seen, and sums of products of their features and targets.
 
 The sums are (n_head_kv, n_features + 1, n_features + 1); the last feature is always 1, and the last
@@ -180,15 +181,19 @@ def _weights_in(
 
 
 def fit_predictor(
-    lessons: Lessons, held_back: Lessons | None = None, *, ridge: float = DEFAULT_RIDGE
+    lessons: Iterable[LayerLessons],
+    held_back: Lessons | None = None,
+    *,
+    ridge: float = DEFAULT_RIDGE,
 ) -> ScorePredictor:
     """Fit the linear functions of all KV heads by ridge regression on standardised features.
 
     With `held_back`, lessons of other texts, the ridge of every KV head is that of RIDGES with the
     smallest squared error in them, and the quality is measured there; otherwise it is `ridge`.
     """
-    weights, correlations = [], []
-    for layer, (_, sums) in enumerate(lessons):
+    weights, correlations, n_tokens = [], [], 1
+    for layer, (n_entries, sums) in enumerate(lessons):
+        n_tokens = max(n_tokens, n_entries)
         others = [None] * len(sums) if held_back is None else held_back[layer][1]
         fitted = [_Ridge(of_head) for of_head in sums]
         of_layer = [
@@ -202,7 +207,7 @@ def fit_predictor(
             if other is not None
         ]
     known = float(np.mean(correlations)) if correlations else None
-    return ScorePredictor(tuple(weights), max(1, *(n for n, _ in lessons)), known)
+    return ScorePredictor(tuple(weights), n_tokens, known)
 
 
 class _Ridge:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,13 +61,14 @@ class ScorePrediction:
         """
         self._store.teach_stored(begin, end, shift)
 
-    def lessons(self) -> list[tuple[int, npt.NDArray[np.float64]]]:
-        """Return of every layer how many entries were added up, and their sums of products.
+    def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
+        """Yield for every layer how many entries were added up, and their sums of products.
 
-        Sums are (n_head_kv, n_features + 1, n_features + 1): _core.pyi says what of. Raises
-        ValueError where none were collected.
+        One layer after the other: those of all layers of a large model take hundreds of MiB. Sums
+        are (n_head_kv, n_features + 1, n_features + 1): _core.pyi says what of. Raises ValueError
+        where none were collected.
         """
-        return [self._store.lessons(layer) for layer in self._layers]
+        return (self._store.lessons(layer) for layer in self._layers)
 
     def clear_lessons(self) -> None:
         """Begin lessons anew; give their memory back where they are not collected any more."""
