@@ -193,6 +193,23 @@ def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
         assert pool.stats().sessions == pool.stats().parked == pool.stats().parked_bytes == 0
 
 
+def test_tokens_and_logits_of_all_sessions_are_counted(model: Path) -> None:
+    with pool_of(model, n_sequences=2, kv_budget=N_CTX, policy="uniform") as pool:
+        assert pool.stats().text_bytes < 1000
+        sessions = [pool.session() for _ in range(3)]
+        for session in sessions:
+            session.decode(list(range(1, 60)))
+            session.rest()
+        n_vocab = sessions[0].n_vocab
+        least = 3 * 4 * (59 + n_vocab)
+        assert least <= pool.stats().text_bytes < 1.5 * least
+        sessions[0].decode([3])  # now those of the prompt are others than those of the last token
+        assert pool.stats().text_bytes >= least + 4 * n_vocab
+        for session in sessions:
+            session.close()
+        assert pool.stats().text_bytes == 0
+
+
 def test_a_call_off_reaches_who_waits(model: Path) -> None:
     with pool_of(model, n_sequences=2, kv_budget=N_CTX, policy="uniform") as pool:
         first, second = pool.session(), pool.session()

@@ -89,6 +89,7 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
     yield "conversations_live", "gauge", pool.live, "Conversations that hold entries."
     yield "conversations_parked", "gauge", pool.parked, "Conversations kept outside of the pool."
     yield "parked_bytes", "gauge", pool.parked_bytes, "Bytes of those."
+    yield "text_bytes", "gauge", pool.text_bytes, "Bytes of tokens and logits of conversations."
     shelf = engine.shelf
     yield "resumed_total", "counter", shelf.resumed, "Requests that went on with a conversation."
     yield "forked_total", "counter", shelf.forked, "Requests that went on with a copy of one."

@@ -49,6 +49,8 @@ class PoolStats:
     """How many checkpoints of all sessions are kept."""
     checkpoint_bytes: int
     """The bytes that checkpoints take besides the pool."""
+    text_bytes: int
+    """The bytes of the tokens and logits of all sessions, swapped out or not."""
 
 
 class Pool:
@@ -173,6 +175,7 @@ class Pool:
                 evictions=host.evictions,
                 checkpoints=len(host.checkpoints),
                 checkpoint_bytes=host.checkpoints.bytes,
+                text_bytes=sum(session.text_bytes for session in self.sessions()),
             )
 
     def close(self) -> None:

@@ -75,6 +75,11 @@ class ReadParts:
         """Return the bytes that a copy takes, logits not counted."""
         return sys.getsizeof(self._parts)
 
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """Return the logits of the last prompt; None: they are not known."""
+        return self._logits
+
     def forget_logits(self) -> None:
         """Forget the logits of the last prompt, which take 4 bytes for every token known."""
         self._logits = None

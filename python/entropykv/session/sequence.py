@@ -87,5 +87,6 @@ class TokenSequence:
     @property
     def n_bytes(self) -> int:
         """Return the bytes that it takes: tokens, where they were cut, and logits."""
-        logits = 0 if self.logits is None else self.logits.nbytes
+        known = [each for each in (self.logits, self.parts.logits) if each is not None]
+        logits = sum({id(each): each.nbytes for each in known}.values())  # often the same
         return self.tokens.itemsize * len(self.tokens) + self.parts.n_bytes + logits

@@ -74,6 +74,11 @@ class SessionCache(ModelText):
         return self._sequence.tokens.tolist()
 
     @property
+    def text_bytes(self) -> int:
+        """Return the bytes of its tokens and logits, and of where the text can be read again."""
+        return self._sequence.n_bytes
+
+    @property
     def logits(self) -> npt.NDArray[np.float32] | None:
         """Return the last token's logits, (n_vocab,), float32.
 
