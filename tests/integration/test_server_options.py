@@ -14,7 +14,9 @@ import pytest
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve import _read, add_serve
 from entropykv.errors import SettingsError
+from entropykv.model.shipped import DEMOS
 from entropykv.server import ModelOptions, ServerOptions, create_app
+from entropykv.server.loading import _path_of
 from entropykv.settings.cores import usable_cores
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import ORIGIN, served
@@ -244,3 +246,10 @@ def test_the_ladder_is_climbed_and_shown() -> None:
 def test_a_ladder_that_would_change_nothing_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=r"--freeze ram|--recovery soft"):
         create_app(ModelOptions(model=str(MODEL), **options), ServerOptions())
+
+
+def test_a_model_of_this_machine_is_served_by_its_name() -> None:
+    options = ModelOptions(model="bitnet")
+    assert _path_of(options) == DEMOS["bitnet"].path
+    assert options.served_name == "bitnet"
+    assert _path_of(ModelOptions(model="no-such-name")) == Path("no-such-name")

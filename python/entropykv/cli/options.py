@@ -10,7 +10,7 @@ from typing import Any
 
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
-from entropykv.model.shipped import DEMOS, Demo, local_models
+from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.policy.names import AUTO, POLICY_SYNTAX, policy_help
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import (
@@ -110,7 +110,7 @@ def add_model_option(
     group.add_argument(
         "-m",
         "--model",
-        type=_model_path,
+        type=path_of_model,
         metavar="FILE",
         help="GGUF model, or the name of one that `entropykv models` lists",
     )
@@ -128,13 +128,6 @@ def add_model_option(
         metavar="FILE",
         help="with -hf: the model's file in the repository, or a pattern of its name",
     )
-
-
-def _model_path(text: str) -> str:
-    """Read a path, or the name of a model that is on this machine, as an argparse type."""
-    if os.path.exists(text):
-        return text
-    return next((str(model.path) for model in local_models() if model.name == text), text)
 
 
 def add_budget_options(

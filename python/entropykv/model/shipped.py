@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +68,10 @@ def local_models() -> list[LocalModel]:
     with contextlib.suppress(ModelFileError):
         found.append(smollm2())
     return found
+
+
+def path_of_model(text: str) -> str:
+    """Return the path of a model on this machine that is given by its name; else the text."""
+    if os.path.exists(text):
+        return text
+    return next((str(model.path) for model in local_models() if model.name == text), text)

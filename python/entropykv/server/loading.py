@@ -21,6 +21,7 @@ from entropykv.errors import PoolError, SettingsError
 from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model_options import read_overrides
+from entropykv.model.shipped import path_of_model
 from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
@@ -248,7 +249,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
 def _path_of(options: ModelOptions) -> Path:
     """Return the path of the model's file, which is fetched first where the hub has it."""
     if options.hf_repo is None:
-        return Path(options.model)
+        return Path(path_of_model(options.model))
     from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
 
     return fetch_model(options.hf_repo, options.hf_file, tell=_say)
