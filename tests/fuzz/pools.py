@@ -253,7 +253,7 @@ class _Run:
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
             return
-        if len(text) > self._model.n_ctx_train:
+        if len(text) > self._model.n_ctx_train or session._store.shift != 0:
             return
         require(session.evicted == 0, "a budget that holds everything evicts nothing")
         fresh.truncate(0)

@@ -357,6 +357,8 @@ class Host:
         """Fit the predictor and leave a profile, once enough tokens were read twice."""
         if self.fit is not None and self.fit.note(n_tokens, self.seats):
             self.echo = None  # from now on, texts are read once
+            if self.shared is not None:
+                self.shared.parking.await_prediction()
         if self.learner is not None:
             self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
 

@@ -38,6 +38,8 @@ class Parked:
     """Its state once it has left the pool; without the sections where they are in a file."""
     file: BinaryIO | None = None
     """The file of the sections. Without a name, it goes with the process, however that ends."""
+    awaits_prediction: bool = False
+    """Whether it is older than the predictor of its model, and is predicted when it comes back."""
     spare: bool = False
     """True where it may be forgotten, as checkpoints may: who keeps it has a limit of its own."""
 
@@ -121,6 +123,11 @@ class Parking:
 
     def copy(self, parked: Parked) -> Parked:
         """Keep the same once more, for another sequence; raises PoolError as put()."""
+        copied = self._copy(parked)
+        copied.awaits_prediction = parked.awaits_prediction
+        return copied
+
+    def _copy(self, parked: Parked) -> Parked:
         if parked.pages is not None and parked.leave is not None:
             return self.hold(parked.position, parked.pages.copy(), parked.leave)
         state = self.take(parked)
@@ -128,6 +135,11 @@ class Parking:
         sizes = parked.section_bytes
         held = StoreState(state.entries, state.evicted, sizes, sections, state.recalls_now)
         return self.put(state.position, state.shift, held)
+
+    def await_prediction(self) -> None:
+        """Note that all that is parked, checkpoints included, is older than the predictor."""
+        for parked in self._parked:
+            parked.awaits_prediction = True
 
     def _check_limit(self, parked: Parked) -> None:
         if parked.spare or self.limit_bytes is None:

@@ -32,19 +32,16 @@ class PredictorFit:
     _told = False
 
     def watch(self, store: HeadwiseStore) -> None:
-        """Collect what texts of a store show; where the predictor is known, predict instead."""
+        """Collect what texts of a store show, until the predictor is known."""
         if self.predictor is None:
             store.prediction.collect_lessons(True)
             most = max(store.prediction.n_features)
             self.n_needed = max(LEAST_TOKENS, TOKENS_PER_FEATURE * most)
-        else:
-            store.predicts_loaded = True
 
     def note(self, n_tokens: int, seats: Sequence[Seat]) -> bool:
         """Count tokens that were read twice; returns whether the predictor was fitted by that.
 
-        `seats`: all of the host, at least one; what they hold is predicted then. Those that are not
-        live, and checkpoints, are predicted when they are loaded.
+        `seats`: all of the host, at least one; what those hold that are live is predicted then.
         """
         if self.predictor is not None:
             return False
@@ -57,10 +54,8 @@ class PredictorFit:
         prediction.clear_lessons()
         prediction.adopt(self.predictor)
         for seat in seats:
-            store = cast(HeadwiseStore, seat.store)
-            store.predicts_loaded = True
             if seat.live:
-                store.predict_held(seat.position)
+                cast(HeadwiseStore, seat.store).predict_held(seat.position)
         return True
 
     def news(self) -> str | None:

@@ -127,11 +127,11 @@ class SharedPool:
         store, n_parked = seat.headwise, parked.n_entries
         with self.parking.staying(parked):
             done = parked.pages is not None and store.go_on_from(parked.pages, ends=True)
-        if done:
-            store.note_loaded(parked.position)
-        else:  # its pages are needed to make it smaller
+        if not done:  # its pages are needed to make it smaller
             self.parking.leave_pool(parked)
             store.load_state(self.parking.take(parked))
+        if parked.awaits_prediction:
+            store.predict_held(parked.position)
         seat.given_up += n_parked - store.core.entries
         self.parking.drop(parked)
         seat.parked = None

@@ -33,8 +33,6 @@ class HeadwiseStore(Store):
     name = "headwise"
     shift = 0
     rebases = 0
-    predicts_loaded = False
-    """Whether entries that are loaded may be older than the predictor, and are predicted then."""
 
     def __init__(
         self,
@@ -213,13 +211,7 @@ class HeadwiseStore(Store):
         with self.sharing.expecting(state.position):
             self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
-        self.note_loaded(state.position)
         self.way_back.await_state(state.position)
-
-    def note_loaded(self, n_tokens: int) -> None:
-        """Predict what was loaded of a text of so many tokens, if it was not when it was read."""
-        if self.predicts_loaded:
-            self.predict_held(n_tokens)
 
     def predict_held(self, n_tokens: int) -> None:
         """Predict the scores of all entries that are held of a text of so many tokens.
