@@ -97,6 +97,8 @@ class _Run:
             chosen = {name: options[name] for name in of_session}
             self._fresh = Session(model.path, kv_budget=1.0, store="headwise", **chosen)
         self.n_done = self.n_refused = self.n_compared = 0
+        self._moved = False
+        """Whether keys of a session were moved to other positions."""
 
     def step(self) -> None:
         """Do something with a session by chance; what is refused must leave it as it was."""
@@ -248,12 +250,14 @@ class _Run:
     def _compare(self, session: PoolSession, text: list[int]) -> None:
         """Compare the logits with those of a fresh reading, where nothing may be evicted.
 
-        Beyond the trained context they are others: a fresh reading has moved its keys elsewhere.
+        Once a text of the pool was longer than the trained context they are others: keys that were
+        moved, and moved back, are rounded, and what was read meanwhile has seen them elsewhere.
         """
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
             return
-        if len(text) > self._model.n_ctx_train or session._store.shift != 0:
+        self._moved |= any(each._store.rebases > 0 for each in self._sessions)
+        if len(text) > self._model.n_ctx_train or self._moved:
             return
         require(session.evicted == 0, "a budget that holds everything evicts nothing")
         fresh.truncate(0)
