@@ -50,19 +50,26 @@ def shares(session: Session) -> np.ndarray:
     )
 
 
-def echoes_in(session: Session, tokens: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Read a text; returns how many of its micro-batches had an echo."""
+def micro_batches_of(
+    session: Session, tokens: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int, int]]:
+    """Read a text; returns position, tokens and tokens of the echo of its micro-batches."""
     found = []
     before = HeadwiseStore.before
 
     def note(self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0) -> None:
-        found.append(n_echo > 0)
+        found.append((position, n_tokens, n_echo))
         before(self, n_tokens, position, n_echo)
 
     with monkeypatch.context() as patch:
         patch.setattr(HeadwiseStore, "before", note)
         session.decode(tokens)
-    return sum(found)
+    return found
+
+
+def echoes_in(session: Session, tokens: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Read a text; returns how many of its micro-batches had an echo."""
+    return sum(n_echo > 0 for _, _, n_echo in micro_batches_of(session, tokens, monkeypatch))
 
 
 def test_texts_are_read_once_after_the_first(
@@ -195,22 +202,13 @@ def test_micro_batches_end_where_the_bytes_are_full(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So budgets that follow the text know it before anything of it is evicted."""
-    sizes = []
-    before = HeadwiseStore.before
-
-    def note(self: HeadwiseStore, n_tokens: int, position: int, n_echo: int = 0) -> None:
-        sizes.append((position, n_tokens))
-        before(self, n_tokens, position, n_echo)
-
-    monkeypatch.setattr(HeadwiseStore, "before", note)
     with Session(tiny_llama, policy="adaptive", **INSIDE) as session:
         whole = store_of(session).whole_entries
-        session.decode(TOKENS[:1500])
+        sizes = micro_batches_of(session, TOKENS[:1500], monkeypatch)
     assert whole < 512
-    assert sizes[0] == (0, whole) or sizes[0][1] < 512
-    assert sum(n for _, n in sizes) == 1500
+    assert sizes[0][:2] == (0, whole) or sizes[0][1] < 512
+    assert sum(n for _, n, _ in sizes) == 1500
     assert sizes[1][0] == sizes[0][1]
-    sizes.clear()
     with Session(tiny_llama, policy="uniform", **INSIDE) as session:
-        session.decode(TOKENS[:1500])
-    assert [n for _, n in sizes] == [512, 512, 476]
+        sizes = micro_batches_of(session, TOKENS[:1500], monkeypatch)
+    assert [n for _, n, _ in sizes] == [512, 512, 476]

@@ -96,7 +96,6 @@ class _EchoReader:
         try:
             self._store = PooledStore(self._model, recipe, host=self._context)
             self._store.sharing.keep_everything()
-            self._predict(self._nothing())  # a store that predicts reads nothing without weights
             self._store.prediction.collect_lessons(True)
         except BaseException:
             self.close()
@@ -116,13 +115,6 @@ class _EchoReader:
 
     def _tokenize_plainly(self, text: str) -> list[int]:
         return self._model.tokenize(text, add_bos=False, special=False)
-
-    def _predict(self, weights: Sequence[Rows]) -> None:
-        self._store.prediction.set_predictor(weights)
-
-    def _nothing(self) -> list[Rows]:
-        shapes = zip(self._store.layers, self._store.prediction.n_features, strict=True)
-        return [np.zeros((layer.n_head_kv, n), np.float32) for layer, n in shapes]
 
     def read(self, tokens: Sequence[int], first: int = 0) -> None:
         """Read a text from token `first` on; where that is not 0, what is before it was read."""

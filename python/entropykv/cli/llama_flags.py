@@ -59,6 +59,7 @@ def placed(way_out: str) -> Treatment:
 
 
 TAKEN = Treatment(Use.TAKEN)
+_OF_A_SERVER = refused("it is of a server; use `entropykv serve`")
 
 
 @dataclass(frozen=True)
@@ -444,7 +445,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         - 1 -ns --sequences
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("use --parallel N to answer N requests at a time"),
     ),
     *_flags(
@@ -768,21 +769,21 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --ui --webui
         s 0 --no-ui --no-webui
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=TAKEN,
     ),
     *_flags(
         """
         s 0 --reuse-port
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("the server has its port alone"),
     ),
     *_flags(
         """
         s 1 --tags
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("/v1/models shows no tags"),
     ),
     *_flags(
@@ -790,14 +791,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --cors-methods
         s 1 --cors-headers
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("pages of --cors-origins may use all methods and headers"),
     ),
     *_flags(
         """
         s 0 --no-cors-credentials
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("web pages send a key, and no cookies"),
     ),
     *_flags(
@@ -805,7 +806,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --ui-config --webui-config
         s 1 --ui-config-file --webui-config-file
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("the page at / keeps what its user sets"),
     ),
     *_flags(
@@ -813,21 +814,21 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --no-ui-mcp-proxy --no-webui-mcp-proxy
         s 0 -no-ag --no-agent
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("the server runs no tools"),
     ),
     *_flags(
         """
         s 1 --sse-ping-interval
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("streams are kept open by pings of their own"),
     ),
     *_flags(
         """
         s 1 --threads-http
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("one thread takes all requests"),
     ),
     *_flags(
@@ -837,7 +838,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --cache-reuse
         s 1 -sps --slot-prompt-similarity
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("requests go on from what was read of their text"),
     ),
     *_flags(
@@ -846,35 +847,35 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --props
         s 0 --slots
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("/metrics, /props and /slots are always there"),
     ),
     *_flags(
         """
         s 0 --no-models-autoload
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=noted("there is one model"),
     ),
     *_flags(
         """
         s 0 --cors-credentials
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("web pages send a key, and no cookies; leave it out"),
     ),
     *_flags(
         """
         s 0 --no-slots
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("each user sees only their own; use --api-key"),
     ),
     *_flags(
         """
         s 1 --path
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("the page at / comes with entropykv; use --no-ui for none"),
     ),
     *_flags(
@@ -886,7 +887,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 -ag --agent
         s 0 --ui-mcp-proxy --webui-mcp-proxy
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("clients run tools, and the server runs none; leave it out"),
     ),
     *_flags(
@@ -905,28 +906,28 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --models-max
         s 0 --models-autoload
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("a server has one model; give it with -m"),
     ),
     *_flags(
         """
         s 1 --sleep-idle-seconds
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("the model stays loaded; leave it out", unless="-1"),
     ),
     *_flags(
         """
         s 0 --lora-init-without-apply
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("adapters are applied when the model is loaded; leave it out"),
     ),
     *_flags(
         """
         s 0 --spm-infill
         """,
-        refused("it is of a server; use `entropykv serve`"),
+        _OF_A_SERVER,
         serve=refused("`suffix` of a request is llama-cpp-python's; leave it out"),
     ),
 )

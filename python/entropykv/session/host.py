@@ -152,8 +152,7 @@ class Host:
 
     def _prepare_echo(self) -> None:
         recipe = self.recipe
-        twice = recipe.reads_twice
-        self.echo = Echo(self._tokenize_plainly, recipe.n_ubatch) if twice else None
+        self.echo = Echo(self._tokenize_plainly, recipe.n_ubatch) if recipe.reads_twice else None
 
     def _tokenize_plainly(self, text: str) -> list[int]:
         return self.model.tokenize(text, add_bos=False, special=False)
