@@ -2,7 +2,7 @@
 
     python benchmarks/freezing.py [-m MODEL] [--plot FILE]
 
-Stock llama.cpp (flash attention, full f16 cache) and policy freeze take turns with the same
+Stock llama.cpp (flash attention, full f16 cache) and policy rolling-freeze take turns with the same
 prompts, sampled as in the document (temperature 0.7, top-k 40, top-p 0.9; the end of an answer is
 ignored). Active entries are those in attention after each generated token, in relation to those of
 a full cache: the mean over the tokens, and at the end (the document: 66.9 %, at 5.2x the time).

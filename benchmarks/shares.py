@@ -63,7 +63,7 @@ def cases(model: Model, length: int) -> dict[str, list[Conversation]]:
 def rows_of(pool: Pool, conversations: list[Conversation]) -> tuple[list[Rows], list[float]]:
     """Logits of every continuation, and entries in a KV head; all are read at the same time."""
     sessions = [pool.session() for _ in conversations]
-    n_heads = pool.host.n_kv_heads
+    n_heads = pool.runner.n_kv_heads
     with ThreadPoolExecutor(len(sessions)) as threads:
         pairs = list(zip(sessions, conversations, strict=True))
         list(threads.map(lambda pair: pair[0].decode(pair[1].tokens), pairs))

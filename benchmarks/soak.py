@@ -5,9 +5,9 @@
 Every client has one conversation after the other with the shipped BitNet model, which knows how to
 recall facts: the first turn tells some, further turns are filler of random lengths and answers of
 random lengths, and the last turn asks for a fact of the first one. Some streams are left by their
-client. There are more conversations than sequences, so that they are parked, some of them in files,
-and together they need several times the budget. With --freeze, what is evicted is kept, and facts
-should be known as with a budget that holds everything (--kv-budget 1.0).
+client. There are more conversations than sequences, so that they are swapped out, some of them in
+files, and together they need several times the budget. With --freeze, what is evicted is kept, and
+facts should be known as with a budget that holds everything (--kv-budget 1.0).
 
 With --hostile, that share of the requests is what `make fuzz` sends to servers: invalid, much too
 large, slow, or broken off (tests/fuzz/hostile.py). Nothing may be lost for the others, every
@@ -236,7 +236,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "entropykv.cli", "serve", "-m", options.model]
         command += ["-c", str(N_CTX), "-t", str(options.threads), "-np", str(options.parallel)]
-        command += ["--kv-budget", options.kv_budget, "--park", f"disk:{directory}"]
+        command += ["--kv-budget", options.kv_budget, "--swap", f"disk:{directory}"]
         command += ["--conversations", str(2 * options.clients), "--log-requests", "false"]
         command += ["--freeze", options.freeze] if options.freeze else []
         with running_process(command) as (url, process):

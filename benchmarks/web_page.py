@@ -5,7 +5,7 @@
 1. A server of one conversation, and one of a pool of four, write blocks of tokens, in alternation
    with and without a viewer of the cache; ratios are of the medians of one run.
 2. What a look costs the model's thread, by entry, with 32 layers of 8 KV heads.
-3. What a step costs where nobody looks: one look at an empty queue.
+3. What a step costs where nobody watches: one look at an empty queue.
 4. Frames per second and CPU of the page in Chromium, where 32 x 8 KV heads over 131,072 positions
    change four times a second, and the mouse moves over them (needs entropykv[browser]).
 """
@@ -42,7 +42,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from entropykv import Session
-from entropykv.server.looks import Looks
+from entropykv.server.inspections import Inspections
 from entropykv.server.web_files import page_file, page_files
 from inputs import find_model
 from tests.support.running_server import Server
@@ -155,10 +155,10 @@ def look_cost() -> None:
         f"a look at {entries:,} entries: {1e3 * seconds:.1f} ms of CPU, {1e9 * each:.2f} ns each; "
         f"{1e3 * each * share:.0f} ms at a fifth of {LAYERS} x {HEADS} x {POSITIONS:,}"
     )
-    looks = Looks(None, lambda _: None)  # type: ignore[arg-type]
+    inspections = Inspections(None, lambda _: None)  # type: ignore[arg-type]
     n = 1_000_000
-    seconds = min(timeit.repeat(looks.answer, number=n, repeat=3, timer=time.thread_time))
-    print(f"a step where nobody looks: {1e9 * seconds / n:.0f} ns of CPU")
+    seconds = min(timeit.repeat(inspections.answer, number=n, repeat=3, timer=time.thread_time))
+    print(f"a step where nobody watches: {1e9 * seconds / n:.0f} ns of CPU")
 
 
 # --- 4: the page ----------------------------------------------------------------------------------
@@ -184,8 +184,14 @@ def picture(step: int, columns: int) -> dict[str, Any]:
     figures |= {"name": None, "state": "active", "idle_seconds": 0, "given_up": 0}
     shape = {"rows": rows, "columns": columns, "first": 0, "per_column": POSITIONS // columns}
     data = base64.b64encode(zlib.compress(planes.tobytes(), 1)).decode()
-    conversation = {"id": "0", "position": POSITIONS, "parked": False, "parked_bytes": 0, **figures}
-    pool = {"budget": 2**31, "used": 2**31, "peak": 2**31, "sequences": 1, "parked_bytes": 0}
+    conversation = {
+        "id": "0",
+        "position": POSITIONS,
+        "swapped_out": False,
+        "swapped_bytes": 0,
+        **figures,
+    }
+    pool = {"budget": 2**31, "used": 2**31, "peak": 2**31, "sequences": 1, "swapped_bytes": 0}
     return {
         "time": time.time(),
         "pool": pool,
@@ -226,7 +232,7 @@ async def answer(request: Request) -> Response:
         texts = [" word"] * int(request.query_params["count"])
         counts = [7] * len(texts)
         about = {"position": POSITIONS, "first": int(request.query_params["first"]), "heads": 256}
-        about["parked"] = False
+        about["swapped_out"] = False
         return JSONResponse({**about, "texts": texts, "held": counts, "frozen": counts})
     params: dict[str, Any] = {"default_generation_settings": {"params": {}}}
     return JSONResponse({**params, "model": "128k", "sampling": {}, "system": None})

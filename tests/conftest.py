@@ -11,7 +11,7 @@ import pytest
 
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
-from entropykv.session import seat
+from entropykv.session import sequence_slot
 from tests.support.tiny_models import write_bitnet, write_llama
 
 # A shell that starts pytest in the background has it ignore interrupts, and its children too.
@@ -77,7 +77,7 @@ def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, nobody who only waits for the processor is taken to be idle."""
-    monkeypatch.setattr(seat, "IDLE_SECONDS", 60.0)
+    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="session")

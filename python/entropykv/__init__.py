@@ -10,6 +10,9 @@ from entropykv import _version
 
 _version.check()
 
+from entropykv.drop_in.arguments import EvictionEvent  # noqa: E402
+from entropykv.drop_in.attach import attach, detach  # noqa: E402
+from entropykv.drop_in.entropy_llama import EntropyLlama  # noqa: E402
 from entropykv.errors import (  # noqa: E402
     BudgetError,
     CalibrationError,
@@ -25,9 +28,6 @@ from entropykv.errors import (  # noqa: E402
     UnsupportedModelError,
     VersionError,
 )
-from entropykv.llama.arguments import EvictionEvent  # noqa: E402
-from entropykv.llama.attach import attach, detach  # noqa: E402
-from entropykv.llama.entropy_llama import EntropyLlama  # noqa: E402
 from entropykv.profile.profile import EntropyProfile  # noqa: E402
 from entropykv.session.pool import Pool, PoolStats  # noqa: E402
 from entropykv.session.session import Session  # noqa: E402

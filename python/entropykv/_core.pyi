@@ -193,7 +193,7 @@ class AttentionNode:
     def rope(self) -> RopeParams: ...
 
 class KShiftProbe:
-    """Looks at one decode: whether llama.cpp's K-shift does what the model's rotation did."""
+    """Inspections at one decode: whether llama.cpp's K-shift does what the model's rotation did."""
 
     def __init__(self) -> None: ...
     @property
@@ -205,7 +205,7 @@ class KShiftProbe:
         """Why it does not; empty if it does."""
 
 class WindowProbe:
-    """Looks at decodes of single tokens: how many cells each attention layer sees."""
+    """Inspections at decodes of single tokens: how many cells each attention layer sees."""
 
     def __init__(self) -> None: ...
     @property
@@ -298,7 +298,7 @@ class WeightHook:
         """RuntimeError unless the gate of every layer was changed once since begin_step()."""
 
 class GraphHook:
-    """Looks at, then changes, the graphs of one llama_context: attention, and as WeightHook."""
+    """Inspect, then change, the graphs of one llama_context: attention, and as WeightHook."""
 
     def __init__(self, relu2_layers: int, n_threads: int, batch_invariant: bool = False) -> None:
         """As WeightHook.

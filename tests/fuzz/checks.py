@@ -184,7 +184,7 @@ class Watch:
         first = max(self.certain_from[head], position - recent + ahead)
         self.certain_from[head] = min(first, position)
         oldest = self._oldest_seen(head)
-        wanted = [*range(min(session.recipe.options.n_sinks, position)), *range(first, position)]
+        wanted = [*range(min(session.config.options.n_sinks, position)), *range(first, position)]
         missing = sorted({p for p in wanted if p >= oldest} - set(entries.tolist()))
         require(
             not missing,
@@ -198,7 +198,7 @@ class Watch:
 
     def _recent_window(self, head: tuple[int, int]) -> int:
         """Newest entries that the head must keep."""
-        session, options = self.session, self.session.recipe.options
+        session, options = self.session, self.session.config.options
         budget = session.budgets()[head[0]][head[1]]
         if self.by_layer and options.recent_window is None:
             half = budget // 2
@@ -213,7 +213,7 @@ class Watch:
         session = self.session
         if session.store == "flat":
             shift = session._store.shift
-            return shift + session.recipe.options.n_sinks if shift else 0
+            return shift + session.config.options.n_sinks if shift else 0
         window, chunked = self.windows[head[0]]
         if window == 0:
             return 0

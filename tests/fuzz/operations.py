@@ -117,7 +117,7 @@ def topic(chance: random.Random, n_tokens: int, model: FuzzModel) -> tuple[int, 
 
 
 def _tokens_to_read(chance: random.Random, session: Session) -> int:
-    n_ubatch = session.recipe.n_ubatch
+    n_ubatch = session.config.n_ubatch
     kind = chance.random()
     if kind < 0.35:
         return chance.randrange(1, 6)

@@ -46,7 +46,9 @@ def long_options(chance: random.Random, folder: Path) -> dict[str, Any]:
     return {
         "n_ctx": chance.choice((12_000, 30_000, LONGEST)),
         "kv_budget": chance.randrange(4_500, 9_000),
-        "policy": chance.choice(("uniform", "uniform:attention", "streaming", "auto", "freeze")),
+        "policy": chance.choice(
+            ("uniform", "uniform:attention", "streaming", "auto", "rolling-freeze")
+        ),
         "kv_type": chance.choice(("f16", "q8_0")),
         "n_ubatch": chance.choice((128, 512)),
         "n_threads": chance.choice((1, 2, 3)),
@@ -93,7 +95,7 @@ def _context(chance: random.Random) -> int:
 
 
 def _policy(chance: random.Random, freezes: bool) -> str:
-    names = [AUTO, *POLICIES, "uniform", "adaptive", *(("freeze", "freeze") if freezes else ())]
+    names = [AUTO, *POLICIES, "uniform", "adaptive", *(["rolling-freeze"] * 2 * freezes)]
     name = chance.choice(names)
     if name == AUTO or chance.random() < 0.5:
         return name

@@ -47,7 +47,7 @@ class Oracle(ModelReference):
         q = self.rotated(self.heads(normed, layer, "attn_q", self.n_head))
         k = self.rotated(self.heads(normed, layer, "attn_k", self.n_head_kv))
         v = self.heads(normed, layer, "attn_v", self.n_head_kv)
-        kv_type = self._session.recipe.kv_type
+        kv_type = self._session.config.kv_type
         group = self.n_head // self.n_head_kv
         mixed = []
         for head in range(self.n_head):

@@ -1,9 +1,9 @@
 """Random operations on the sessions of a pool, beside a fresh reading of the same tokens.
 
-With a budget that holds everything, a session that was forked, parked, saved, and brought back from
-a checkpoint must give the logits of one that has read its text from the start. With a small budget,
-the logits of a token are those over the entries that its KV heads hold: see oracle.py. In the end
-no page, seat or byte may be left.
+With a budget that holds everything, a session that was forked, swapped, saved, and brought back
+from a checkpoint must give the logits of one that has read its text from the start. With a small
+budget, the logits of a token are those over the entries that its KV heads hold: see oracle.py. In
+the end no page, slot or byte may be left.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _options(chance: random.Random, folder: Path, *, ample: bool) -> dict[str, A
         "kv_type": chance.choice(("f16", "q8_0")),
         "policy": chance.choice(("uniform", "auto", "adaptive", "layer", "streaming")),
         "checkpoints": chance.choice(_LIMITS),
-        "park": chance.choice(("ram", f"disk:{folder}")),
-        "park_limit": chance.choice((None, None, "300KiB")),
+        "swap": chance.choice(("ram", f"disk:{folder}")),
+        "swap_limit": chance.choice((None, None, "300KiB")),
     }
 
 
@@ -108,7 +108,7 @@ class _Run:
         name = self._chance.choice(
             ("read",) * 6
             + ("write",) * 4
-            + ("truncate", "truncate", "fork", "fork", "park", "park", "checkpoint", "checkpoint")
+            + ("truncate", "truncate", "fork", "fork", "swap", "swap", "checkpoint", "checkpoint")
             + ("go back",) * 3
             + ("save", "load", "new", "begin as another", "close", "resize", "reset")
         )
@@ -130,14 +130,21 @@ class _Run:
         """Close all sessions, drop the checkpoints, and look for what is left."""
         while self._sessions:
             self._close(self._sessions[-1], [])
-        host = self._pool.host
-        with host.scheduler.between_steps():
-            host.checkpoints.clear()
+        runner = self._pool.runner
+        with runner.scheduler.between_steps():
+            runner.checkpoints.clear()
         stats = self._pool.stats()
-        left = (stats.sessions, stats.live, stats.parked, stats.parked_bytes, stats.kv_bytes_now)
-        require(left == (0,) * 5, f"sessions, live, parked, its bytes, bytes of the pool: {left}")
+        left = (
+            stats.sessions,
+            stats.live,
+            stats.swapped_out,
+            stats.swapped_bytes,
+            stats.kv_bytes_now,
+        )
+        require(left == (0,) * 5, f"sessions, live, swapped, its bytes, bytes of the pool: {left}")
         require(
-            host.shared and len(host.shared._free_numbers) == host.n_sequences, "seats are free"
+            runner.shared and len(runner.shared._free_numbers) == runner.n_sequences,
+            "slots are free",
         )
         if self._fresh is not None:
             self._fresh.close()
@@ -186,9 +193,9 @@ class _Run:
             self._add(session.fork(), list(text))
 
     def _park(self, session: PoolSession, text: list[int]) -> None:
-        session.park()
-        session.standing()
-        require(session.position == len(text), "parking changes no position")
+        session.swap_out()
+        session.pool_status()
+        require(session.position == len(text), "swap_space changes no position")
 
     def _checkpoint(self, session: PoolSession, text: list[int]) -> None:
         session.keep_checkpoint()
@@ -240,7 +247,7 @@ class _Run:
     def _check(self) -> None:
         stats = self._pool.stats()
         require(stats.kv_bytes_now <= stats.kv_bytes_budget, f"bytes within the budget: {stats}")
-        limit = self._pool.host.checkpoints.limit_bytes
+        limit = self._pool.runner.checkpoints.limit_bytes
         require(stats.checkpoint_bytes <= limit, f"checkpoints within {limit} bytes: {stats}")
         require(stats.sessions == len(self._sessions), f"{len(self._sessions)} sessions: {stats}")
         for session in self._sessions:
@@ -271,9 +278,9 @@ class _Run:
         """Return what the next token's logits must be, where a budget may have evicted."""
         if self._fresh is not None or not session.position:
             return None
-        seat, host = session._seat, session._host
-        seat.expected = max(seat.expected, session.position + 1)
-        with host.with_seat(seat):
-            host.note_growth(seat)  # as its step will, before it attends
+        slot, runner = session._slot, session._runner
+        slot.expected = max(slot.expected, session.position + 1)
+        with runner.live_store(slot):
+            runner.note_growth(slot)  # as its step will, before it attends
             oracle = Oracle.of(self._model, session)
             return None if oracle is None else oracle.next_logits(token)

@@ -154,7 +154,7 @@ class Run:
     def _next_tokens(self) -> tuple[int, ...]:
         session = self.session
         room = session.n_ctx - session.position
-        n_tokens = min(self.chance.choice((1, 1, 2, session.recipe.n_ubatch)), room, 64)
+        n_tokens = min(self.chance.choice((1, 1, 2, session.config.n_ubatch)), room, 64)
         return topic(self.chance, n_tokens, self.model)
 
     def _compare_with_saved(self) -> None:
@@ -163,7 +163,7 @@ class Run:
         session = self.session
         tokens = self._next_tokens()
         data = session.save_state()
-        options = {**self.options, "kv_budget": str(session._host.budget)}
+        options = {**self.options, "kv_budget": str(session._runner.budget)}
         options["kv_type"] = session.stats().kv_type  # `auto` may be another with this budget
         with Session(self.model.path, **options) as loaded:
             loaded.load_state(data)

@@ -79,7 +79,7 @@ def freeze_and_restore_what_has_no_window(session: Session) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("policy", ["freeze", "uniform"])
+@pytest.mark.parametrize("policy", ["rolling-freeze", "uniform"])
 def test_freezing_inside_a_budget(policy: str, path: Path) -> None:
     with session_of(path, kv_budget=0.3, n_ctx=256, freeze="ram", policy=policy) as session:
         read(session, tokens_for(200), 50)

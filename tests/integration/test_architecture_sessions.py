@@ -180,7 +180,7 @@ def test_calibrate_and_use_the_profile(path: Path, tmp_path: Path) -> None:
 @some("gemma3", "gemma4", "deepseek2")
 def test_a_session_on_disk(path: Path, tmp_path: Path) -> None:
     tokens, file = tokens_for(300), tmp_path / "saved.session"
-    options = {"kv_budget": 0.4, "freeze": "ram", "policy": "freeze"}
+    options = {"kv_budget": 0.4, "freeze": "ram", "policy": "rolling-freeze"}
     with session_of(path, **options) as first:
         read(first, tokens[:200], 64)
         first.save(file)

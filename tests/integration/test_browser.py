@@ -267,8 +267,8 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
         page.keyboard.press("Enter")
         page.locator(".tokens", has_text="A quiet market").wait_for()
         server.post("/v1/completions", json.dumps({**body, "user": "cleo"}))
-        page.locator(".holders tr.parked", has_text="ben").wait_for()
-        page.get_by_text("Parked: others needed the room.").wait_for()
+        page.locator(".holders tr.swapped_out", has_text="ben").wait_for()
+        page.get_by_text("SwappedSequence: others needed the room.").wait_for()
         assert watched.findings() == []
         watched.check(LOADING)
     finally:

@@ -69,7 +69,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 def test_the_end_of_a_single_text_is_held_back(tiny_llama: Path) -> None:
     read: list[int] = []
-    text = tokens_for(640)  # more than a stretch
+    text = tokens_for(640)  # more than a chunk
     predictor = fit_by_echoes(tiny_llama, [text], n_threads=2, on_progress=read.append)
     assert predictor.n_tokens == 640 * (1 - HELD_BACK) - N_SINKS
     assert predictor.correlation is not None

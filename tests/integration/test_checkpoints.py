@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
-from entropykv.llama.reading import LEAST_SPARED
+from entropykv.drop_in.reading import LEAST_SPARED
 from entropykv.server.loading import ServedLlama
-from entropykv.server.shelf import Shelf
+from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import SOMEBODY
 from entropykv.session import going_back
 from tests.architectures import ARCHITECTURES
@@ -152,7 +152,7 @@ def test_the_bytes_besides_the_pool_are_limited(model: Path) -> None:
             outside.append(pool.stats().checkpoint_bytes)
         assert 0 < max(outside) <= 100 * 1024
         assert steps.most_bytes <= pool.stats().kv_bytes_budget
-        assert pool.stats().parked == pool.stats().parked_bytes == 0
+        assert pool.stats().swapped_out == pool.stats().swapped_bytes == 0
     with pool_of(model, checkpoints=0) as pool:
         session = pool.session()
         written(session, SYSTEM, 2)
@@ -201,40 +201,40 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
 
 def test_who_begins_as_a_prompt_that_is_read_waits_for_it(model: Path) -> None:
     with pool_of(model, n_sequences=3, kv_budget=3 * N_CTX) as pool:
-        shelf = Shelf(pool, 4)
-        first = shelf.take([*SYSTEM, 5], SOMEBODY)
+        prefix_cache = PrefixCache(pool, 4)
+        first = prefix_cache.take([*SYSTEM, 5], SOMEBODY)
         taken: list[Session] = []
         asked: list[int] = []
 
         def come() -> None:
-            taken.append(shelf.take([*SYSTEM, 6], SOMEBODY, lambda: asked.append(1)))
+            taken.append(prefix_cache.take([*SYSTEM, 6], SOMEBODY, lambda: asked.append(1)))
 
         thread = in_thread(come)
         while not asked:
             time.sleep(0.001)
-        assert shelf.take([9, *SYSTEM], SOMEBODY).position == 0  # begins otherwise
+        assert prefix_cache.take([9, *SYSTEM], SOMEBODY).position == 0  # begins otherwise
         first.decode([*SYSTEM, 5])
         assert not taken
         first.note_turn(writes=True)
-        shelf.has_read(first)
+        prefix_cache.has_read(first)
         thread.join(10)
         assert taken[0].position == len(SYSTEM) // PIECE * PIECE  # where any reading is cut
-        assert shelf.forked == 1
-        shelf.close()
+        assert prefix_cache.forked == 1
+        prefix_cache.close()
         for session in pool.sessions():
             session.close()
 
 
 def test_who_waits_can_be_called_off(model: Path) -> None:
     with pool_of(model, n_sequences=2, kv_budget=2 * N_CTX) as pool:
-        shelf = Shelf(pool, 4)
-        shelf.take(SYSTEM, SOMEBODY)
+        prefix_cache = PrefixCache(pool, 4)
+        prefix_cache.take(SYSTEM, SOMEBODY)
 
         def stop() -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            shelf.take(SYSTEM, SOMEBODY, stop)
+            prefix_cache.take(SYSTEM, SOMEBODY, stop)
 
 
 def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
@@ -242,7 +242,7 @@ def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
     session = pool.session()
     written(session, SYSTEM, 2)
     assert pool.stats().checkpoints == 1
-    core = pool.host.shared.core  # type: ignore[union-attr]
+    core = pool.runner.shared.core  # type: ignore[union-attr]
     session.close()
     assert core is not None
     assert core.used_bytes > 0
@@ -261,7 +261,7 @@ def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     first = list(itertools.islice(llm.generate(prompt, **ask), 5))
     list(itertools.islice(llm.generate([*prompt, *first, *PROMPTS[0]], **ask), 5))
     assert llm.pool is not None
-    found, position = llm.pool.host.checkpoints.nearest(prompt)
+    found, position = llm.pool.runner.checkpoints.nearest(prompt)
     assert found is not None
     assert position == found.position == n_tokens
     assert found.sequence.logits is not None
@@ -290,12 +290,12 @@ def test_logits_of_checkpoints_count_and_stay_within_the_limit(model: Path) -> N
             with pool.session() as session:
                 written(session, [first, 7, 9, 11], 3)
                 session.decode([5, 6])  # a turn: the answer has a checkpoint, too
-        stats, kept = pool.stats(), pool.host.checkpoints._kept
+        stats, kept = pool.stats(), pool.runner.checkpoints._kept
         texts = [each.sequence for each in kept]
         arrays = {id(a): a for t in texts for a in (t.logits, t.parts._logits) if a is not None}
         held = sum(a.nbytes for a in arrays.values()) + sum(4 * len(t.tokens) for t in texts)
         assert stats.checkpoints > 0
-        of_entries = sum(each.parked.n_bytes for each in kept)
+        of_entries = sum(each.swapped.n_bytes for each in kept)
         assert held + of_entries <= stats.checkpoint_bytes <= 16 * 1024
 
 
@@ -303,8 +303,8 @@ def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> Non
     with pool_of(model, n_sequences=2) as pool, pool.session() as session:
         rows = written(session, SYSTEM, 6)
         session.decode([5, 6])
-        assert [len(each.sequence.tokens) for each in pool.host.checkpoints._kept] == [201, 207]
-        prompt, answer = pool.host.checkpoints._kept
+        assert [len(each.sequence.tokens) for each in pool.runner.checkpoints._kept] == [201, 207]
+        prompt, answer = pool.runner.checkpoints._kept
         assert prompt.sequence.logits is not None
         assert answer.sequence.logits is answer.sequence.parts._logits is None
         assert session.return_to_checkpoint(SYSTEM)

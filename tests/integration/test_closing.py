@@ -42,8 +42,8 @@ def forks(session):
     decodes(session)
     with session.fork() as fork:
         fork.decode([5])
-    session.park()
-    session.standing()
+    session.swap_out()
+    session.pool_status()
 
 def answers(llama):
     for _ in llama("the king", max_tokens=60, stream=True, temperature=0.8):
@@ -106,7 +106,7 @@ for _ in range(n_rounds):
     if mode == "session of a pool":
         pool = closed.keeps
         if pool.stats().live or pool.stats().sessions:
-            sys.exit("a closed session holds a seat of the pool")
+            sys.exit("a closed session holds a slot of the pool")
         pool.close()
 print("fine")
 """
@@ -161,7 +161,7 @@ def test_another_one_lives_on_when_the_first_is_closed(tiny_llama: Path) -> None
     pool = third.pool
     third.close()
     assert pool is not None
-    assert pool.host.closed
+    assert pool.runner.closed
 
 
 def test_everything_of_a_closed_model_says_so(tiny_llama: Path) -> None:
@@ -212,14 +212,14 @@ def test_a_pool_lives_as_long_as_one_of_its_sessions(tiny_llama: Path) -> None:
     session = pool_of(tiny_llama).session()
     gc.collect()
     fork = session.fork() if session.decode([5, 6]) is not None else session
-    host = session._host
+    runner = session._runner
     del session
     gc.collect()
     assert fork.decode([7]).shape == (1, fork.n_vocab)
-    assert len(host.seats) == 1
+    assert len(runner.slots) == 1
     del fork
     gc.collect()
-    assert host.closed
+    assert runner.closed
 
 
 def test_garbage_that_is_found_within_a_step_waits_for_its_end(tiny_llama: Path) -> None:
@@ -227,23 +227,23 @@ def test_garbage_that_is_found_within_a_step_waits_for_its_end(tiny_llama: Path)
     reader = pool[0].session()
     garbage = [pool[0].session()]
     garbage[0].decode([5, 6, 7])
-    scheduler = pool[0].host.scheduler
+    scheduler = pool[0].runner.scheduler
     run, seen = scheduler._run, []
 
     def step(works: list[object]) -> None:
-        host = reader._host
-        host._in_step = True
+        runner = reader._runner
+        runner._in_step = True
         garbage.clear()
-        seen.append(len(host.seats))
-        host.close()
-        seen.append(host.closed)
-        host._in_step = False
+        seen.append(len(runner.slots))
+        runner.close()
+        seen.append(runner.closed)
+        runner._in_step = False
         run(works)  # type: ignore[arg-type]
 
     scheduler._run = step  # type: ignore[assignment]
     reader.decode([5])
     assert seen == [2, False]
-    assert reader._host.closed
+    assert reader._runner.closed
     with pytest.raises(EntropyKVError, match="closed"):
         reader.decode([5])
 

@@ -58,12 +58,12 @@ def test_a_run_that_does_not_freeze_says_nothing_of_it(
     [
         (("--freeze", "tape"), "freeze cannot be 'tape'; use ram or disk:DIRECTORY"),
         (("--freeze", "ram", "--store", "flat"), "--store headwise, or leave --freeze"),
-        (("--policy", "freeze", "--store", "flat"), "cannot follow policy freeze"),
+        (("--policy", "rolling-freeze", "--store", "flat"), "cannot follow policy rolling-freeze"),
         (("--freeze-limit", "1MiB"), "give --freeze ram"),
         (("--freeze-rate", 3), "give --freeze ram"),
-        (("--freeze", "ram", "--freeze-rate", 3), "use --policy freeze"),
-        (("--policy", "freeze", "--freeze-rate", -1), "rate of freezing cannot be -1.0"),
-        (("--policy", "freeze", "--freeze-threshold", "nan"), "threshold of freezing"),
+        (("--freeze", "ram", "--freeze-rate", 3), "use --policy rolling-freeze"),
+        (("--policy", "rolling-freeze", "--freeze-rate", -1), "rate of freezing cannot be -1.0"),
+        (("--policy", "rolling-freeze", "--freeze-threshold", "nan"), "threshold of freezing"),
         (("--freeze", "ram", "--freeze-limit", "all"), "limit of frozen entries"),
         (("--freeze", "ram", "--freeze-type", "f16", "--kv-type", "q8_0"), "--freeze-type auto"),
         (("--plot", "x.png"), "--plot draws what is frozen; give --freeze ram"),
@@ -96,7 +96,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def noting(self: Session, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        seen.append(self.recipe.options.freezing)
+        seen.append(self.config.options.freezing)
 
     monkeypatch.setattr(Session, "__init__", noting)
     return seen

@@ -67,7 +67,7 @@ def test_narrower_frozen_entries_come_back_nearly_the_same(
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
-@pytest.mark.parametrize("policy", ["uniform", "freeze", "adaptive"])
+@pytest.mark.parametrize("policy", ["uniform", "rolling-freeze", "adaptive"])
 def test_every_number_of_threads_gives_the_same(
     tiny_llama: Path, policy: str, place: str, tmp_path: Path
 ) -> None:
@@ -127,7 +127,9 @@ def take_a_step(session: Session, chance: random.Random) -> None:
             session.thaw(chance.choice(list(Rung)), window=chance.randint(1, 50))
 
 
-@pytest.mark.parametrize("policy", ["uniform", "freeze", "freeze:products", "streaming"])
+@pytest.mark.parametrize(
+    "policy", ["uniform", "rolling-freeze", "rolling-freeze:products", "streaming"]
+)
 @pytest.mark.parametrize("limit_pages", [None, 2, 4])
 def test_everything_is_accounted_for(
     tiny_llama: Path, policy: str, limit_pages: int | None

@@ -139,7 +139,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+@pytest.mark.parametrize("policy", ["uniform", "rolling-freeze"])
 def test_a_file_that_is_not_what_it_was(
     tiny_llama: Path, tmp_path: Path, harm: str, policy: str
 ) -> None:
@@ -175,7 +175,7 @@ def goes_on_without(session: Session, entries: list[list[int]], position: int, f
 
 def test_what_gave_up_can_be_saved_and_loaded(tiny_llama: Path, tmp_path: Path) -> None:
     """The file is one of a session with nothing frozen; only a new session takes frozen ones."""
-    options = {"kv_budget": 40, "policy": "freeze"}
+    options = {"kv_budget": 40, "policy": "rolling-freeze"}
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(250))
         healthy = session.save_state()
@@ -203,7 +203,7 @@ def damage_pages(path: Path) -> None:
     overwrite(path, 4096, bytes(content[4096:]))
 
 
-@pytest.mark.parametrize("policy", ["uniform", "streaming", "freeze"])
+@pytest.mark.parametrize("policy", ["uniform", "streaming", "rolling-freeze"])
 def test_a_damaged_page_is_noticed_and_what_was_read_stays(
     tiny_llama: Path, tmp_path: Path, policy: str
 ) -> None:

@@ -30,7 +30,12 @@ from tests.support.tiny_models import write_llama
 # --- sessions on disk -----------------------------------------------------------------------------
 
 
-ON_DISK = [("uniform", "ram"), ("uniform", "disk"), ("freeze", "ram"), ("freeze", "disk")]
+ON_DISK = [
+    ("uniform", "ram"),
+    ("uniform", "disk"),
+    ("rolling-freeze", "ram"),
+    ("rolling-freeze", "disk"),
+]
 
 
 def after(session: Session) -> tuple[Any, ...]:
@@ -82,7 +87,7 @@ def test_a_saved_session_looks_for_what_thaw_asks(tiny_llama: Path) -> None:
         assert not other._store.cold.recalls_now
 
 
-@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+@pytest.mark.parametrize("policy", ["uniform", "rolling-freeze"])
 def test_a_smaller_limit_drops_on_loading(tiny_llama: Path, policy: str) -> None:
     least = least_limit(tiny_llama)
     with session_of(tiny_llama, policy=policy, kv_budget=60) as session:
@@ -101,7 +106,7 @@ def test_a_smaller_limit_drops_on_loading(tiny_llama: Path, policy: str) -> None
             check_all_is_there(session)
 
 
-@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+@pytest.mark.parametrize("policy", ["uniform", "rolling-freeze"])
 def test_damaged_frozen_entries_under_a_right_digest(tiny_llama: Path, policy: str) -> None:
     chance = random.Random(3)
     refused = 0
@@ -170,7 +175,7 @@ def test_frozen_keys_move_beyond_the_trained_context(tmp_path: Path, place: str)
         np.testing.assert_array_equal(v[both], theirs[3][mine])
 
 
-@pytest.mark.parametrize("policy", ["uniform", "freeze"])
+@pytest.mark.parametrize("policy", ["uniform", "rolling-freeze"])
 def test_long_texts_go_on_beyond_the_trained_context(tmp_path: Path, policy: str) -> None:
     model = tmp_path / "short.gguf"
     write_llama(model, head_dim=32, n_ctx_train=256, weight_type="F32")

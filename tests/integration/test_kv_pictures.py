@@ -13,8 +13,8 @@ import pytest
 
 from entropykv import Session
 from entropykv.server.errors import RequestError
+from entropykv.server.inspections import Inspections
 from entropykv.server.kv_pictures import Window
-from entropykv.server.looks import Looks
 from entropykv.store.headwise import HeadwiseStore
 
 
@@ -112,23 +112,23 @@ def test_looks_are_answered_between_steps_or_at_once() -> None:
 
     async def use() -> None:
         with ThreadPoolExecutor(1) as pool:
-            looks = Looks("the model", pool.submit)  # type: ignore[arg-type]
-            assert await looks.look(look) == "the model"
+            inspections = Inspections("the model", pool.submit)  # type: ignore[arg-type]
+            assert await inspections.inspect(look) == "the model"
             go_on = threading.Event()
 
             def generation() -> None:
                 while not go_on.wait(0.001):
-                    looks.answer()
+                    inspections.answer()
 
             running = pool.submit(generation)
-            assert await looks.look(look) == "the model"
+            assert await inspections.inspect(look) == "the model"
             with pytest.raises(ZeroDivisionError):
-                await looks.look(lambda _: 1 / 0)
+                await inspections.inspect(lambda _: 1 / 0)
             go_on.set()
             running.result()
         assert len(set(threads)) == 1
-        looks.close()
+        inspections.close()
         with pytest.raises(RequestError, match="shutting down"):
-            await looks.look(look)
+            await inspections.inspect(look)
 
     asyncio.run(use())

@@ -45,7 +45,7 @@ def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
         say(pooled, name, text)
     (_, (_, _, picture)) = events(pooled, "columns=64", most=2)
     states = {each["name"]: each["state"] for each in picture["conversations"]}
-    assert states == {"anna": "parked", "ben": "parked", "cleo": "idle"}
+    assert states == {"anna": "swapped_out", "ben": "swapped_out", "cleo": "idle"}
     anna, cleo = of_name(picture, "anna"), of_name(picture, "cleo")
     assert picture["map"]["id"] == cleo["id"], "the latest is not the one that is shown"
     there = sum(each["bytes"] for each in picture["conversations"])
@@ -53,14 +53,14 @@ def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
     assert anna["bytes"] == 0 < of_name(picture, "ben")["bytes"], "only who filled the pool left it"
     assert cleo["budget"] <= picture["pool"]["budget"]
     assert anna["budget"] == 0
-    assert (anna["parked"], cleo["parked"]) == (True, False)
+    assert (anna["swapped_out"], cleo["swapped_out"]) == (True, False)
     assert anna["entries"] > 0
-    parked = [each["parked_bytes"] for each in picture["conversations"]]
-    assert sum(parked) == picture["pool"]["parked_bytes"]
+    swapped = [each["swapped_bytes"] for each in picture["conversations"]]
+    assert sum(swapped) == picture["pool"]["swapped_bytes"]
     chosen = events(pooled, f"conversation={anna['id']}", most=2)[1][2]
-    assert chosen["map"] is None, "what is parked holds nothing in the pool"
+    assert chosen["map"] is None, "what is swapped out holds nothing in the pool"
     text = pooled.get(f"/v1/kv/text?conversation={anna['id']}&count=4096").json()
-    assert text["parked"]
+    assert text["swapped_out"]
     assert "".join(text["texts"]).removeprefix("<s>").strip().startswith("The old garden")
 
 

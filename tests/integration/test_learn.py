@@ -156,7 +156,7 @@ def test_several_texts_and_sessions_add_up(model: Path) -> None:
     part = TOKENS[: LEAST_TOKENS // 2]
     with Pool(model, n_ctx=N_CTX, kv_budget=256, n_sequences=2, learn=True, n_threads=1) as pool:
         sessions = [pool.session(), pool.session()]
-        learner = pool.host.learner
+        learner = pool.runner.learner
         assert learner is not None
         for session in sessions:
             session.decode(part)

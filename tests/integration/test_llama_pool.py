@@ -51,13 +51,13 @@ def test_answers_in_threads_are_those_of_one_model_alone(model: Path) -> None:
     llamas = [first, *(first.another() for _ in PROMPTS[1:])]
     steps: list[int] = []
     assert first.pool is not None
-    run = first.pool.host.scheduler._run
+    run = first.pool.runner.scheduler._run
 
     def noted(works: Any) -> None:
         steps.append(len(works))
         run(works)
 
-    first.pool.host.scheduler._run = noted
+    first.pool.runner.scheduler._run = noted
     found = in_threads([lambda m=m, p=p: texts(m, p) for m, p in zip(llamas, PROMPTS, strict=True)])
     assert found == expected
     assert max(steps) > 1

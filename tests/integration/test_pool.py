@@ -38,7 +38,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
         sessions = [pool.session() for _ in PROMPTS]
         for session in sessions:  # from now on all share with all others
             session.decode([1])
-        plans = [session._seat.headwise for session in sessions]
+        plans = [session._slot.headwise for session in sessions]
         shares = [plan.share_pages * plan.sharing.plan.page_bytes for plan in plans]
         steps = Steps(pool)
         found = together(sessions, PROMPTS, 24)
@@ -56,14 +56,14 @@ def test_logits_in_company_are_those_alone_to_the_bit(
 
 def noting_shares(session: PoolSession) -> list[tuple[int, int, int | None]]:
     """Return what becomes of a session's share from now on: position, pages, longest text."""
-    seat_of, found = session._seat, list[tuple[int, int, int | None]]()
-    take = seat_of.headwise.take_share
+    slot, found = session._slot, list[tuple[int, int, int | None]]()
+    take = slot.headwise.take_share
 
     def noted(pages: int, longest: int | None) -> None:
-        found.append((seat_of.position, pages, longest))
+        found.append((slot.position, pages, longest))
         take(pages, longest)
 
-    seat_of.headwise.take_share = noted  # type: ignore[method-assign]
+    slot.headwise.take_share = noted  # type: ignore[method-assign]
     return found
 
 
@@ -84,19 +84,19 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
     for rows, prompt, had in zip(found, prompts, shares, strict=True):
         with pool_of(model, n_sequences=1, kv_budget=360, policy=policy) as single:
             session = single.session()
-            shared = single.host.shared
+            shared = single.runner.shared
             assert shared is not None
-            run, left = single.host.scheduler._run, list(had)
+            run, left = single.runner.scheduler._run, list(had)
 
             def follow(works: Any, session: Any = session, run: Any = run, left: Any = left) -> Any:
                 while left and left[0][0] <= works[0].part.position:
-                    session._seat.headwise.take_share(*left.pop(0)[1:])
+                    session._slot.headwise.take_share(*left.pop(0)[1:])
                 return run(works)
 
             shared._shares.give = lambda *_, **__: None  # type: ignore[method-assign]
-            with single.host.with_seat(session._seat):
-                session._seat.headwise.take_share(*left.pop(0)[1:])
-            single.host.scheduler._run = follow
+            with single.runner.live_store(session._slot):
+                session._slot.headwise.take_share(*left.pop(0)[1:])
+            single.runner.scheduler._run = follow
             for row, other in zip(rows, written(session, prompt, 24), strict=True):
                 np.testing.assert_array_equal(row, other)
 

@@ -48,9 +48,9 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
         for other in others:
             other.decode(PROMPTS[4])
         assert first.evicted > 0
-        assert first.standing().given_up == first.evicted
+        assert first.pool_status().given_up == first.evicted
         assert pool.sessions() == [first, *others]
-        assert others[1].standing().given_up == 0
+        assert others[1].pool_status().given_up == 0
         assert first.reusable_from == len(PROMPTS[4])
         shares = [session.stats().kv_bytes_budget for session in (first, *others)]
         assert sum(shares) <= whole
@@ -82,7 +82,7 @@ def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
         assert held > pool.stats().kv_bytes_budget / 3
         for session in short:
             session.decode((PROMPTS[2] * 2)[:180])
-        assert long.evicted == long.standing().given_up > 0
+        assert long.evicted == long.pool_status().given_up > 0
         assert long.stats().kv_bytes_budget < held
         if policy == "uniform":
             assert [session.evicted for session in short] == [0, 0]
@@ -128,7 +128,7 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
         together(sessions, PROMPTS[2:5], 4)
         before = pool.stats()
         for session in sessions:
-            session._host.rest(session._seat)
+            session._runner.rest(session._slot)
         pool.resize(200)
         now = pool.stats()
         assert now.kv_bytes_now <= now.kv_bytes_budget < before.kv_bytes_budget / 4
@@ -141,13 +141,13 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
 
 
 def changed(session: PoolSession, kind: int, chance: random.Random) -> PoolSession:
-    """Go back, park, fork, keep a checkpoint or return to one; returns who goes on."""
+    """Go back, swap, fork, keep a checkpoint or return to one; returns who goes on."""
     if kind == 4 and session.position:
         position = chance.randrange(session.position)
         if session.can_return_to(position):
             session.truncate(position)
     elif kind == 5:
-        session.park()
+        session.swap_out()
     elif kind == 6:
         with_copy = session.fork()
         assert with_copy.tokens == session.tokens
@@ -165,7 +165,7 @@ def changed(session: PoolSession, kind: int, chance: random.Random) -> PoolSessi
 
 
 def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
-    """Conversations that come, write, go back, are parked, forked and closed, in four threads."""
+    """Four threads write in, swap out, fork and close conversations."""
     with pool_of(model, n_sequences=4, kv_budget=300, checkpoints="400KiB") as pool:
         steps = Steps(pool)
 
@@ -188,9 +188,9 @@ def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
         assert all(read)
         assert sum(map(sum, steps.parts)) == sum(read)
         assert 0 < pool.stats().checkpoint_bytes <= 400 * 1024
-        pool.host.checkpoints.clear()
+        pool.runner.checkpoints.clear()
         assert pool.stats().kv_bytes_now == 0  # no page has an owner that is not there
-        assert pool.stats().sessions == pool.stats().parked == pool.stats().parked_bytes == 0
+        assert pool.stats().sessions == pool.stats().swapped_out == pool.stats().swapped_bytes == 0
 
 
 def test_tokens_and_logits_of_all_sessions_are_counted(model: Path) -> None:
@@ -222,10 +222,10 @@ def test_a_call_off_reaches_who_waits(model: Path) -> None:
             except EntropyKVError as error:
                 result.append(error)
 
-        with pool.host.scheduler.between_steps():  # as if a step went on
+        with pool.runner.scheduler.between_steps():  # as if a step went on
             thread = threading.Thread(target=decode)
             thread.start()
-            while pool.host.scheduler.n_waiting == 0:
+            while pool.runner.scheduler.n_waiting == 0:
                 time.sleep(0.001)
             second.interrupt()
             thread.join(10)
@@ -250,12 +250,12 @@ def test_impossible_pools_are_refused(model: Path, tmp_path: Path) -> None:
         pool_of(model, n_sequences=0)
     with pytest.raises(SettingsError, match="at most 256"):
         pool_of(model, n_sequences=257)
-    with pytest.raises(SettingsError, match="park cannot be"):
-        pool_of(model, park="cupboard")
+    with pytest.raises(SettingsError, match="swap cannot be"):
+        pool_of(model, swap="cupboard")
     with pytest.raises(SettingsError, match="is no directory"):
-        pool_of(model, park=f"disk:{tmp_path / 'nowhere'}")
-    with pytest.raises(SettingsError, match="limit of parked"):
-        pool_of(model, park_limit="none")
+        pool_of(model, swap=f"disk:{tmp_path / 'nowhere'}")
+    with pytest.raises(SettingsError, match="swap_limit"):
+        pool_of(model, swap_limit="none")
     with pytest.raises(UnsupportedModelError, match="flat store holds one"):
         pool_of(model, store="flat")
     with pool_of(model) as pool, pytest.raises(SettingsError, match="weight"):
@@ -281,14 +281,14 @@ def test_a_fraction_means_for_each_conversation_what_it_means_for_one_alone(mode
         sessions = [pool.session() for _ in range(4)]
         together(sessions, [PROMPTS[4]] * 4, 3)
         assert {session.stats().kv_bytes_budget for session in sessions} == {alone}
-        assert pool.host.shared is not None
-        told = pool.host.shared.describe()
+        assert pool.runner.shared is not None
+        told = pool.runner.shared.describe()
         assert told.startswith("4 conversations at a time share ")
         assert f"{alone / 2**20:.1f} MiB each" in told
         pool.resize(0.5)
         assert pool.stats().kv_bytes_budget == pytest.approx(8 * alone, rel=0.1)
         pool.resize(20)
-        assert "fewer share it" in pool.host.shared.describe()
+        assert "fewer share it" in pool.runner.shared.describe()
 
 
 def test_the_fraction_of_everything_evicts_nothing(model: Path) -> None:

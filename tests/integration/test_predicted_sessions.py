@@ -89,11 +89,11 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
 
 
 def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> None:
-    """Read a text as calibration does, each stretch with its echo behind it."""
-    echo = Echo(lambda text: session.tokenize(text, add_bos=False), session.recipe.n_ubatch)
+    """Read a text as calibration does, each chunk with its echo behind it."""
+    echo = Echo(lambda text: session.tokenize(text, add_bos=False), session.config.n_ubatch)
     sequence = session._sequence
-    for first in range(0, len(tokens), echo.stretch):
-        stretch = tokens[first : first + echo.stretch]
-        session._decode(stretch, 0, echo.of(sequence.tokens, stretch) if echoes else [], first)
-        sequence.add(stretch, None, is_prompt=True)
+    for first in range(0, len(tokens), echo.chunk):
+        chunk = tokens[first : first + echo.chunk]
+        session._decode(chunk, 0, echo.of(sequence.tokens, chunk) if echoes else [], first)
+        sequence.add(chunk, None, is_prompt=True)
         session._broken = False

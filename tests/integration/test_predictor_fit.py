@@ -78,17 +78,17 @@ def test_texts_are_read_once_after_the_first(
     """The predictor is fitted in the middle of a text, whose rest is read once."""
     with Session(tiny_llama, **INSIDE) as session:
         assert session.policy.name == "adaptive:mass+values+predicted"
-        stretch = session.n_ubatch
-        assert echoes_in(session, TOKENS, monkeypatch) == -(-LEAST_TOKENS // stretch)
+        chunk = session.n_ubatch
+        assert echoes_in(session, TOKENS, monkeypatch) == -(-LEAST_TOKENS // chunk)
         fit = fit_of(session)
-        assert LEAST_TOKENS <= fit.n_tokens < LEAST_TOKENS + stretch
+        assert LEAST_TOKENS <= fit.n_tokens < LEAST_TOKENS + chunk
         assert fit.predictor is not None
         assert session.n_ubatch == 512
         assert (shares(session) > 2 * LEAST_SHARE).mean() > 0.9
         assert store_of(session).core.is_predicted
         session.reset()
         assert echoes_in(session, TOKENS, monkeypatch) == 0
-        assert fit.n_tokens < LEAST_TOKENS + stretch
+        assert fit.n_tokens < LEAST_TOKENS + chunk
         assert session.stats().evictions > 0
 
 
@@ -104,18 +104,18 @@ def test_a_text_that_fits_teaches_nothing(
 def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
     """Another session of the pool has read a text that fits: nobody had predicted it."""
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=1200, n_sequences=3, n_threads=1) as pool:
-        live, parked, reader = (pool.session() for _ in range(3))
-        for session in (live, parked):
+        live, swapped, reader = (pool.session() for _ in range(3))
+        for session in (live, swapped):
             session.decode(TOKENS[:100])
             assert shares(session).max() < 2 * LEAST_SHARE
-        pool.host.shared.park(parked._seat)  # type: ignore[union-attr]
+        pool.runner.shared.swap_out(swapped._slot)  # type: ignore[union-attr]
         while fit_of(reader).predictor is None:
             reader.decode(TOKENS[:600])
             if reader.position > 1200:
                 reader.reset()
         assert (shares(live) > 2 * LEAST_SHARE).mean() > 0.9
-        parked.decode(TOKENS[100:101])
-        np.testing.assert_array_equal(shares(parked)[:90], shares(live)[:90])
+        swapped.decode(TOKENS[100:101])
+        np.testing.assert_array_equal(shares(swapped)[:90], shares(live)[:90])
 
 
 def test_written_text_teaches_too(tiny_llama: Path) -> None:

@@ -102,10 +102,10 @@ def test_a_second_model_is_refused_in_a_sentence(again: str) -> None:
             ["--override-kv", "a=int:1", "--override-kv", "b=int:2"],
             {"kv_overrides": ["a=int:1", "b=int:2"]},
         ),
-        (["-ctxcp", "0", "-cram", "8"], {"checkpoints": "0", "park_limit": f"{8 << 20}B"}),
+        (["-ctxcp", "0", "-cram", "8"], {"checkpoints": "0", "swap_limit": f"{8 << 20}B"}),
         (
             ["--ctx-checkpoints", "32", "--cache-ram", "-1"],
-            {"checkpoints": "64MiB", "park_limit": f"{1 << 60}B"},
+            {"checkpoints": "64MiB", "swap_limit": f"{1 << 60}B"},
         ),
         (["-lm", "none"], {"use_mmap": False, "use_mlock": False}),
         (

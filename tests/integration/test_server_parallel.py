@@ -151,7 +151,7 @@ def test_the_next_turn_reads_only_what_is_new(server: Server) -> None:
             read = server.idle_figures(60)["prompt_tokens"] - before
             assert read < answer.usage.prompt_tokens / 4
         assert figure(server, "resumed_total") == resumed + len(texts)
-        assert figure(server, "conversations_parked") > 0  # more than the 3 that fit
+        assert figure(server, "conversations_swapped_out") > 0  # more than the 3 that fit
         assert figure(server, "conversations") >= len(texts)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.cli import main
-from entropykv.llama.arguments import split_arguments
+from entropykv.drop_in.arguments import split_arguments
 from entropykv.llamacpp.threads import ThreadChoice
 from entropykv.server import ModelOptions
 from entropykv.settings import cores

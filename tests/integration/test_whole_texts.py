@@ -90,7 +90,7 @@ def test_a_text_that_grows_beyond_the_bytes_comes_under_the_policy(
         session.decode(tokens_for(short))
         session.decode(tokens_for(200, seed=1))
         assert session.evicted > 0
-        sinks = session.recipe.options.n_sinks
+        sinks = session.config.options.n_sinks
         for positions in all_entries(session):
             assert positions[:sinks] == list(range(sinks))
             assert positions[-1] == short + 199
@@ -165,5 +165,5 @@ def test_a_text_within_the_bytes_can_be_asked_again(uneven_llama: Path) -> None:
 
 
 def test_what_freezes_follows_its_schedule(uneven_llama: Path) -> None:
-    with session_of(uneven_llama, policy="freeze", freeze="ram") as session:
+    with session_of(uneven_llama, policy="rolling-freeze", freeze="ram") as session:
         assert session.sure_entries == 0

@@ -40,7 +40,7 @@ class Steps:
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []
         self.most_bytes = 0
-        scheduler, shared = pool.host.scheduler, pool.host.shared
+        scheduler, shared = pool.runner.scheduler, pool.runner.shared
         assert shared is not None
         core = shared.core
         run = scheduler._run

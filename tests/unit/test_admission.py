@@ -24,7 +24,7 @@ from entropykv.server.conversations import Conversations
 from entropykv.server.engine import Engine, Job
 from entropykv.server.errors import RequestError, as_request_error
 from entropykv.server.fields import MOST_VALUES, check_values
-from entropykv.server.hosts import Hosts
+from entropykv.server.host_header_check import HostHeaderCheck
 from entropykv.server.llama_server_routes import DetokenizeRequest
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
@@ -38,7 +38,7 @@ class FakeLlama:
     checkpoint: Any = None
     caller: Any = None
     pool: Any = None
-    shelf: Any = None
+    prefix_cache: Any = None
     interrupts: int = 0
     interrupted: threading.Event = field(default_factory=threading.Event)
     saved: int = 0
@@ -216,9 +216,9 @@ def test_waiting_is_counted_in_jobs() -> None:
 
 def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
     """Between its last check and its waiting for room, nobody hears of a call to stop."""
-    llama = FakeLlama(shelf=object())
+    llama = FakeLlama(prefix_cache=object())
     engine = engine_of(llama)
-    engine.shelf = None
+    engine.prefix_cache = None
     begun = threading.Event()
 
     def wait_for_room(_: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again() -> None:
 
 def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends while it is being stopped makes room for another in the same model."""
-    llama = FakeLlama(shelf=object())
+    llama = FakeLlama(prefix_cache=object())
     engine = engine_of(llama)
     stopped = []
 
@@ -452,12 +452,12 @@ def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(tmp_path: Path)
     ],
 )
 def test_hosts(host: str, allowed: str | None, given: str, status: int) -> None:
-    app = Hosts(echo, host, allowed)
+    app = HostHeaderCheck(echo, host, allowed)
     assert asyncio.run(status_of(app, scope(host=given), piece(b""))) == status
 
 
 def test_a_server_knows_its_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Machine")
     for host, status in (("0.0.0.0", 200), ("127.0.0.1", 403)):  # noqa: S104
-        app = Hosts(echo, host, None)
+        app = HostHeaderCheck(echo, host, None)
         assert asyncio.run(status_of(app, scope(host="machine:1"), piece(b""))) == status

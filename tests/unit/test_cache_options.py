@@ -24,7 +24,7 @@ from entropykv import (
 )
 from entropykv.cli import main
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.recipe import resolve
+from entropykv.policy.resolved_config import resolve
 from entropykv.settings.cache_options import (
     CacheArguments,
     PoolArguments,
@@ -69,7 +69,7 @@ def test_what_is_said_is_read_once() -> None:
 
 
 def test_a_session_holds_one_conversation(tiny_llama: Path) -> None:
-    for options in ({"n_sequences": 4}, {"park": "disk:x"}, {"park_limit": 100}):
+    for options in ({"n_sequences": 4}, {"swap": "disk:x"}, {"swap_limit": 100}):
         with pytest.raises(SettingsError, match=r"holds one conversation; .*make a Pool"):
             Session(tiny_llama, **options)  # type: ignore[arg-type]
     for n in (0, 257, True):
@@ -107,11 +107,11 @@ def test_options_reach_a_session_whole(tiny_llama: Path) -> None:
     recovery = Recovery(highest=Rung.FULL)
     options = CacheOptions(n_ctx=64, kv_budget=32, freeze="ram", recovery=recovery)
     with Session(tiny_llama, options, kv_budget=16) as session:
-        assert session.recipe.options == dataclasses.replace(options, kv_budget=16)
+        assert session.config.options == dataclasses.replace(options, kv_budget=16)
         assert session.recovery == recovery
         assert session.stats().kv_budget == "16"
     llm = EntropyLlama(str(tiny_llama), options, kv_budget=16, verbose=False)
-    assert llm._session.recipe.options.budget == Budget("tokens", 16)
+    assert llm._session.config.options.budget == Budget("tokens", 16)
     assert (llm.n_ctx(), llm._session.recovery) == (64, recovery)
     llm.close()
 
@@ -122,20 +122,20 @@ def test_attach_leaves_to_the_model_what_is_its_own() -> None:
 
 
 def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
-    """Every figure of the recipe, before anything is loaded, is that of the session."""
+    """Every figure of the config, before anything is loaded, is that of the session."""
     for options in (
         CacheOptions(n_ctx=96, kv_budget=0.5),
         CacheOptions(n_ctx=96, kv_budget=48, freeze="ram"),
         CacheOptions(n_ctx=96, kv_budget="1MiB", store="flat"),
-        CacheOptions(policy="freeze", n_ubatch=9),
+        CacheOptions(policy="rolling-freeze", n_ubatch=9),
     ):
-        recipe = resolve(options, read_geometry(tiny_llama))
+        config = resolve(options, read_geometry(tiny_llama))
         with Session(tiny_llama, options) as session:
-            assert session.recipe == recipe
-            assert (session.store, session.policy) == (recipe.store, recipe.policy)
-            assert session.stats().kv_type == recipe.kv_type
-            if recipe.store == "headwise":
-                planned = recipe.headwise_plan()
+            assert session.config == config
+            assert (session.store, session.policy) == (config.store, config.policy)
+            assert session.stats().kv_type == config.kv_type
+            if config.store == "headwise":
+                planned = config.headwise_plan()
                 assert session.stats().kv_bytes_budget == planned.pool_bytes
 
 
@@ -144,7 +144,11 @@ def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
     for options, error, what in (
         (CacheOptions(recovery=Recovery()), SettingsError, "nothing is; use --freeze"),
         (CacheOptions(store="flat", policy="uniform"), SettingsError, "cannot follow policy"),
-        (CacheOptions(store="flat", policy="freeze"), SettingsError, "cannot follow policy"),
+        (
+            CacheOptions(store="flat", policy="rolling-freeze"),
+            SettingsError,
+            "cannot follow policy",
+        ),
         (CacheOptions(policy="nobody"), SettingsError, "policy cannot be"),
         (CacheOptions(n_ctx=10_000, n_sinks=5_000), ContextError, "too many"),
     ):

@@ -33,7 +33,7 @@ class FakeLlama:
     calls: list[str] = field(default_factory=list)
     broken: bool = False
     pool: None = None
-    shelf: None = None
+    prefix_cache: None = None
     callers: list[Caller] = field(default_factory=list)
 
     def serve_for(self, caller: Caller) -> None:

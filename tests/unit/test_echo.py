@@ -1,4 +1,4 @@
-"""Echoes: what repeats a stretch of text tells what its entries are worth, and is not kept."""
+"""Echoes: what repeats a chunk of text tells what its entries are worth, and is not kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import _core
-from entropykv.session.echo import LEAST_STRETCH, LEAST_TOKENS, OVERLAP, Echo
+from entropykv.session.echo import LEAST_CHUNK, LEAST_TOKENS, OVERLAP, Echo
 from tests.support.reference import (
     SCORING_INTERVAL,
     Floats,
@@ -59,7 +59,7 @@ class Text:
         return self.random.standard_normal((n, heads, DIM), dtype=np.float32) * np.float32(1.5)
 
     def read(self, n_text: int, n_echo: int, **options: Any) -> tuple[Floats, Floats]:
-        """Read a stretch and its echo; outputs of the store and of the oracle, [reader, token]."""
+        """Read a chunk and its echo; outputs of the store and of the oracle, [reader, token]."""
         n, position = n_text + n_echo, len(self.k)
         queries = [self.rows(n, N_HEAD_KV * GROUP) for _ in range(self.readers)]
         k, v = self.rows(n, N_HEAD_KV), self.rows(n, N_HEAD_KV)
@@ -201,16 +201,16 @@ def test_a_stretch_and_its_echo_fit_into_the_micro_batch() -> None:
     for n_ubatch in (128, 129, 512, 2048):
         echo = Echo(lambda text: list(text.encode())[:12], n_ubatch)
         assert n_ubatch - 1 <= echo.n_ubatch <= n_ubatch
-        stretch = list(range(1000, 1000 + echo.stretch))
-        assert echo.stretch + len(echo.of(list(range(500)), stretch)) == echo.n_ubatch
+        chunk = list(range(1000, 1000 + echo.chunk))
+        assert echo.chunk + len(echo.of(list(range(500)), chunk)) == echo.n_ubatch
 
 
 def test_an_echo_begins_before_its_stretch() -> None:
     echo = Echo(lambda _: [7, 8], 512)
-    stretch = list(range(100, 100 + LEAST_TOKENS))
-    assert echo.of([], stretch) == [7, 8, *stretch]
-    assert echo.of([1, 2], stretch) == [7, 8, 1, 2, *stretch]
-    assert echo.of(list(range(50)), stretch) == [7, 8, *range(50 - OVERLAP, 50), *stretch]
+    chunk = list(range(100, 100 + LEAST_TOKENS))
+    assert echo.of([], chunk) == [7, 8, *chunk]
+    assert echo.of([1, 2], chunk) == [7, 8, 1, 2, *chunk]
+    assert echo.of(list(range(50)), chunk) == [7, 8, *range(50 - OVERLAP, 50), *chunk]
 
 
 def test_single_tokens_wait_for_an_echo_of_many() -> None:
@@ -218,13 +218,13 @@ def test_single_tokens_wait_for_an_echo_of_many() -> None:
     assert echo.least_pending(LEAST_TOKENS, recent_window=100) == LEAST_TOKENS
     assert echo.least_pending(1, recent_window=3) == LEAST_TOKENS
     assert echo.least_pending(1, recent_window=100) == 100
-    assert echo.least_pending(1, recent_window=1000) == echo.stretch
+    assert echo.least_pending(1, recent_window=1000) == echo.chunk
 
 
 def test_micro_batches_too_small_for_a_stretch_are_larger() -> None:
     echo = Echo(lambda _: [7] * 40, 16)
-    assert echo.stretch == LEAST_STRETCH
-    assert echo.n_ubatch == 40 + OVERLAP + 2 * LEAST_STRETCH
+    assert echo.chunk == LEAST_CHUNK
+    assert echo.n_ubatch == 40 + OVERLAP + 2 * LEAST_CHUNK
 
 
 def test_losses_of_an_echo_alone_are_relative_to_its_outputs() -> None:

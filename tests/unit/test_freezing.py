@@ -117,20 +117,22 @@ def test_every_option_reaches_its_setting() -> None:
     everything = ("--freeze", "disk:x", "--freeze-limit", "1MiB", "--freeze-type", "q4_0")
     everything += ("--recall-interval", 3, *SCHEDULE, "--freeze-history", 9)
     expected = Freezing("disk:x", "1MiB", "q4_0", 3, 8, 0.25, 1.0, 9)
-    assert parsed(*everything, policy="freeze") == expected
+    assert parsed(*everything, policy="rolling-freeze") == expected
     for field in dataclasses.fields(Freezing):
         assert getattr(expected, field.name) != field.default, field.name
 
 
 def test_policy_freeze_freezes_into_memory() -> None:
-    assert parsed(policy="freeze") == Freezing()
-    assert parsed(*SCHEDULE, policy="freeze") == Freezing(window=8, threshold=0.25, rate=1.0)
-    assert parsed("--freeze", "disk:x", policy="freeze") == Freezing("disk:x")
+    assert parsed(policy="rolling-freeze") == Freezing()
+    assert parsed(*SCHEDULE, policy="rolling-freeze") == Freezing(
+        window=8, threshold=0.25, rate=1.0
+    )
+    assert parsed("--freeze", "disk:x", policy="rolling-freeze") == Freezing("disk:x")
 
 
 def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
-    mixed = ["uniform", "freeze"]
-    assert parsed(policy=mixed) is None  # a session of policy freeze does by itself
+    mixed = ["uniform", "rolling-freeze"]
+    assert parsed(policy=mixed) is None  # a session of policy rolling-freeze does by itself
     expected = Freezing(window=8, threshold=0.25, rate=1.0)
     assert parsed("--freeze", "ram", *SCHEDULE, policy=mixed) == expected
     with pytest.raises(SettingsError, match="--freeze-rate is of no use where nothing is frozen"):
@@ -144,7 +146,10 @@ def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
         (("--freeze-type", "f16"), "--freeze-type is of no use"),
         (("--recall-interval", 0), "--recall-interval is of no use"),
         (("--freeze-history", 0), "--freeze-history is of no use"),
-        (("--freeze", "ram", "--freeze-window", 8), "--freeze-window .*use --policy freeze"),
+        (
+            ("--freeze", "ram", "--freeze-window", 8),
+            "--freeze-window belongs to --policy rolling-freeze",
+        ),
         (("--freeze", ""), "freeze cannot be ''"),
         (("--freeze", "ram", "--freeze-limit", "many"), "'many'"),
     ],
@@ -168,9 +173,11 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
             assert session.stats().freeze == (None if expected is None else "ram")
             assert (session.trajectory is None) == (expected is None)
             assert session._saved_settings().freeze == (expected and expected.kv_type)
-    with Session(tiny_llama, n_ctx=64, kv_type="f16", policy="freeze", n_threads=1) as session:
+    with Session(
+        tiny_llama, n_ctx=64, kv_type="f16", policy="rolling-freeze", n_threads=1
+    ) as session:
         assert session.freezing == Freezing(kv_type="f16")
-        assert session.policy.name == "freeze"
+        assert session.policy.name == "rolling-freeze"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,10 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
             {"freeze": "ram", "store": "flat"},
             "no cold storage; use --store headwise, or leave",
         ),
-        ({"policy": "freeze", "store": "flat"}, "cannot follow policy freeze.*--store headwise"),
+        (
+            {"policy": "rolling-freeze", "store": "flat"},
+            "cannot follow policy rolling-freeze.*--store headwise",
+        ),
         ({"freeze": "tape"}, "freeze cannot be 'tape'"),
         ({"freeze": Freezing(kv_type="f16"), "kv_type": "q8_0"}, "wider than the store's q8_0"),
     ],
@@ -203,7 +213,7 @@ def test_a_type_that_turns_out_too_wide_is_refused(tiny_llama: Path) -> None:
         Session(tiny_llama, n_ctx=64, kv_budget=0.5, freeze=Freezing(kv_type="f16"))
 
 
-@pytest.mark.parametrize("arguments", [{"freeze": "ram"}, {"policy": "freeze"}])
+@pytest.mark.parametrize("arguments", [{"freeze": "ram"}, {"policy": "rolling-freeze"}])
 def test_auto_does_not_go_on_without_what_was_asked_for(
     tiny_llama: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,17 +96,17 @@ def test_what_is_not_a_policy_is_refused_by_name(text: str, message: str) -> Non
 
 
 def test_policy_freeze_goes_by_what_each_step_finds() -> None:
-    policy = named("freeze")
+    policy = named("rolling-freeze")
     assert str(policy.importance) == "attention"
-    assert named("freeze:attention") == policy
-    assert named("freeze:products").importance.measure == "products"  # as in the document
-    assert named("freeze:products").schedule
-    assert schedules("freeze")
-    assert schedules("freeze:mass+window")
+    assert named("rolling-freeze:attention") == policy
+    assert named("rolling-freeze:products").importance.measure == "products"  # as in the document
+    assert named("rolling-freeze:products").schedule
+    assert schedules("rolling-freeze")
+    assert schedules("rolling-freeze:mass+window")
     assert [name for name in ("auto", "uniform:products", "x") if schedules(name)] == []
     for measure in ("expected", "attention+values", "mass+distinct", "mass+echo", "reconstruct"):
-        with pytest.raises(SettingsError, match=r"step's queries find.*--policy freeze, "):
-            named(f"freeze:{measure}")
+        with pytest.raises(SettingsError, match=r"step's queries find.*--policy rolling-freeze, "):
+            named(f"rolling-freeze:{measure}")
 
 
 def test_the_flat_store_takes_no_measure_of_attention() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropykv.llama.prefix import common_prefix, continuing, control_symbol, spelling
+from entropykv.drop_in.prefix import common_prefix, continuing, control_symbol, spelling
 
 PIECES = [b"a", b"b", b" ", b"\n", b"ab", b"aba", b"ba", b" a", b"b ", b"\xc3", b"\xa9", b"<end>"]
 END, BEGIN = 100, 101  # control tokens; END's name is <end>

@@ -13,7 +13,7 @@ from entropykv.errors import ProfileError
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import DEMOS
 from entropykv.policy.plan import kv_type_for
-from entropykv.policy.recipe import profile_for
+from entropykv.policy.resolved_config import profile_for
 from entropykv.profile.belongs import fingerprint_of, other_file
 from entropykv.profile.find import find_profile, profile_beside, profile_path
 from entropykv.settings.options import Budget

@@ -23,7 +23,7 @@ def rows() -> list[list[str]]:
     The lowest row has the modules that are in no folder.
     """
     picture = PICTURE.read_text(encoding="utf-8").split("python/entropykv/\n")[1].split("cpp/\n")[0]
-    found = [re.match(r"  ((?:[a-z]+/ ?)+)", line) for line in picture.splitlines()]
+    found = [re.match(r"  ((?:[a-z_]+/ ?)+)", line) for line in picture.splitlines()]
     return [match[1].replace("/", "").split() for match in found if match]
 
 

@@ -1,4 +1,4 @@
-"""Fit the predictor of a model: read its long texts once more, every stretch with its echo.
+"""Fit the predictor of a model: read its long texts once more, every chunk with its echo.
 
 The queries of an echo tell how much each entry is looked up when the text is repeated, and that is
 what the predictor learns to say from the entry's key and value. Nothing is evicted meanwhile, so
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
-from entropykv.policy.recipe import resolve
+from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
 from entropykv.session.echo import LEAST_TOKENS, Echo
@@ -86,15 +86,15 @@ class _EchoReader:
         )
         self._model = Model(path, n_gpu_layers=0, verbose=False)
         try:
-            recipe = resolve(options, self._model.geometry)
-            self._echo = Echo(self._tokenize_plainly, recipe.n_ubatch)
-            self._context = HeadwiseContext(self._model, recipe, self._echo.n_ubatch)
+            config = resolve(options, self._model.geometry)
+            self._echo = Echo(self._tokenize_plainly, config.n_ubatch)
+            self._context = HeadwiseContext(self._model, config, self._echo.n_ubatch)
         except BaseException:
             self._model.close()
             raise
         self._batch = MicroBatch(self._echo.n_ubatch, self._model.n_vocab)
         try:
-            self._store = PooledStore(self._model, recipe, host=self._context)
+            self._store = PooledStore(self._model, config, shared_context=self._context)
             self._store.sharing.keep_everything()
             self._store.prediction.collect_lessons(True)
         except BaseException:
@@ -120,10 +120,10 @@ class _EchoReader:
         """Read a text from token `first` on; where that is not 0, what is before it was read."""
         if first == 0:
             self._store.truncate(0)
-        for start in range(first, len(tokens), self._echo.stretch):
-            stretch = tokens[start : start + self._echo.stretch]
-            echo = self._echo.of(tokens[:start], stretch) if len(stretch) >= LEAST_TOKENS else []
-            self._decode(stretch, start, echo)
+        for start in range(first, len(tokens), self._echo.chunk):
+            chunk = tokens[start : start + self._echo.chunk]
+            echo = self._echo.of(tokens[:start], chunk) if len(chunk) >= LEAST_TOKENS else []
+            self._decode(chunk, start, echo)
 
     def take_lessons(self) -> Lessons:
         """Return what was added up since the last call."""
@@ -139,8 +139,8 @@ class _EchoReader:
         self._store.prediction.collect_lessons(False)
         self._store.prediction.adopt(predictor)
         self._store.truncate(0)
-        for start in range(0, len(tokens), self._echo.stretch):
-            self._decode(tokens[start : start + self._echo.stretch], start, [])
+        for start in range(0, len(tokens), self._echo.chunk):
+            self._decode(tokens[start : start + self._echo.chunk], start, [])
         return [
             [self._store.core.importance(number, head)[N_SINKS:] for head in range(layer.n_head_kv)]
             for number, layer in enumerate(self._store.layers)

@@ -14,7 +14,7 @@ from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.recipe import resolve
+from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.pooled import PooledStore

@@ -16,13 +16,13 @@ _DEFAULTS = Freezing
 
 
 def add_freeze_options(parser: argparse.ArgumentParser) -> None:
-    """Add where evicted entries are kept, and the schedule of policy freeze."""
+    """Add where evicted entries are kept, and the schedule of policy rolling-freeze."""
     group = parser.add_argument_group("freezing (headwise store)")
     group.add_argument(
         "--freeze",
         metavar=WHERE,
         help="keep what is evicted, out of attention: in memory, or in a file in a directory "
-        "(default: drop it; with policy freeze: ram)",
+        "(default: drop it; with policy rolling-freeze: ram)",
     )
     group.add_argument(
         "--freeze-limit",
@@ -41,7 +41,7 @@ def add_freeze_options(parser: argparse.ArgumentParser) -> None:
         help="look for frozen entries that matter again with every N-th generated token (0: never; "
         f"default: {_DEFAULTS.recall_interval})",
     )
-    _add_schedule_options(parser.add_argument_group("schedule of policy freeze"))
+    _add_schedule_options(parser.add_argument_group("schedule of policy rolling-freeze"))
 
 
 def _add_schedule_options(group: argparse._ArgumentGroup) -> None:

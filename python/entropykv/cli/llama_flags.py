@@ -384,7 +384,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --cache-idle-slots
         s 0 --no-cache-idle-slots
         """,
-        noted("idle conversations are parked where another one needs room"),
+        noted("idle conversations are swapped out where another one needs room"),
     ),
     *_flags(
         """

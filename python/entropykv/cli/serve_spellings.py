@@ -224,7 +224,7 @@ def _checkpoints(text: str) -> str:
     return CHECKPOINTS if _whole(text, "--ctx-checkpoints") else "0"
 
 
-def _park_limit(text: str) -> str:
+def _swap_limit(text: str) -> str:
     """Read the MiB that idle conversations may take: -1 is no limit, and 0 as good as nothing."""
     mib = _whole(text, "--cache-ram")
     return f"{MOST_BYTES}B" if mib < 0 else f"{max(mib << 20, 1)}B"
@@ -267,7 +267,9 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
             _checkpoints,
             f"0: --checkpoints 0, other numbers: --checkpoints {CHECKPOINTS}",
         ),
-        (("-cram", "--cache-ram"), "park_limit", _park_limit, "--park-limit in MiB (-1: none)"),
+        (("-cram", "--cache-ram"), "swap_limit", _swap_limit, "--swap-limit in MiB (-1: none)"),
+        (("--park",), "swap", str, "the earlier name of --swap"),
+        (("--park-limit",), "swap_limit", str, "the earlier name of --swap-limit"),
         (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
         (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
     )

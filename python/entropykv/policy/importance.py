@@ -135,7 +135,7 @@ class Importance:
     @property
     def _decay(self) -> float:
         if self._row.of_echoes:
-            return 1.0  # every entry had its turn: when its own stretch was repeated
+            return 1.0  # every entry had its turn: when its own chunk was repeated
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
         return 0.0 if "window" in self.modifiers else self.decay

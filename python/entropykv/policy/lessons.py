@@ -1,6 +1,6 @@
 """Add up what texts that are read twice show of a model's KV heads: a profile in the making.
 
-Inside a budget nobody looks any more at what a head has dropped. But the stretch that is being read
+Inside a budget nobody looks any more at what a head has dropped. But the chunk that is being read
 is whole, and its repetition looks for what a model would need to say it again: what a head would
 have lost of that with fewer entries is measured for policy `adaptive` anyway. Means of it over some
 texts are loss curves, which later sessions begin with.

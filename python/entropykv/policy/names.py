@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -19,6 +20,8 @@ nothing can be predicted, and all texts are read twice. `uniform` where entries 
 head needs comes back, and every head needs room for it; `recency` on the flat store."""
 FAST = "fast"
 """The default without predictions and echoes: what queries of the text give ranks entries."""
+EARLIER_NAMES = {"freeze": "rolling-freeze"}
+"""Names that policies had before version 0.2.0; they are taken for one more release."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
 """What takes the place of a measure of IMPORTANCES where nothing can be predicted."""
 ENTROPY_CLAMP = (0.3, 2.5)
@@ -137,10 +140,10 @@ POLICIES = {
             rule=BudgetRule.LAYER_RANGE,
         ),
         Policy(
-            "freeze",
+            "rolling-freeze",
             "ASR-KF-EGR's schedule: what gets less attention than a share of the mean is "
-            "frozen, each time for longer, and comes back by itself (freeze:products: less |q.k| "
-            "than a threshold, as in its paper)",
+            "frozen, each time for longer, and comes back by itself "
+            "(rolling-freeze:products: less |q.k| than a threshold, as in its paper)",
             Importance("attention", ()),
             schedule=True,
         ),
@@ -207,6 +210,12 @@ def policy_named(
     return policy
 
 
+def current_name(text: str) -> str:
+    """Return the name of a policy today, where `text` may begin with an earlier one."""
+    base, colon, measure = text.partition(":")
+    return f"{EARLIER_NAMES.get(base, base)}{colon}{measure}"
+
+
 def learns_predictor(policy: Policy, profile: EntropyProfile | None) -> bool:
     """Tell whether a policy predicts, and nobody has fitted a predictor to the model yet."""
     known = profile is not None and profile.predictor is not None
@@ -222,7 +231,7 @@ def takes_profile(name: str | OwnPolicy) -> bool:
     """
     if not isinstance(name, str):
         return False
-    base, _, measure = name.partition(":")
+    base, _, measure = current_name(name).partition(":")
     predicts = "predicted" in measure.split("+")
     return base in (AUTO, FAST) or (
         base in POLICIES and (POLICIES[base].rule.by_profile or predicts)
@@ -233,7 +242,7 @@ def schedules(name: str | OwnPolicy) -> bool:
     """Tell whether a policy of that name freezes and restores by the freeze document's schedule."""
     if not isinstance(name, str):
         return False
-    base = name.partition(":")[0]
+    base = current_name(name).partition(":")[0]
     return base in POLICIES and POLICIES[base].schedule
 
 
@@ -283,7 +292,13 @@ def _chosen(
 
 
 def _parsed(text: str) -> Policy:
-    name, colon, measure = text.partition(":")
+    name, colon, measure = current_name(text).partition(":")
+    if current_name(text) != text:
+        warnings.warn(
+            f"policy {text} is called {current_name(text)} since version 0.2.0",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     if name not in POLICIES:
         known = ", ".join([AUTO, FAST, *POLICIES])
         raise SettingsError(f"policy cannot be {name!r}; use one of {known}")

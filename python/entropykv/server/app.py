@@ -19,13 +19,13 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 from entropykv import _version
 from entropykv.errors import SettingsError
 from entropykv.server.admission import Limits
+from entropykv.server.api_key_check import ApiKeyCheck
 from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
 from entropykv.server.engine import Engine
 from entropykv.server.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.fields import Name, Tokens
-from entropykv.server.gate import Gate
-from entropykv.server.hosts import Hosts
+from entropykv.server.host_header_check import HostHeaderCheck
 from entropykv.server.kv_stream import kv_stream_routes
 from entropykv.server.llama_server_routes import llama_server_routes, text_of
 from entropykv.server.loading import load_llama
@@ -135,7 +135,7 @@ def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None
 def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine, keys: Keys) -> None:
     """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
     app.add_middleware(Bodies, admission=engine.admission)
-    app.add_middleware(Gate, keys=keys)
+    app.add_middleware(ApiKeyCheck, keys=keys)
     if server.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -143,7 +143,7 @@ def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine, keys: K
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(Hosts, host=server.host, allowed=server.allowed_hosts)
+    app.add_middleware(HostHeaderCheck, host=server.host, allowed=server.allowed_hosts)
     app.add_middleware(RequestLog)
 
 

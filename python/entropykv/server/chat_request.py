@@ -9,6 +9,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from entropykv.server.choices import seeds, with_usage
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
     FIRST_ERROR,
@@ -24,7 +25,6 @@ from entropykv.server.fields import (
     Stop,
     TokenCount,
 )
-from entropykv.server.generations import seeds, with_usage
 from entropykv.server.loading import ServedLlama
 from entropykv.server.messages import Message, template_messages
 from entropykv.server.requests import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.server.shelf import Shelf
+from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import Caller
 
 _logger = logging.getLogger(__name__)
@@ -37,23 +37,23 @@ class HoldsOne(Protocol):
 
 @dataclass(frozen=True)
 class OnShelf:
-    """Hold a caller's conversation on the shelf of a pool."""
+    """Hold a caller's conversation on the prefix_cache of a pool."""
 
-    shelf: Shelf
+    prefix_cache: PrefixCache
     caller: Caller
 
     @property
     def n_tokens(self) -> int:
-        """Return how many tokens it has; 0 where the shelf does not have it."""
-        return self.shelf.length_of(self.caller)
+        """Return how many tokens it has; 0 where the prefix_cache does not have it."""
+        return self.prefix_cache.length_of(self.caller)
 
     def load_session(self, path: Path) -> None:
-        """Put what a file has in the place of what the shelf has."""
-        self.shelf.load(self.caller, path)
+        """Put what a file has in the place of what the prefix_cache has."""
+        self.prefix_cache.load(self.caller, path)
 
     def save_session(self, path: Path) -> None:
         """Write it to a file; nobody takes it meanwhile."""
-        self.shelf.save(self.caller, path)
+        self.prefix_cache.save(self.caller, path)
 
 
 class Conversations:

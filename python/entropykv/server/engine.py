@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar, get_args
 from entropykv.errors import ContextError
 from entropykv.server.admission import Admission, Limits, too_late
 from entropykv.server.errors import RequestError, as_request_error, without_frames
+from entropykv.server.inspections import Inspections
 from entropykv.server.loading import ServedLlama
-from entropykv.server.looks import Looks
-from entropykv.server.shelf import Shelf
-from entropykv.server.slots import Moment, figures_of_pool
+from entropykv.server.pool_totals import Moment, figures_of_pool
+from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.stats import SessionStats
 
@@ -92,7 +92,7 @@ class Engine:
         """How many streams had their first chunk sent."""
         self.first_chunk_seconds = 0.0
         """Seconds from the arrival of those streams to their first chunk, all together."""
-        self.shelf: Shelf | None = None
+        self.prefix_cache: PrefixCache | None = None
         """Where conversations are between two requests, if several are held."""
         llama.shared_prefixes = shared_prefixes
         self.workers = [llama] if llama.pool is None else self._workers_of(llama)
@@ -114,7 +114,7 @@ class Engine:
         self._before_close: list[Callable[[ServedLlama], object]] = []
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.workers), thread_name_prefix="entropykv")
-        self.looks = Looks(llama, self._thread.submit)
+        self.inspections = Inspections(llama, self._thread.submit)
         """Answers those who watch, between two steps."""
         self.stats: SessionStats = self._figures()
         """Figures of the moment, no older than a quarter of a second during a generation."""
@@ -123,11 +123,13 @@ class Engine:
         pool = llama.pool
         if pool is None:
             return []
-        self.shelf = Shelf(pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes)
-        workers = [llama.another() for _ in range(pool.host.n_sequences)]
+        self.prefix_cache = PrefixCache(
+            pool, self.limits.conversations, shared_prefixes=llama.shared_prefixes
+        )
+        workers = [llama.another() for _ in range(pool.runner.n_sequences)]
         seeds = random.Random(llama._seed)  # noqa: S311  (llama-cpp-python's own chain)
         for worker in workers:
-            worker.serve_from(self.shelf)
+            worker.serve_from(self.prefix_cache)
             worker.set_seed(seeds.randrange(2**32))  # or all would choose by the same numbers
         return workers
 
@@ -196,7 +198,7 @@ class Engine:
         if not self._closing:
             self._stopped_at = time.monotonic()
         self._closing = True
-        self.looks.close()
+        self.inspections.close()
         if self.limits.drain_seconds <= 0:
             self._stop(self.running.values())
 
@@ -206,7 +208,7 @@ class Engine:
             job.stop.set()
             with self._running_lock:
                 for worker, running in self.running.items():
-                    if running is job and worker.shelf is not None:
+                    if running is job and worker.prefix_cache is not None:
                         worker.interrupt()
 
     def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
@@ -231,8 +233,8 @@ class Engine:
                 self._thread.submit(function, self.llama).result()
         finally:
             self._thread.shutdown(wait=True)
-            if self.shelf is not None:
-                self.shelf.close()
+            if self.prefix_cache is not None:
+                self.prefix_cache.close()
                 for worker in self.workers:
                     worker.close()
             self.llama.close()
@@ -257,7 +259,7 @@ class Engine:
                 raise _shutting_down() from None
         # The next request must not suffer from an error, whatever it is.
         except Exception as error:
-            if job.stop.is_set() and worker.shelf is not None:  # its decode was called off
+            if job.stop.is_set() and worker.prefix_cache is not None:  # its decode was called off
                 outcome = "stopped"
                 return None
             if not isinstance(error, RequestError | ContextError):
@@ -305,13 +307,13 @@ class Engine:
             if last is not None and now - last[0] <= _STATS_INTERVAL:
                 return last[1]
             pool = None if self.llama.pool is None else self.llama.pool.stats()
-            kept = [] if self.shelf is None else self.shelf.conversations()
+            kept = [] if self.prefix_cache is None else self.prefix_cache.conversations()
             self._moment = now, Moment(pool, kept)
             return self._moment[1]
 
     def _checkpoint(self, job: Job) -> None:
         job.check()
-        self.looks.answer()
+        self.inspections.answer()
         now = time.monotonic()
         if self._closing and now - self._stopped_at >= self.limits.drain_seconds:
             raise _StoppedError

@@ -9,7 +9,7 @@ from typing import Any
 
 from entropykv.server.loading import ServedLlama
 from entropykv.server.users import Caller
-from entropykv.session.pool_session import PoolSession, Standing
+from entropykv.session.pool_session import PoolSession, PoolStatus
 from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
@@ -32,7 +32,7 @@ def between_steps(llama: ServedLlama) -> Iterator[None]:
     if llama.pool is None:
         yield
         return
-    with llama.pool.host.scheduler.between_steps():
+    with llama.pool.runner.scheduler.between_steps():
         yield
 
 
@@ -59,50 +59,50 @@ class Holder:
     name: str | None
     """What its client calls it."""
     position: int
-    standing: Standing | None
+    pool_status: PoolStatus | None
     """How it stands among the others of a pool; None: it is alone."""
     stats: SessionStats
 
     @classmethod
     def of(cls, name: str, session: Session) -> Holder:
         """Look at a session, between two steps."""
-        client, standing = None, None
+        client, pool_status = None, None
         if isinstance(session, PoolSession):
-            client, standing = session.name, session.standing()
-        return cls(name, client, session.position, standing, session.stats())
+            client, pool_status = session.name, session.pool_status()
+        return cls(name, client, session.position, pool_status, session.stats())
 
     @property
-    def is_parked(self) -> bool:
+    def is_swapped_out(self) -> bool:
         """Tell whether it holds nothing that can be looked at until its next turn."""
-        return self.standing is not None and self.standing.is_parked
+        return self.pool_status is not None and self.pool_status.is_swapped_out
 
     def key(self) -> tuple[Any, ...]:
         """Return what differs where something has changed that a viewer sees."""
-        told = self.standing and dataclasses.replace(self.standing, idle_seconds=0.0)
+        told = self.pool_status and dataclasses.replace(self.pool_status, idle_seconds=0.0)
         stats = self.stats
         counts = tuple(getattr(stats, name) for name in _COUNTERS)
         return self.id, self.position, told, stats.kv_bytes_budget, stats.entries_kept, counts
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON for the page; entries of one that is parked are those that come back."""
-        stats, standing = self.stats, self.standing
+        """Return JSON for the page; entries of one that is swapped out are those that come back."""
+        stats, pool_status = self.stats, self.pool_status
         return {
             "id": self.id,
             "name": self.name,
             "position": self.position,
-            "state": standing.state if standing else "active",
-            "idle_seconds": round(standing.idle_seconds, 1) if standing else 0.0,
-            "given_up": standing.given_up if standing else 0,
-            "parked": self.is_parked,
-            "parked_bytes": standing.parked_bytes if standing else 0,
-            "entries": standing.parked_entries
-            if standing and standing.is_parked
+            "state": pool_status.state if pool_status else "active",
+            "idle_seconds": round(pool_status.idle_seconds, 1) if pool_status else 0.0,
+            "given_up": pool_status.given_up if pool_status else 0,
+            "swapped_out": self.is_swapped_out,
+            "swapped_bytes": pool_status.swapped_bytes if pool_status else 0,
+            "entries": pool_status.swapped_entries
+            if pool_status and pool_status.is_swapped_out
             else stats.entries_kept,
             "entries_full": stats.entries_full,
             "frozen_entries": stats.frozen_entries,
-            "budget": 0 if self.is_parked else stats.kv_bytes_budget,
-            "bytes": standing.pages_bytes
-            if standing and standing.is_parked
+            "budget": 0 if self.is_swapped_out else stats.kv_bytes_budget,
+            "bytes": pool_status.pages_bytes
+            if pool_status and pool_status.is_swapped_out
             else stats.kv_bytes_now,
             "bytes_full": stats.kv_bytes_full,
             "frozen_bytes": stats.frozen_bytes,
@@ -119,13 +119,13 @@ def pool_figures(llama: ServedLlama) -> dict[str, Any]:
             "used": stats.kv_bytes_now,
             "peak": stats.kv_bytes_peak,
             "sequences": 1,
-            "parked_bytes": 0,
+            "swapped_bytes": 0,
         }
     now = llama.pool.stats()
     return {
         "budget": now.kv_bytes_budget,
         "used": now.kv_bytes_now,
         "peak": now.kv_bytes_peak,
-        "sequences": llama.pool.host.n_sequences,
-        "parked_bytes": now.parked_bytes,
+        "sequences": llama.pool.runner.n_sequences,
+        "swapped_bytes": now.swapped_bytes,
     }

@@ -87,7 +87,8 @@ class Picture:
     pool: dict[str, Any]
     conversations: Sequence[Holder]
     map: Map | None
-    """The map of the conversation that is looked at; None where it is parked, or there is none."""
+    """The map of the conversation that is looked at; None where it is swapped out, or there is
+    none."""
     seconds: float
     """CPU seconds that the thread of the model spent on it."""
 
@@ -101,7 +102,7 @@ class Picture:
         }
 
 
-class Camera:
+class CacheView:
     """Take pictures for one viewer, who is shown nothing twice, and nothing of other users."""
 
     def __init__(self, user: str, window: Window, conversation: str | None = None) -> None:
@@ -131,7 +132,7 @@ class Camera:
 
     def _map(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Map | None:
         shown = self._chosen(sessions, found)
-        if shown is None or shown.is_parked:
+        if shown is None or shown.is_swapped_out:
             return None
         session = sessions[shown.id]
         first, per_column, n_columns = self._window.fit(shown.position)
@@ -151,4 +152,4 @@ class Camera:
 
 
 def _idle_seconds(holder: Holder) -> float:
-    return holder.standing.idle_seconds if holder.standing else 0.0
+    return holder.pool_status.idle_seconds if holder.pool_status else 0.0

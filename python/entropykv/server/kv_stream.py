@@ -17,7 +17,7 @@ from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_TOKENS as LAST_POSITION
 from entropykv.server.fields import Name
-from entropykv.server.kv_pictures import Camera, Picture, Window, about
+from entropykv.server.kv_pictures import CacheView, Picture, Window, about
 from entropykv.server.kv_text import held_tokens
 from entropykv.server.users import user_of
 
@@ -53,16 +53,16 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
         Every `kv` has the figures of all conversations of the same key, and the `map` of one: of
         that which is asked for, or the latest. Its `planes` are a byte for every KV head and column
         of positions, deflated and in base64, of what is held, what is frozen, and what came back
-        since the event before. A conversation that is parked has no map.
+        since the event before. A conversation that is swapped out has no map.
         """
-        camera = Camera(user_of(request.scope), Window(first, last, columns), conversation)
+        view = CacheView(user_of(request.scope), Window(first, last, columns), conversation)
         viewers.enter()
         try:
-            model = {**await engine.looks.look(about), "text": show_text}
+            model = {**await engine.inspections.inspect(about), "text": show_text}
         except BaseException:
             viewers.leave()
             raise
-        return _Watching(viewers, viewers.events(request, model, camera))
+        return _Watching(viewers, viewers.events(request, model, view))
 
     @router.get("/v1/kv/text")
     async def text(
@@ -82,7 +82,7 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
         look = partial(
             held_tokens, user=user_of(request.scope), name=conversation, first=first, count=count
         )
-        return (await engine.looks.look(look)).to_json()
+        return (await engine.inspections.inspect(look)).to_json()
 
     return router
 
@@ -102,15 +102,15 @@ class _Viewers:
         self._count -= 1
 
     async def events(
-        self, request: Request, model: dict[str, Any], camera: Camera
+        self, request: Request, model: dict[str, Any], view: CacheView
     ) -> AsyncIterator[str]:
         """Yield events until the viewer has gone, or the server shuts down."""
         try:
-            looks = self._engine.looks
+            inspections = self._engine.inspections
             yield _event("model", model)
             told = time.monotonic()
             while not await request.is_disconnected():
-                picture = await looks.look(camera.take)
+                picture = await inspections.inspect(view.take)
                 now = time.monotonic()
                 if picture is not None:
                     yield _event("kv", await asyncio.to_thread(self._json, picture))

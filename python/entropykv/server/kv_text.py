@@ -26,8 +26,8 @@ class HeldTokens:
     heads: int
     held: list[int]
     frozen: list[int]
-    parked: bool
-    """True where its conversation is parked, so that no KV head is counted."""
+    swapped: bool
+    """True where its conversation is swapped out, so that no KV head is counted."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON; a character of several tokens is in the text of the last one."""
@@ -40,7 +40,7 @@ class HeldTokens:
             "texts": [decoder.decode(text) for text in texts],
             "held": self.held,
             "frozen": self.frozen,
-            "parked": self.parked,
+            "swapped_out": self.swapped,
         }
 
 
@@ -69,6 +69,6 @@ def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
         (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
         for plane in (held, frozen)
     )
-    parked = isinstance(session, PoolSession) and session.standing().is_parked
+    swapped = isinstance(session, PoolSession) and session.pool_status().is_swapped_out
     position = session.position
-    return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, parked)
+    return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, swapped)

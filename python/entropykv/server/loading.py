@@ -17,16 +17,16 @@ from llama_cpp import llama_cache, llama_chat_format, llama_tokenizer
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from entropykv.drop_in.entropy_llama import EntropyLlama
 from entropykv.errors import PoolError, SettingsError
-from entropykv.llama.entropy_llama import EntropyLlama
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 from entropykv.llamacpp.model_options import read_overrides
 from entropykv.model.shipped import path_of_model
 from entropykv.server.control_tokens import ControlTokens
 from entropykv.server.errors import RequestError
 from entropykv.server.options import ModelOptions
-from entropykv.server.shelf import Shelf
-from entropykv.server.slots import Totals
+from entropykv.server.pool_totals import Totals
+from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.template_traits import TemplateTraits, traits_of
 from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
@@ -44,17 +44,18 @@ class ServedLlama(EntropyLlama):
     checkpoint: Callable[[], None] | None = None
     """Called before every micro-batch; what it raises ends the generation, and harms nothing."""
     totals: Totals
-    """What it has read and written, where it takes conversations from a shelf."""
-    shelf: Shelf | None = None
+    """What it has read and written, where it takes conversations from a prefix_cache."""
+    prefix_cache: PrefixCache | None = None
     """Where conversations are between requests; None: it holds its own all the time."""
     latest: PoolSession | None = None
-    """The conversation that it answered last, which is on the shelf unless that forgot it."""
+    """The conversation that it answered last, which is on the prefix_cache unless that forgot
+    it."""
     caller: Caller = SOMEBODY
     """Who asks for the next answer, or for the one that is being written."""
     shared_prefixes: bool = True
     """Whether texts of one key may begin with each other's: see Caller.tenant()."""
     tenant: Caller | None = None
-    """Whose text it holds, where it has no shelf; None: nobody's yet."""
+    """Whose text it holds, where it has no prefix_cache; None: nobody's yet."""
     served_name: str = ""
     """What clients call the model; never a path."""
     request_defaults: Mapping[str, Any] = MappingProxyType({})
@@ -87,32 +88,32 @@ class ServedLlama(EntropyLlama):
             self._read_piece(tokens[first : first + n_ubatch])
 
     def _read_piece(self, tokens: Sequence[int]) -> None:
-        """Read a micro-batch; conversations are forgotten where there is no room to park them."""
+        """Read a micro-batch; conversations are forgotten where they cannot be swapped out."""
         while True:
             if self.checkpoint is not None:
                 self.checkpoint()
-            if self.shelf is not None and self._session.position == self.n_tokens:
-                self.shelf.reads(cast(PoolSession, self._session), len(tokens))
+            if self.prefix_cache is not None and self._session.position == self.n_tokens:
+                self.prefix_cache.reads(cast(PoolSession, self._session), len(tokens))
             try:
                 return super().eval(tokens)
             except PoolError as error:
                 if self.checkpoint is not None:
                     self.checkpoint()
-                if self.shelf is None or not self.shelf.forget_one():
+                if self.prefix_cache is None or not self.prefix_cache.forget_one():
                     raise RequestError(503, str(error)) from error
 
     def counts(self) -> tuple[int, int]:
         """Return how many tokens were read and written so far."""
-        counted = self.kv_stats() if self.shelf is None else self.totals
+        counted = self.kv_stats() if self.prefix_cache is None else self.totals
         return counted.prompt_tokens, counted.generated_tokens
 
     def interrupt(self) -> None:
         """Call off what waits to be read, whichever thread waits for it."""
         self._session.interrupt()
 
-    def serve_from(self, shelf: Shelf) -> None:
-        """From now on, take a request's conversation from a shelf, and put it back."""
-        self.shelf, self.latest = shelf, None
+    def serve_from(self, prefix_cache: PrefixCache) -> None:
+        """From now on, take a request's conversation from a prefix_cache, and put it back."""
+        self.prefix_cache, self.latest = prefix_cache, None
         self.totals = Totals()
         self._idle = self._session
 
@@ -126,12 +127,12 @@ class ServedLlama(EntropyLlama):
     def _create_completion(self, prompt: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
         """Generate, in the conversation that the prompt goes on with."""
         caller = self.caller
-        if self.shelf is None:
+        if self.prefix_cache is None:
             self.serve_for(caller)
             yield from super()._create_completion(prompt, *arguments, **options)
             return
         tokens = [] if self._logits_all else list(self._tokens_of(prompt))
-        session = self.shelf.take(
+        session = self.prefix_cache.take(
             tokens, caller, self.checkpoint, lambda held: self._goes_on_from(held, tokens)
         )
         before = session.stats()
@@ -140,14 +141,14 @@ class ServedLlama(EntropyLlama):
             yield from super()._create_completion(prompt, *arguments, **options)
         finally:
             self._hold(self._idle)
-            self.shelf.gives_up(session)
+            self.prefix_cache.gives_up(session)
             now = session.stats()
             self.totals.add(before, now)
             if self._logits_all or not session.is_whole:
                 session.close()
             else:
                 self.latest = session
-                self.shelf.put(session, caller)
+                self.prefix_cache.put(session, caller)
 
     def generate(
         self,
@@ -164,9 +165,9 @@ class ServedLlama(EntropyLlama):
         for token in super().generate(
             tokens, *arguments, logits_processor=logits_processor, grammar=grammar, **options
         ):
-            if self.generated == 0 and self.shelf is not None:
+            if self.generated == 0 and self.prefix_cache is not None:
                 self._session.note_turn(writes=True)
-                self.shelf.has_read(cast(PoolSession, self._session))
+                self.prefix_cache.has_read(cast(PoolSession, self._session))
             if self.generated == 0:
                 self.tell_what_is_learnt()
             self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
@@ -235,8 +236,8 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
-    if options.parallel > 1 and llama.pool is not None and llama.pool.host.shared is not None:
-        _say(llama.pool.host.shared.describe())
+    if options.parallel > 1 and llama.pool is not None and llama.pool.runner.shared is not None:
+        _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
     _set_template_arguments(llama, options.chat_template_kwargs)
@@ -272,8 +273,8 @@ def _cache_options(options: ModelOptions) -> CacheOptions:
         options,
         rungs=WITHOUT_REWALK,
         n_sequences=options.parallel,
-        park=options.park,
-        park_limit=options.park_limit,
+        swap=options.swap,
+        swap_limit=options.swap_limit,
         checkpoints=options.checkpoints,
     )
 

@@ -41,7 +41,7 @@ def as_json(engine: Engine, user: str) -> dict[str, Any]:
         **dataclasses.asdict(engine.stats),
         "requests": {**requests, "waiting": engine.waiting},
     }
-    if engine.shelf is not None:
+    if engine.prefix_cache is not None:
         figures["conversations"] = [
             {
                 "name": caller.name,
@@ -83,17 +83,37 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
     yield "first_token_seconds_total", "counter", seconds, text
     yield "first_tokens_total", "counter", count, "Streamed requests that got a first token."
     pool = engine.moment().pool
-    if engine.shelf is None or pool is None:
+    if engine.prefix_cache is None or pool is None:
         return
     yield "conversations", "gauge", pool.sessions - engine.n_slots - 1, "Conversations kept."
     yield "conversations_live", "gauge", pool.live, "Conversations that hold entries."
-    yield "conversations_parked", "gauge", pool.parked, "Conversations kept outside of the pool."
-    yield "parked_bytes", "gauge", pool.parked_bytes, "Bytes of those."
+    yield (
+        "conversations_swapped_out",
+        "gauge",
+        pool.swapped_out,
+        "Conversations kept outside of the pool.",
+    )
+    yield "swapped_bytes", "gauge", pool.swapped_bytes, "Bytes of those."
     yield "text_bytes", "gauge", pool.text_bytes, "Bytes of tokens and logits of conversations."
-    shelf = engine.shelf
-    yield "resumed_total", "counter", shelf.resumed, "Requests that went on with a conversation."
-    yield "forked_total", "counter", shelf.forked, "Requests that went on with a copy of one."
-    yield "forgotten_total", "counter", shelf.forgotten, "Conversations dropped to make room."
+    prefix_cache = engine.prefix_cache
+    yield (
+        "resumed_total",
+        "counter",
+        prefix_cache.resumed,
+        "Requests that went on with a conversation.",
+    )
+    yield (
+        "forked_total",
+        "counter",
+        prefix_cache.forked,
+        "Requests that went on with a copy of one.",
+    )
+    yield (
+        "forgotten_total",
+        "counter",
+        prefix_cache.forgotten,
+        "Conversations dropped to make room.",
+    )
 
 
 def _head(name: str, kind: str, text: str) -> list[str]:

@@ -10,10 +10,10 @@ from fastapi.responses import Response
 
 from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
+from entropykv.server.choices import Choices
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_NAME
-from entropykv.server.generations import Choices
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
 from entropykv.server.streaming import Call, stream, whole

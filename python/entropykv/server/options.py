@@ -87,10 +87,10 @@ class ModelOptions(ModelSettings):
     parallel: int = Field(
         default=1, ge=1, le=256, description="Conversations that are read and written at a time."
     )
-    park: str = Field(
+    swap: str = Field(
         default="ram", description="Where idle conversations are kept: ram, or disk:DIRECTORY."
     )
-    park_limit: str = Field(
+    swap_limit: str = Field(
         default="1GiB",
         description="Bytes of those; beyond it, the least recently used are dropped.",
     )

@@ -112,7 +112,7 @@ def _builder(
         """Load the model, in the replica's process."""
         app = create_app(model, server)
         engine = app.state.engine
-        several = engine.shelf is not None
+        several = engine.prefix_cache is not None
         turns = Middleware(
             TurnMiddleware,
             engine=engine,

@@ -12,7 +12,8 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.server.types import CreateChatCompletionRequest, CreateCompletionRequest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.drop_in.entropy_llama import EntropyLlama
+from entropykv.server.choices import seeds, with_usage
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import (
     MOST_GRAMMAR,
@@ -26,7 +27,6 @@ from entropykv.server.fields import (
     Stop,
     TokenCount,
 )
-from entropykv.server.generations import seeds, with_usage
 from entropykv.server.loading import ServedLlama
 
 MOST_CHOICES = 128

@@ -113,8 +113,10 @@ def _save(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, Any
     """Write what a slot holds of a caller's; raises RequestError where that is nothing."""
     if path is None:
         raise _without_a_name()
-    if slot.shelf is not None:
-        contents = None if slot.latest is None else slot.shelf.save_one(slot.latest, caller, path)
+    if slot.prefix_cache is not None:
+        contents = (
+            None if slot.latest is None else slot.prefix_cache.save_one(slot.latest, caller, path)
+        )
     else:
         contents = slot.save_session(path) if _holds(slot, caller) else None
     if contents is None:
@@ -126,8 +128,8 @@ def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, 
     """Put what a file has into a slot, where requests that begin with its text go on from it."""
     if path is None:
         raise _without_a_name()
-    if slot.shelf is not None:
-        slot.latest = slot.shelf.load_one(caller, path)
+    if slot.prefix_cache is not None:
+        slot.latest = slot.prefix_cache.load_one(caller, path)
         n_tokens = slot.latest.position
     else:
         slot.serve_for(caller)
@@ -137,8 +139,8 @@ def _restore(slot: ServedLlama, caller: Caller, path: Path | None) -> dict[str, 
 
 def _erase(slot: ServedLlama, caller: Caller, _: Path | None) -> dict[str, Any]:
     """Forget what a slot holds of a caller's; raises RequestError where that is nothing."""
-    if slot.shelf is not None:
-        erased = 0 if slot.latest is None else slot.shelf.erase_one(slot.latest, caller)
+    if slot.prefix_cache is not None:
+        erased = 0 if slot.latest is None else slot.prefix_cache.erase_one(slot.latest, caller)
     else:
         erased = slot.n_tokens if _holds(slot, caller) else 0
         if erased:
@@ -156,7 +158,7 @@ _ACTIONS: dict[Action, Callable[[ServedLlama, Caller, Path | None], dict[str, An
 
 
 def _holds(slot: ServedLlama, caller: Caller) -> bool:
-    """Tell whether one without a shelf has read a text of the caller's."""
+    """Tell whether one without a prefix_cache has read a text of the caller's."""
     own = slot.tenant == caller.tenant(shared_prefixes=slot.shared_prefixes)
     return own and slot.n_tokens > 0
 

@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.admission import arrival_of
+from entropykv.server.choices import Choices
 from entropykv.server.engine import Engine, Job
 from entropykv.server.errors import RequestError
-from entropykv.server.generations import Choices
 from entropykv.server.loading import ServedLlama
 from entropykv.server.request_log import note_tokens
 from entropykv.server.users import SOMEBODY, Caller

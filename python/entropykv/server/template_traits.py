@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_cpp import llama_chat_format
 
-from entropykv.llama.entropy_llama import EntropyLlama
+from entropykv.drop_in.entropy_llama import EntropyLlama
 
 _NAME, _VALUE, _RESULT = "probed_function", "probed_value", "probed_result"
 _ID = "call00001"  # nine characters, as Mistral's templates want

@@ -15,8 +15,8 @@ from entropykv.server.conversations import Conversations, OnShelf
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
+from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.request_log import tokens_of
-from entropykv.server.shelf import Shelf
 from entropykv.server.users import Caller, user_of
 
 SESSION_HEADER = b"x-session-id"
@@ -55,7 +55,7 @@ class TurnMiddleware:
             await self._app(scope, receive, send)
             return
         caller = _caller(scope)
-        kind: type[_Turn] = _Turn if self._engine.shelf is None else _PoolTurn
+        kind: type[_Turn] = _Turn if self._engine.prefix_cache is None else _PoolTurn
         turn = kind(self._engine, self._conversations, self._replica, scope, send)
         async with AsyncExitStack() as stack:
             if kind is _Turn or caller.name is not None:
@@ -203,7 +203,7 @@ class _Turn:
 
 
 class _PoolTurn(_Turn):
-    """Hold one request to a model with a pool, whose shelf has the conversations."""
+    """Hold one request to a model with a pool, whose prefix_cache has the conversations."""
 
     async def begin(self) -> None:
         if self._caller.name is not None:
@@ -218,8 +218,8 @@ class _PoolTurn(_Turn):
             await self._with_kept(self._conversations.leave)
 
     async def _with_kept(self, function: Callable[[OnShelf, Caller], None]) -> None:
-        """Do something with the conversation in a thread: the shelf needs none of the workers."""
-        kept = OnShelf(cast(Shelf, self._engine.shelf), self._caller)
+        """Run a function on the conversation in a thread; no worker is needed for it."""
+        kept = OnShelf(cast(PrefixCache, self._engine.prefix_cache), self._caller)
         await asyncio.to_thread(function, kept, self._caller)
 
     async def tokens_read(self) -> int:

@@ -72,7 +72,7 @@ def freezing_of(options: Any) -> Freezing | None:
     useless = given.keys() & _SCHEDULE_OPTIONS.keys()
     if useless and not any(map(schedules, policies)):
         raise SettingsError(
-            f"{_option(useless)} is of policy freeze's schedule; use --policy freeze, or leave it "
+            f"{_option(useless)} belongs to --policy rolling-freeze; use that policy, or leave it "
             "out"
         )
     if options.freeze is None and not always:

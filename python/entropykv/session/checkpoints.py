@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.errors import PoolError, SettingsError
-from entropykv.session.parking import Parked, Parking
 from entropykv.session.sequence import TokenSequence
+from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import parse_bytes
 
 INTERVAL = 1024
@@ -29,7 +29,7 @@ class Checkpoint:
     """Hold what a session was at a position."""
 
     sequence: TokenSequence
-    parked: Parked
+    swapped: SwappedSequence
     goes_back: bool
     """True where layers can go back to an earlier position, if nothing was evicted since."""
     tenant: Hashable = None
@@ -43,7 +43,7 @@ class Checkpoint:
     @property
     def n_bytes(self) -> int:
         """Return the bytes that it takes besides the pool: of entries, and of text and logits."""
-        return self.parked.n_bytes + self.sequence.n_bytes
+        return self.swapped.n_bytes + self.sequence.n_bytes
 
     def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
         """Return how many tokens of a text it can spare reading; all of them only with logits.
@@ -59,7 +59,7 @@ class Checkpoint:
         if shared <= 0 or shared == self.position:
             return max(shared, 0)
         shared = self.sequence.parts.begin_before(shared) if repeatable else shared
-        pages = self.parked.pages
+        pages = self.swapped.pages
         can = self.goes_back and pages is not None and pages.whole_from <= shared
         return shared if can and self.sequence.reusable_from <= shared else 0
 
@@ -71,8 +71,8 @@ class Checkpoints:
     first. Raises SettingsError for an impossible limit. To be used between two steps.
     """
 
-    def __init__(self, parking: Parking, limit: str | int) -> None:
-        """Take the pool's parking; `limit` is bytes, such as `64MiB`, and 0 keeps none."""
+    def __init__(self, swap_space: SwapSpace, limit: str | int) -> None:
+        """Take the pool's swap_space; `limit` is bytes, such as `64MiB`, and 0 keeps none."""
         limit = 0 if limit == "0" else limit  # as the command line gives it
         n_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if isinstance(n_bytes, bool) or not isinstance(n_bytes, int) or n_bytes < 0:
@@ -80,9 +80,9 @@ class Checkpoints:
                 f"the limit of checkpoints cannot be {limit!r}; give bytes such as 64MiB, or 0"
             )
         self.limit_bytes = n_bytes
-        self._parking = parking
+        self._swap_space = swap_space
         self._kept: list[Checkpoint] = []
-        parking.give_first = self.make_room
+        swap_space.give_first = self.make_room
 
     def __len__(self) -> int:
         """Return how many are kept."""
@@ -130,14 +130,14 @@ class Checkpoints:
     def make_room(self) -> bool:
         """Move one out of the pool, to the bytes besides it or for good; False: none is in it."""
         for each in self._kept:
-            if each.parked.pages is None or self._parking.stays(each.parked):
+            if each.swapped.pages is None or self._swap_space.stays(each.swapped):
                 continue
-            more = sum(each.parked.section_bytes) - each.parked.n_bytes
+            more = sum(each.swapped.section_bytes) - each.swapped.n_bytes
             if self.bytes + more > self.limit_bytes:
                 self._drop(each)
                 return True
             try:
-                self._parking.leave_pool(each.parked)
+                self._swap_space.leave_pool(each.swapped)
             except PoolError:  # without a place for it, it is dropped: it can be read again
                 self._drop(each)
             return True
@@ -150,4 +150,4 @@ class Checkpoints:
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         self._kept.remove(checkpoint)
-        self._parking.drop(checkpoint.parked)
+        self._swap_space.drop(checkpoint.swapped)

@@ -1,4 +1,4 @@
-"""Go back to where a session can return, and say what is read again from there: GoingBack."""
+"""Go back to where a session can return, and say what is read again from there: RollbackMixin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entropykv.session.counts import SessionCounts
 from entropykv.session.session_cache import SessionCache
 
 
-class GoingBack(SessionCache):
+class RollbackMixin(SessionCache):
     """Be a session that can forget the end of its text, or all of it."""
 
     _writes = False
@@ -103,14 +103,14 @@ class GoingBack(SessionCache):
                 self.trajectory.truncate(position)
 
     def _truncate_store(self, position: int) -> None:
-        shared = self._host.shared
+        shared = self._runner.shared
         if position == 0 and shared is not None:
-            with self._host.at_seat(self._seat):
-                shared.forget(self._seat)
+            with self._runner.exclusively(self._slot):
+                shared.forget(self._slot)
         else:
-            with self._host.with_seat(self._seat) as store:
+            with self._runner.live_store(self._slot) as store:
                 store.truncate(position)
-        self._seat.position = self._seat.expected = self._seat.shared_for = position
+        self._slot.position = self._slot.expected = self._slot.shared_for = position
 
     def note_turn(self, *, writes: bool) -> None:
         """Keep a checkpoint where the text turns from what is read to what is written, or back."""
@@ -121,7 +121,7 @@ class GoingBack(SessionCache):
     def _note_interval(self, n_tokens: int) -> None:
         """Keep a checkpoint within a prompt, where no later one could be cut there."""
         crossed = self.position // INTERVAL > (self.position - n_tokens) // INTERVAL
-        if crossed and (self.evicted > 0 or self._host.recurrent):
+        if crossed and (self.evicted > 0 or self._runner.recurrent):
             self.keep_checkpoint()
 
     def keep_checkpoint(self) -> None:

@@ -9,7 +9,7 @@ from entropykv.errors import ProfileError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.lessons import Lessons, uniform_heads
 from entropykv.policy.names import BudgetRule
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.belongs import fingerprint_of
 from entropykv.profile.find import find_profile, profile_beside
 from entropykv.profile.predictor import ScorePredictor
@@ -22,35 +22,35 @@ LEAST_TOKENS = 1024
 
 
 class Learner:
-    """Watch the stores of a host, and leave the profile when they have shown enough."""
+    """Watch the stores of a runner, and leave the profile when they have shown enough."""
 
     obstacle: str | None = None
     """Why nothing is learnt, in a sentence; None where nothing is in the way."""
     path: Path | None = None
     """Where the profile was left."""
 
-    def __init__(self, model: Model, recipe: Recipe, store: Store) -> None:
+    def __init__(self, model: Model, config: ResolvedConfig, store: Store) -> None:
         """Take what serves the model; nothing is learnt where it has a profile already."""
         self._model = model
         self._target = profile_beside(model.geometry.path)
         self._lessons: Lessons | None = None
         self._told = False
-        self._awaits_predictor = recipe.learns_predictor
+        self._awaits_predictor = config.learns_predictor
         try:
             if find_profile(model.geometry) is None:
-                self._lessons = self._begin(recipe, store)
+                self._lessons = self._begin(config, store)
         except ProfileError as error:
             self.obstacle = str(error)
 
-    def _begin(self, recipe: Recipe, store: Store) -> Lessons:
+    def _begin(self, config: ResolvedConfig, store: Store) -> Lessons:
         """Return where lessons are added up; raises ProfileError, saying what is in the way."""
-        policy = recipe.policy
+        policy = config.policy
         if not isinstance(store, HeadwiseStore):
             raise ProfileError("the flat store follows no entropy profile, and none is learnt")
-        if policy.rule is not BudgetRule.LOSSES or not recipe.reads_twice:
+        if policy.rule is not BudgetRule.LOSSES or not config.reads_twice:
             why = (
                 "recurrent layers cannot read one twice; make a profile with `entropykv calibrate`"
-                if recipe.geometry.recurrent
+                if config.geometry.recurrent
                 else "use --policy auto, without --freeze"
             )
             raise ProfileError(

@@ -9,7 +9,7 @@ from typing import Any
 from entropykv.errors import ModelFileError
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
-from entropykv.policy.recipe import Recipe, resolve
+from entropykv.policy.resolved_config import ResolvedConfig, resolve
 from entropykv.profile.belongs import check_model
 from entropykv.settings.cache_options import CacheOptions
 
@@ -20,22 +20,22 @@ _Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale
 class MemoryPlan:
     """Hold bytes of weights and KV cache, in full and inside a budget."""
 
-    recipe: Recipe
-    """The recipe that a session follows, too."""
+    config: ResolvedConfig
+    """The config that a session follows, too."""
     plan: HeadwisePlan | FlatPlan
     """What each conversation gets, where several share a pool: an equal part of it."""
 
     @property
     def n_sequences(self) -> int:
         """Return how many conversations share the budget."""
-        return self.recipe.options.n_sequences or 1
+        return self.config.options.n_sequences or 1
 
     @property
     def budgets(self) -> list[list[int]]:
         """Return the entries that every KV head may keep, as [layer][KV head]."""
         if isinstance(self.plan, HeadwisePlan):
             return [list(layer) for layer in self.plan.budgets]
-        return [[self.plan.entries] * n for n in self.recipe.geometry.kv_heads_per_layer if n]
+        return [[self.plan.entries] * n for n in self.config.geometry.kv_heads_per_layer if n]
 
     @property
     def mean_entries(self) -> int:
@@ -47,8 +47,8 @@ class MemoryPlan:
     def budget_bytes(self) -> int:
         """Return the bytes that the KV cache never exceeds, of all conversations together."""
         plan = self.plan
-        if isinstance(plan, HeadwisePlan) and self.recipe.options.in_pool:
-            return self.recipe.pool_pages() * plan.page_bytes
+        if isinstance(plan, HeadwisePlan) and self.config.options.in_pool:
+            return self.config.pool_pages() * plan.page_bytes
         return self.share_bytes
 
     @property
@@ -57,7 +57,7 @@ class MemoryPlan:
         plan = self.plan
         if isinstance(plan, HeadwisePlan):
             return plan.pool_bytes
-        return plan.cells * self.recipe.cell_bytes
+        return plan.cells * self.config.cell_bytes
 
     @property
     def kv_bytes_f16(self) -> int:
@@ -71,8 +71,8 @@ class MemoryPlan:
 
     @property
     def _values(self) -> int:
-        layers = attention_layers(self.recipe.geometry)
-        n_tokens = self.recipe.n_ctx * self.n_sequences
+        layers = attention_layers(self.config.geometry)
+        n_tokens = self.config.n_ctx * self.n_sequences
         return n_tokens * sum(s.n_head_kv * s.entry_values for s in layers)
 
     @property
@@ -82,11 +82,11 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what --json prints: bytes, and budgets in entries as [layer][KV head]."""
-        geometry, protection = self.recipe.geometry, self.plan.protection
+        geometry, protection = self.config.geometry, self.plan.protection
         return {
             "model": geometry.name or geometry.path.name,
             "architecture": geometry.architecture,
-            **self.recipe.to_dict(),
+            **self.config.to_dict(),
             "weights_bytes": geometry.weights_bytes,
             "weight_types": dict(geometry.weight_types),
             "kv_bytes_f16": self.kv_bytes_f16,
@@ -109,43 +109,43 @@ def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan
     only the model's graph tells. Raises ModelFileError, ProfileError, BudgetError, SettingsError.
     """
     geometry = read_geometry(path)
-    recipe = resolve(options, geometry)
-    if recipe.profile is not None:
-        check_model(recipe.profile, geometry)
+    config = resolve(options, geometry)
+    if config.profile is not None:
+        check_model(config.profile, geometry)
     if not attention_layers(geometry):
         raise ModelFileError(
             f"{geometry.path}: the model has no attention layers, so there is no KV cache to plan; "
             "use a model with attention"
         )
-    if recipe.store == "flat":
-        return MemoryPlan(recipe, recipe.flat_plan())
-    in_pool = recipe.options.in_pool
-    return MemoryPlan(recipe, recipe.equal_share() if in_pool else recipe.headwise_plan())
+    if config.store == "flat":
+        return MemoryPlan(config, config.flat_plan())
+    in_pool = config.options.in_pool
+    return MemoryPlan(config, config.equal_share() if in_pool else config.headwise_plan())
 
 
 def format_plan(plan: MemoryPlan) -> str:
     """Return the plan as text for a terminal."""
-    recipe, protection = plan.recipe, plan.plan.protection
-    geometry, budget = recipe.geometry, recipe.options.budget
+    config, protection = plan.config, plan.plan.protection
+    geometry, budget = config.geometry, config.options.budget
     types = ", ".join(f"{name} {_mib(size)}" for name, size in geometry.weight_types[:3])
     share = plan.kv_bytes_f16 / (plan.kv_bytes_f16 + geometry.weights_bytes)
     lines = [
-        f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {recipe.n_ctx}"
+        f"{geometry.name or geometry.path.name} ({geometry.architecture}), context {config.n_ctx}"
         + _of_several(plan),
         f"  weights           {_mib(geometry.weights_bytes):>12}   {types}",
         f"  KV cache, f16     {_mib(plan.kv_bytes_f16):>12}   {share:.1%} of weights + KV cache",
         f"  KV cache, q8_0    {_mib(plan.kv_bytes_q8_0):>12}",
-        f"  KV budget {budget!s:<8}{_mib(plan.budget_bytes):>12}   {recipe.kv_type}, "
-        + ("for all conversations" if recipe.options.in_pool else _entries(plan)),
+        f"  KV budget {budget!s:<8}{_mib(plan.budget_bytes):>12}   {config.kv_type}, "
+        + ("for all conversations" if config.options.in_pool else _entries(plan)),
         *_line_of_each(plan),
         f"  saved             {_mib(plan.saved_bytes):>12}   "
         f"{plan.saved_bytes / plan.kv_bytes_f16:.1%} of the full f16 KV cache",
-        f"  read at a time    {recipe.n_ubatch:>12} tokens of a prompt, by the {recipe.store} store"
-        + _frozen(recipe),
+        f"  read at a time    {config.n_ubatch:>12} tokens of a prompt, by the {config.store} store"
+        + _frozen(config),
         "",
-        f"Entries per KV head, policy {recipe.policy.name} (each keeps {protection.n_sinks} "
+        f"Entries per KV head, policy {config.policy.name} (each keeps {protection.n_sinks} "
         f"sinks and the {protection.recent_window} most recent)"
-        + (", before any text is read:" if recipe.policy.rule.by_text else ":"),
+        + (", before any text is read:" if config.policy.rule.by_text else ":"),
         "  layer   mean    min    max",
     ]
     lines += [
@@ -160,18 +160,18 @@ def _of_several(plan: MemoryPlan) -> str:
 
 
 def _entries(plan: MemoryPlan) -> str:
-    return f"{plan.mean_entries} of {plan.recipe.n_ctx} entries per KV head on average"
+    return f"{plan.mean_entries} of {plan.config.n_ctx} entries per KV head on average"
 
 
 def _line_of_each(plan: MemoryPlan) -> list[str]:
     """Return the line of what each conversation gets, where several share a pool."""
-    if not plan.recipe.options.in_pool:
+    if not plan.config.options.in_pool:
         return []
     return [f"  for each          {_mib(plan.share_bytes):>12}   {_entries(plan)}"]
 
 
-def _frozen(recipe: Recipe) -> str:
-    freezing = recipe.freezing
+def _frozen(config: ResolvedConfig) -> str:
+    freezing = config.freezing
     if freezing is None:
         return ""
     return f"; evicted entries are frozen ({freezing.where}, {freezing.kv_type})"

@@ -11,12 +11,13 @@ from typing_extensions import Unpack
 
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.model import Model
-from entropykv.session.host import Host
+from entropykv.session.model_runner import ModelRunner
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.recovery import Climb
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.renamed import warn_of_name
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class PoolStats:
     """How many sessions are open."""
     live: int
     """How many of them hold entries in the pool."""
-    parked: int
+    swapped_out: int
     """How many of them are kept outside of it."""
-    parked_bytes: int
+    swapped_bytes: int
     waiting: int
     """How many of them have tokens that wait to be read."""
     entries_kept: int
@@ -52,6 +53,18 @@ class PoolStats:
     text_bytes: int
     """The bytes of the tokens and logits of all sessions, swapped out or not."""
 
+    @property
+    def parked(self) -> int:
+        """Return swapped_out, under the name that it had before version 0.2.0."""
+        warn_of_name("PoolStats.parked", "swapped_out")
+        return self.swapped_out
+
+    @property
+    def parked_bytes(self) -> int:
+        """Return swapped_bytes, under the name that it had before version 0.2.0."""
+        warn_of_name("PoolStats.parked_bytes", "swapped_bytes")
+        return self.swapped_bytes
+
 
 class Pool:
     """One model, and one budget of bytes for all sessions that session() makes.
@@ -60,14 +73,14 @@ class Pool:
     all that are waiting are read together. The pool lives as long as one of them, unless it is
     closed. `options`, or keyword arguments of the same names: see
     CacheOptions. `n_sequences`: how many conversations hold entries at a time (4 unless given);
-    there may be more sessions, which are parked while they are idle: what they hold goes to `park`,
-    `ram` or `disk:DIR`, of at most `park_limit` bytes, and nothing of it is read again. Those that
-    hold entries share the budget: `kv_budget` is that of all together (a fraction is that of
-    n_sequences contexts), and each has an equal part of it, but for weights. Another one that comes
-    costs the others their least important entries; one that goes, or is parked, leaves its part to
-    them. At the end of every prompt and answer, a session keeps a checkpoint (see checkpoints.py):
-    in the pool as long as it has room, and in up to `checkpoints` bytes besides it; 0: none.
-    `recovery` is that of sessions that get no other.
+    there may be more sessions, which are swapped out while they are idle: what they hold goes to
+    `swap`, `ram` or `disk:DIR`, of at most `swap_limit` bytes, and nothing of it is read again.
+    Those that hold entries share the budget: `kv_budget` is that of all together (a fraction is
+    that of n_sequences contexts), and each has an equal part of it, but for weights. Another one
+    that comes costs the others their least important entries; one that goes, or is swapped out,
+    leaves its part to them. At the end of every prompt and answer, a session keeps a checkpoint
+    (see checkpoints.py): in the pool as long as it has room, and in up to `checkpoints` bytes
+    besides it; 0: none. `recovery` is that of sessions that get no other.
 
     Raises what Session raises, and UnsupportedModelError where only the flat store serves the
     model, which holds one conversation.
@@ -87,7 +100,7 @@ class Pool:
     ) -> None:
         """Load the model; `n_ubatch` tokens of a prompt are read between two tokens of writers."""
         asked = CacheOptions.of(options, arguments).pooled()
-        self._host = Host(model, asked, verbose=verbose)
+        self._runner = ModelRunner(model, asked, verbose=verbose)
         self._closed = False
 
     def __enter__(self) -> Pool:
@@ -103,9 +116,15 @@ class Pool:
         self.close()
 
     @property
-    def host(self) -> Host:
+    def runner(self) -> ModelRunner:
         """Return the model, the context and the steps that the sessions share."""
-        return self._host
+        return self._runner
+
+    @property
+    def host(self) -> ModelRunner:
+        """Return `runner` under the name that it had before version 0.2.0."""
+        warn_of_name("Pool.host", "runner")
+        return self._runner
 
     def session(
         self,
@@ -121,9 +140,9 @@ class Pool:
         `on_climb`: see Session. `tenant`: whose texts it may go on from, such as a user's name: it
         finds the checkpoints of sessions of the same tenant alone.
         """
-        recovery = recovery or self._host.recipe.options.recovery
+        recovery = recovery or self._runner.config.options.recovery
         return PoolSession(
-            self._host,
+            self._runner,
             pool=self,
             weight=weight,
             recovery=recovery,
@@ -133,7 +152,7 @@ class Pool:
 
     def sessions(self) -> list[PoolSession]:
         """Return the sessions that are open, in the order in which they came."""
-        there = (reference() for reference in self._host.sessions.valuerefs())
+        there = (reference() for reference in self._runner.sessions.valuerefs())
         return [each for each in there if each is not None and not each.is_closed]
 
     def session_for(self, tokens: Sequence[int], tenant: Hashable = None) -> PoolSession:
@@ -148,33 +167,34 @@ class Pool:
     def resize(self, kv_budget: Budget | str | float) -> None:
         """Change the budget of all: it grows at once, and shrinks by evicting.
 
-        BudgetError where it would not hold those that are being read; idle ones are parked before.
+        BudgetError where it would not hold those that are being read; idle ones are swapped out
+        before.
         """
-        self._host.resize(Budget.parse(kv_budget))
+        self._runner.resize(Budget.parse(kv_budget))
 
     def stats(self) -> PoolStats:
         """Return counts and bytes of the moment."""
-        host, shared = self._host, self._host.shared
-        if host.closed or shared is None:
+        runner, shared = self._runner, self._runner.shared
+        if runner.closed or shared is None:
             raise EntropyKVError("the pool is closed; make a new one")
-        with host.scheduler.between_steps():
+        with runner.scheduler.between_steps():
             core = shared.core
-            counters = [seat.store.counters() for seat in host.seats]
+            counters = [slot.store.counters() for slot in runner.slots]
             return PoolStats(
                 kv_bytes_budget=core.budget_bytes,
                 kv_bytes_now=core.used_bytes,
                 kv_bytes_peak=core.peak_bytes,
                 kv_bytes_staging=core.staging_bytes,
                 kv_bytes_scratch=_sum(counters, "kv_bytes_scratch") + core.scratch_bytes,
-                sessions=len(host.seats),
+                sessions=len(runner.slots),
                 live=len(shared.live),
-                parked=shared.parking.count,
-                parked_bytes=shared.parking.bytes,
-                waiting=host.scheduler.n_waiting,
+                swapped_out=shared.swap_space.count,
+                swapped_bytes=shared.swap_space.bytes,
+                waiting=runner.scheduler.n_waiting,
                 entries_kept=_sum(counters, "entries_kept"),
-                evictions=host.evictions,
-                checkpoints=len(host.checkpoints),
-                checkpoint_bytes=host.checkpoints.bytes,
+                evictions=runner.evictions,
+                checkpoints=len(runner.checkpoints),
+                checkpoint_bytes=runner.checkpoints.bytes,
                 text_bytes=sum(session.text_bytes for session in self.sessions()),
             )
 
@@ -186,7 +206,7 @@ class Pool:
         """
         if not self._closed:
             self._closed = True
-            self._host.close()
+            self._runner.close()
 
 
 def _sum(counters: Sequence[Mapping[str, Any]], name: str) -> int:

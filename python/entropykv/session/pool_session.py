@@ -9,32 +9,33 @@ from typing import Literal, cast
 
 from entropykv.errors import PoolError
 from entropykv.session.checkpoints import Checkpoint
-from entropykv.session.host import Host
-from entropykv.session.parking import Parked
+from entropykv.session.model_runner import ModelRunner
 from entropykv.session.recovery import Climb
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.session import Session
 from entropykv.session.shared_pool import SharedPool
+from entropykv.session.swap_space import SwappedSequence
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.renamed import warn_of_name
 
 
 @dataclass(frozen=True)
-class Standing:
+class PoolStatus:
     """Say how a session stands among the others of its pool."""
 
-    state: Literal["active", "idle", "parked", "waiting"]
-    """What it does; `waiting`: for room in the pool, `idle`: it may be parked for another."""
+    state: Literal["active", "idle", "swapped_out", "waiting"]
+    """What it does; `waiting`: for room in the pool, `idle`: it may be swapped out for another."""
     idle_seconds: float
     """Seconds since tokens of it were read."""
     given_up: int
     """How many entries left because its share became smaller, for the sake of others."""
-    is_parked: bool = False
+    is_swapped_out: bool = False
     """True where it has no share; it may still wait for one."""
-    parked_entries: int = 0
+    swapped_entries: int = 0
     """How many entries of all KV heads come back with its next token."""
     pages_bytes: int = 0
-    """Bytes of pages that it has in the pool while it is parked, shared ones included."""
-    parked_bytes: int = 0
+    """Bytes of pages that it has in the pool while it is swapped out, shared ones included."""
+    swapped_bytes: int = 0
     """Bytes that are kept outside of the pool meanwhile."""
 
 
@@ -46,7 +47,7 @@ class PoolSession(Session):
 
     def __init__(
         self,
-        host: Host,
+        runner: ModelRunner,
         *,
         pool: object,
         weight: float = 1.0,
@@ -55,101 +56,111 @@ class PoolSession(Session):
         origin: Checkpoint | None = None,
         tenant: Hashable = None,
     ) -> None:
-        """Take a seat; `origin` is a parked state to go on from, which becomes its own.
+        """Take a slot; `origin` is a swapped out state to go on from, which becomes its own.
 
-        `pool` owns the host, and is kept as long as the session.
+        `pool` owns the runner, and is kept as long as the session.
         """
         self._pool = pool
         self.tenant = tenant
         """Whose texts it shares: see Pool.session."""
-        host.recipe.check_recovery(recovery)
-        self._take_part(host, recovery, on_climb, weight=weight, alone=False)
-        host.sessions[self.number] = self
+        runner.config.check_recovery(recovery)
+        self._take_part(runner, recovery, on_climb, weight=weight, alone=False)
+        runner.sessions[self.number] = self
         if origin is not None:
             self._go_on_from(origin)
 
     def _go_on_from(self, origin: Checkpoint) -> None:
-        with self._host.at_seat(self._seat):
-            self._shared.give(self._seat, origin.parked)
+        with self._runner.exclusively(self._slot):
+            self._shared.give(self._slot, origin.swapped)
         self._sequence = origin.sequence.copy()
-        self._sequence.evicted_before = origin.parked.evicted
+        self._sequence.evicted_before = origin.swapped.evicted
         self._broken = False
 
     @property
     def _shared(self) -> SharedPool:
         """Return the pages that it shares with the others of its pool."""
-        return cast(SharedPool, self._host.shared)
+        return cast(SharedPool, self._runner.shared)
 
     @property
     def weight(self) -> float:
         """Return its part of the pool, relative to those of the others."""
-        return self._seat.weight
+        return self._slot.weight
 
     @property
     def is_live(self) -> bool:
-        """Tell whether it holds entries in the pool, and is not parked or empty."""
-        return self._seat.live
+        """Tell whether it holds entries in the pool, and is not swapped or empty."""
+        return self._slot.live
 
     @property
     def is_closed(self) -> bool:
         """Tell whether it was closed, or its pool was."""
-        return self._closed or self._host.closed
+        return self._closed or self._runner.closed
 
     @property
     def number(self) -> int:
         """Return how many sessions its pool had had before it."""
-        return self._seat.number
+        return self._slot.number
 
-    def standing(self) -> Standing:
+    def pool_status(self) -> PoolStatus:
         """Return how it stands among the others of the pool, between two steps.
 
         Only then does what it holds stay where it is: a step may hand its pages to another one.
         """
-        with self._host.scheduler.between_steps():
-            return self._standing_between_steps()
+        with self._runner.scheduler.between_steps():
+            return self._status_between_steps()
 
-    def _standing_between_steps(self) -> Standing:
-        seat, scheduler, now = self._seat, self._host.scheduler, time.monotonic()
-        idle_seconds = now - seat.last_step
-        parked = seat.parked
-        if parked is not None:
-            state: Literal["parked", "waiting"] = (
-                "waiting" if scheduler.is_waiting(seat) else "parked"
+    def _status_between_steps(self) -> PoolStatus:
+        slot, scheduler, now = self._slot, self._runner.scheduler, time.monotonic()
+        idle_seconds = now - slot.last_step
+        swapped = slot.swapped
+        if swapped is not None:
+            state: Literal["swapped_out", "waiting"] = (
+                "waiting" if scheduler.is_waiting(slot) else "swapped_out"
             )
-            return Standing(
+            return PoolStatus(
                 state,
                 idle_seconds,
-                seat.given_up,
-                is_parked=True,
-                parked_entries=parked.n_entries,
-                pages_bytes=parked.n_pages * seat.headwise.sharing.plan.page_bytes,
-                parked_bytes=parked.n_bytes,
+                slot.given_up,
+                is_swapped_out=True,
+                swapped_entries=swapped.n_entries,
+                pages_bytes=swapped.n_pages * slot.headwise.sharing.plan.page_bytes,
+                swapped_bytes=swapped.n_bytes,
             )
-        is_idle = seat.is_idle(now) and not scheduler.is_waiting(seat)
-        return Standing("idle" if is_idle else "active", idle_seconds, seat.given_up)
+        is_idle = slot.is_idle(now) and not scheduler.is_waiting(slot)
+        return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
 
-    def park(self) -> None:
+    def swap_out(self) -> None:
         """Leave its part of the pool to others until it is used again; raises PoolError."""
         self._check_usable()
-        with self._host.at_seat(self._seat):
-            self._shared.park(self._seat)
+        with self._runner.exclusively(self._slot):
+            self._shared.swap_out(self._slot)
             self._shared.share()
+
+    def park(self) -> None:
+        """Swap out, under the name that it had before version 0.2.0."""
+        warn_of_name("PoolSession.park", "swap_out")
+        self.swap_out()
+
+    def standing(self) -> PoolStatus:
+        """Return pool_status(), under the name that it had before version 0.2.0."""
+        warn_of_name("PoolSession.standing", "pool_status")
+        return self.pool_status()
 
     def fork(self) -> PoolSession:
         """Return another session of the pool, which goes on from what this one has read.
 
-        Both have the same pages until one of them changes. It is parked until it reads, and then
-        has a share of the pool. Raises PoolError where no more can be parked.
+        Both have the same pages until one of them changes. It is swapped out until it reads, and
+        then has a share of the pool. Raises PoolError where no more can be swapped out.
         """
         self._check_usable()
-        host, origin = self._host, None
+        runner, origin = self._runner, None
         if self.position:
-            with host.at_seat(self._seat):
-                kept = self._shared.kept_of(self._seat)
+            with runner.exclusively(self._slot):
+                kept = self._shared.kept_of(self._slot)
                 self._sequence.note_evictions(self.evicted)
                 origin = self._checkpoint(self._sequence.copy(), kept)
         return PoolSession(
-            host,
+            runner,
             pool=self._pool,
             weight=self.weight,
             recovery=self.recovery,
@@ -160,18 +171,18 @@ class PoolSession(Session):
 
     def keep_checkpoint(self) -> None:
         """Keep where the text stands, to come back to, and for others that begin as it does."""
-        checkpoints = self._host.checkpoints
+        checkpoints = self._runner.checkpoints
         if checkpoints.limit_bytes == 0 or self.position == 0 or self._broken:
             return
-        with self._host.at_seat(self._seat):
-            parked = self._shared.checkpoint_of(self._seat)
-            if parked is not None:
+        with self._runner.exclusively(self._slot):
+            swapped = self._shared.checkpoint_of(self._slot)
+            if swapped is not None:
                 self._sequence.note_evictions(self.evicted)
-                checkpoints.keep(self._checkpoint(self._sequence.to_come_back_to(), parked))
+                checkpoints.keep(self._checkpoint(self._sequence.to_come_back_to(), swapped))
 
-    def _checkpoint(self, text: TokenSequence, parked: Parked) -> Checkpoint:
-        goes_back = not self._host.recurrent
-        return Checkpoint(text, parked, goes_back=goes_back, tenant=self.tenant)
+    def _checkpoint(self, text: TokenSequence, swapped: SwappedSequence) -> Checkpoint:
+        goes_back = not self._runner.recurrent
+        return Checkpoint(text, swapped, goes_back=goes_back, tenant=self.tenant)
 
     def return_to_checkpoint(
         self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
@@ -180,16 +191,16 @@ class PoolSession(Session):
 
         With a checkpoint of all of the text, the logits are there again.
         """
-        host = self._host
-        with host.at_seat(self._seat):
-            found, position = host.checkpoints.nearest(tokens, self.tenant, repeatable=repeatable)
+        runner = self._runner
+        with runner.exclusively(self._slot):
+            found, position = runner.checkpoints.nearest(tokens, self.tenant, repeatable=repeatable)
             if found is None or position <= beyond:
                 return False
             try:
-                parked = self._shared.parking.copy(found.parked)
-            except PoolError:  # there is no room to park what it holds
+                swapped = self._shared.swap_space.copy(found.swapped)
+            except PoolError:  # there is no room to swap out what it holds
                 return False
-            self._go_on_from(replace(found, parked=parked))
+            self._go_on_from(replace(found, swapped=swapped))
         if position < self.position:
             try:
                 self.truncate(position)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from entropykv.profile.predictor import ScorePredictor, fit_predictor
-from entropykv.session.seat import Seat
+from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.store.headwise import HeadwiseStore
 
 LEAST_TOKENS = 1024
@@ -38,24 +38,24 @@ class PredictorFit:
             most = max(store.prediction.n_features)
             self.n_needed = max(LEAST_TOKENS, TOKENS_PER_FEATURE * most)
 
-    def note(self, n_tokens: int, seats: Sequence[Seat]) -> bool:
+    def note(self, n_tokens: int, slots: Sequence[SequenceSlot]) -> bool:
         """Count tokens that were read twice; returns whether the predictor was fitted by that.
 
-        `seats`: all of the host, at least one; what those hold that are live is predicted then.
+        `slots`: all of the runner, at least one; what those hold that are live is predicted then.
         """
         if self.predictor is not None:
             return False
         self.n_tokens += n_tokens
         if self.n_tokens < self.n_needed:
             return False
-        prediction = cast(HeadwiseStore, seats[0].store).prediction
+        prediction = cast(HeadwiseStore, slots[0].store).prediction
         self.predictor = fit_predictor(prediction.lessons())
         prediction.collect_lessons(False)
         prediction.clear_lessons()
         prediction.adopt(self.predictor)
-        for seat in seats:
-            if seat.live:
-                cast(HeadwiseStore, seat.store).predict_held(seat.position)
+        for slot in slots:
+            if slot.live:
+                cast(HeadwiseStore, slot.store).predict_held(slot.position)
         return True
 
     def news(self) -> str | None:

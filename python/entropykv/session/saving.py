@@ -9,11 +9,11 @@ from typing import BinaryIO
 from entropykv.errors import FreezeError, PoolError, SessionFileError
 from entropykv.session.file import SavedContents, SavedSettings, new_session_file
 from entropykv.session.file_reader import SessionReader, open_session, reader_of
-from entropykv.session.going_back import GoingBack
+from entropykv.session.going_back import RollbackMixin
 from entropykv.session.state import load_state, saved_settings, write_state
 
 
-class Saving(GoingBack):
+class Saving(RollbackMixin):
     """Be a session that can be written, and that goes on from what was written."""
 
     def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
@@ -46,31 +46,31 @@ class Saving(GoingBack):
         return self._load(reader_of(data))
 
     def _saved_settings(self) -> SavedSettings:
-        return saved_settings(self._model, self.recipe, self._store, self._host.budget)
+        return saved_settings(self._model, self.config, self._store, self._runner.budget)
 
     def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
         self._check_usable()
-        with self._host.with_seat(self._seat) as store:
+        with self._runner.live_store(self._slot) as store:
             return write_state(file, self._saved_settings(), store, self._sequence, chat)
 
     def _load(self, reader: SessionReader) -> SavedContents:
         self._check_usable()
         self._broken = True
         # Its share of a pool is to hold all of it before it is there.
-        self._seat.expected = max(self._seat.expected, reader.contents.position)
+        self._slot.expected = max(self._slot.expected, reader.contents.position)
         try:
-            with self._host.with_seat(self._seat) as store:
-                if self._host.shared is not None:
-                    self._host.shared.note_growth(self._seat)
+            with self._runner.live_store(self._slot) as store:
+                if self._runner.shared is not None:
+                    self._runner.shared.note_growth(self._slot)
                 read = load_state(
-                    reader, self._saved_settings(), store, self.n_vocab, self.recipe.n_ubatch
+                    reader, self._saved_settings(), store, self.n_vocab, self.config.n_ubatch
                 )
         except (FreezeError, PoolError, SessionFileError):
             self._broken = False
             raise
         self._clear_counts()
         self._sequence = read
-        self._seat.position = self._seat.expected = read.position
+        self._slot.position = self._slot.expected = read.position
         read.begin_after_load(self.evicted)
         self._broken = False
         return reader.contents

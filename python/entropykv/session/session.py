@@ -19,7 +19,7 @@ from entropykv.errors import (
 from entropykv.llamacpp.model import Model
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.generate import generate
-from entropykv.session.host import Host
+from entropykv.session.model_runner import ModelRunner
 from entropykv.session.recovery import Climb
 from entropykv.session.sampling import Sampling
 from entropykv.session.saving import Saving
@@ -56,8 +56,8 @@ class Session(Saving):
     ) -> None:
         """Load the model and make its store; everything is checked before the weights are read."""
         asked = CacheOptions.of(options, arguments).alone()
-        host = Host(model, asked, verbose=verbose)
-        self._take_part(host, asked.recovery, on_climb, weight=1.0, alone=True)
+        runner = ModelRunner(model, asked, verbose=verbose)
+        self._take_part(runner, asked.recovery, on_climb, weight=1.0, alone=True)
 
     @classmethod
     def from_pretrained(
@@ -86,33 +86,33 @@ class Session(Saving):
 
     def _take_part(
         self,
-        host: Host,
+        runner: ModelRunner,
         recovery: Recovery | None,
         on_climb: Callable[[Climb], object] | None,
         *,
         weight: float,
         alone: bool,
     ) -> None:
-        """Take a seat at a host, which is closed with the session where it is `alone`."""
-        self._host = host
+        """Take a slot at a runner, which is closed with the session where it is `alone`."""
+        self._runner = runner
         self._alone = alone
         self.recovery = recovery
         self.on_climb = on_climb
-        self._model = host.model
-        self.recipe = host.recipe
+        self._model = runner.model
+        self.config = runner.config
         """What was asked for, and what it means for the model."""
         try:
-            self._seat = host.take_seat(weight)
+            self._slot = runner.add_slot(weight)
         except BaseException:
             if alone:
-                host.close()
+                runner.close()
             raise
-        self._store = self._seat.store
+        self._store = self._slot.store
         self.hook = self._store.hook
         """What changes the context's graphs, and can time them: see entropykv.evaluation.work."""
         self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
         self._closed = False
-        self._sequence = TokenSequence(self.recipe.n_ubatch)
+        self._sequence = TokenSequence(self.config.n_ubatch)
         self._clear_counts()
 
     def __enter__(self) -> Session:
@@ -131,7 +131,7 @@ class Session(Saving):
             self.close()
         else:
             self._closed = True
-            self._host.leave_later(self._seat)
+            self._runner.remove_slot_later(self._slot)
 
     def close(self) -> None:
         """Free the context, the store and the model; the session cannot be used any more.
@@ -142,9 +142,9 @@ class Session(Saving):
         if self._closed:
             return
         self._closed = True
-        self._host.leave_seat(self._seat)
+        self._runner.remove_slot(self._slot)
         if self._alone:
-            self._host.close()
+            self._runner.close()
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Read tokens inside the budget; returns their logits.
@@ -171,15 +171,15 @@ class Session(Saving):
         self._check_room(len(ids))
         self._model.check_tokens(ids)
         self.note_turn(writes=len(ids) == 1 if writes is None else writes)
-        arrival = self._host.scheduler.arrive()
-        self._seat.expected = max(self._seat.expected, self._sequence.position + len(ids))
+        arrival = self._runner.scheduler.arrive()
+        self._slot.expected = max(self._slot.expected, self._sequence.position + len(ids))
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
         while ids:
             # Echoes may end within the text: once they have taught the predictor enough.
             repeats = self._echo if echoes else None
-            size = repeats.stretch if repeats else self._largest_chunk(len(ids))
+            size = repeats.chunk if repeats else self._largest_chunk(len(ids))
             part, ids = ids[:size], ids[size:]
             echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
             n_rows = len(part) if all_logits else int(not ids)
@@ -190,7 +190,7 @@ class Session(Saving):
     def _largest_chunk(self, n_tokens: int) -> int:
         """Return how many of so many tokens to read at once."""
         return min(
-            self.recipe.n_ubatch, self._store.whole_before(self._sequence.position, n_tokens)
+            self.config.n_ubatch, self._store.whole_before(self._sequence.position, n_tokens)
         )
 
     def _check_room(self, n_tokens: int) -> None:
@@ -233,7 +233,7 @@ class Session(Saving):
         self._broken = True
         part = Part(self._store, tokens, self._sequence.position, n_rows, echo)
         try:
-            self._host.read(self._seat, part, arrival)
+            self._runner.read(self._slot, part, arrival)
             return part.result()
         except EntropyKVError:
             self._broken = not part.untouched  # or nothing was read
@@ -241,11 +241,11 @@ class Session(Saving):
 
     def _evicts(self, n_tokens: int) -> bool:
         """Tell whether the budget cannot hold all of the text when it is so many tokens longer."""
-        seat, shared = self._seat, self._host.shared
-        if shared is not None and (not seat.live or seat.expected > seat.shared_for):
-            with self._host.with_seat(seat):
-                if shared.holds_whole(seat):  # otherwise echoes come before the share is changed
-                    shared.note_growth(seat)
+        slot, shared = self._slot, self._runner.shared
+        if shared is not None and (not slot.live or slot.expected > slot.shared_for):
+            with self._runner.live_store(slot):
+                if shared.holds_whole(slot):  # otherwise echoes come before the share is changed
+                    shared.note_growth(slot)
         return self._sequence.position + n_tokens > self._store.whole_entries
 
     def _awaits_echoes(self, n_tokens: int) -> bool:
@@ -258,7 +258,7 @@ class Session(Saving):
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
         """Read echoes that are missing, if enough, before `n_tokens` more evict the text.
 
-        Before a written token, no more than one stretch is repeated: the others wait for the next
+        Before a written token, no more than one chunk is repeated: the others wait for the next
         tokens.
         """
         sequence = self._sequence
@@ -267,28 +267,28 @@ class Session(Saving):
             return
         while sequence.echoed < sequence.position:
             first = sequence.echoed
-            last = min(first + self._echo.stretch, sequence.position)
+            last = min(first + self._echo.chunk, sequence.position)
             if echo := self._echo_of(sequence.tokens[first:last], first):
                 self._decode([], 0, echo, arrival)
                 self._broken = False
-                self._host.teach(self._seat, first, last)
+                self._runner.teach(self._slot, first, last)
             sequence.echoed = last
             if n_tokens < LEAST_TOKENS or self._echo is None:
                 break
-        with self._host.with_seat(self._seat) as store:
+        with self._runner.live_store(self._slot) as store:
             store.share_again()
         self._sequence.note_evictions(self.evicted)
 
-    def _echo_of(self, stretch: Sequence[int], first: int | None = None) -> list[int]:
-        """Return the echo of a stretch that is read now, or was from position `first` on.
+    def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
+        """Return the echo of a chunk that is read now, or was from position `first` on.
 
         None where it would be at positions that the model does not have.
         """
         if self._echo is None:
             return []
         first = self._sequence.position if first is None else first
-        echo = self._echo.of(self._sequence.tokens[:first], stretch)
-        end = max(self._sequence.position, first + len(stretch)) + len(echo)
+        echo = self._echo.of(self._sequence.tokens[:first], chunk)
+        end = max(self._sequence.position, first + len(chunk)) + len(echo)
         return [] if self._store.rope_obstacle and end > self._store.rope.limit else echo
 
     def generate(
@@ -325,20 +325,20 @@ class Session(Saving):
             self.rest()
 
     def rest(self) -> None:
-        """Say that nothing more is read soon: a pool may park the session for another one."""
-        if not self._closed and not self._host.closed:
-            self._host.rest(self._seat)
+        """Say that nothing more is read soon: a pool may swap out the session for another one."""
+        if not self._closed and not self._runner.closed:
+            self._runner.rest(self._slot)
 
     def interrupt(self) -> None:
         """Call off a decode that waits for its turn in another thread, which gets PoolError."""
-        self._host.scheduler.cancel(self._seat)
+        self._runner.scheduler.cancel(self._slot)
 
     def refuse(self) -> None:
         """Read nothing more: a decode in another thread ends with its next micro-batch.
 
         That thread gets an EntropyKVError. What was read can be looked at until close().
         """
-        self._host.refuse(self._seat)
+        self._runner.refuse(self._slot)
 
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
         """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.
@@ -349,7 +349,7 @@ class Session(Saving):
         """
         self._check_usable()
         at_least("window", window, 0)
-        with self._host.with_seat(self._seat) as store:
+        with self._runner.live_store(self._slot) as store:
             return store.thaw(rung, window, self._sequence.position)
 
     def note_climb(self, climb: Climb) -> None:

@@ -9,33 +9,34 @@ import numpy.typing as npt
 
 from entropykv.errors import EntropyKVError
 from entropykv.policy.names import Policy
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.belongs import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.counts import SessionCounts
 from entropykv.session.echo import Echo
-from entropykv.session.host import Host
 from entropykv.session.learning import Learner
+from entropykv.session.model_runner import ModelRunner
 from entropykv.session.model_text import ModelText
 from entropykv.session.predictor_fit import PredictorFit
-from entropykv.session.seat import Seat
 from entropykv.session.sequence import TokenSequence
+from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.stats import SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget
+from entropykv.settings.renamed import warn_of_name
 from entropykv.store.protocol import CacheLook, Store
 
 
 class SessionCache(ModelText):
-    """Hold a sequence, the store of its entries, and the host that they share with others."""
+    """Hold a sequence, the store of its entries, and the runner that they share with others."""
 
-    recipe: Recipe
+    config: ResolvedConfig
     """What was asked for, and what it means for the model."""
     trajectory: Trajectory | None
     """What was held over the text, where entries are frozen."""
-    _host: Host
-    _seat: Seat
+    _runner: ModelRunner
+    _slot: SequenceSlot
     _store: Store
     _sequence: TokenSequence
     _counts: SessionCounts
@@ -45,7 +46,7 @@ class SessionCache(ModelText):
     """True where a decode has failed half-way."""
 
     def _check_open(self) -> None:
-        if self._closed or self._host.closed:
+        if self._closed or self._runner.closed:
             raise EntropyKVError("the session is closed; make a new one")
 
     def _check_usable(self) -> None:
@@ -56,7 +57,7 @@ class SessionCache(ModelText):
     @property
     def _echo(self) -> Echo | None:
         """Return what makes the echoes of texts; None where they are read once, or from now on."""
-        return self._host.echo
+        return self._runner.echo
 
     @property
     def position(self) -> int:
@@ -66,7 +67,7 @@ class SessionCache(ModelText):
     @property
     def n_ubatch(self) -> int:
         """Return how many tokens of text are read at once, however many follow."""
-        return self._echo.stretch if self._echo else self.recipe.n_ubatch
+        return self._echo.chunk if self._echo else self.config.n_ubatch
 
     @property
     def tokens(self) -> list[int]:
@@ -89,37 +90,43 @@ class SessionCache(ModelText):
     @property
     def n_ctx(self) -> int:
         """Return the length of the longest sequence, in tokens."""
-        return self.recipe.n_ctx
+        return self.config.n_ctx
 
     @property
     def policy(self) -> Policy:
         """Return the policy that shares the budget; never `auto`."""
-        return self.recipe.policy
+        return self.config.policy
 
     @property
     def profile(self) -> EntropyProfile | None:
         """Return the entropy profile that was given or found, where the policy takes one."""
-        return self.recipe.profile
+        return self.config.profile
+
+    @property
+    def recipe(self) -> ResolvedConfig:
+        """Return `config` under the name that it had before version 0.2.0."""
+        warn_of_name("Session.recipe", "config")
+        return self.config
 
     @property
     def learner(self) -> Learner | None:
         """Return what learns the model's profile, and tells what it has left; None without it."""
-        return self._host.learner
+        return self._runner.learner
 
     @property
     def predictor_fit(self) -> PredictorFit | None:
         """Return what fits the model's predictor to its first texts; None where it is known."""
-        return self._host.fit
+        return self._runner.fit
 
     @property
     def freezing(self) -> Freezing | None:
         """Return where evicted entries are kept; None where they are dropped."""
-        return self.recipe.freezing
+        return self.config.freezing
 
     @property
     def fallback(self) -> str | None:
         """Return why the flat store serves the model where either might."""
-        return self.recipe.fallback
+        return self.config.fallback
 
     @property
     def store(self) -> str:
@@ -136,7 +143,7 @@ class SessionCache(ModelText):
         budgets = self._store.budgets()
         if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
             raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
-        with self._host.with_seat(self._seat) as store:
+        with self._runner.live_store(self._slot) as store:
             return store.entries(layer, kv_head)
 
     def cache_map(self) -> CacheLook:
@@ -164,9 +171,9 @@ class SessionCache(ModelText):
         self._check_usable()
         budget = Budget.parse(kv_budget)
         try:
-            self._host.resize(budget)
+            self._runner.resize(budget)
         except MemoryError:
-            raise self._host.too_large(budget) from None
+            raise self._runner.too_large(budget) from None
         self._sequence.note_evictions(self.evicted)
 
     @property
@@ -186,7 +193,7 @@ class SessionCache(ModelText):
             model=self._model.name,
             store=store.name,
             policy=self.policy.name,
-            kv_budget=str(self._host.budget),
+            kv_budget=str(self._runner.budget),
             n_ctx=self.n_ctx,
             prompt_tokens=self._counts.prompt_tokens,
             generated_tokens=self._counts.generated_tokens,

@@ -1,4 +1,4 @@
-"""Share the pages of a pool among its sequences: who is live, who is parked, who has what.
+"""Share the pages of a pool among its sequences: who is live, who is swapped out, who has what.
 
 All of it happens between two steps: see Scheduler.between_steps().
 """
@@ -10,200 +10,200 @@ from collections.abc import Callable, Sequence
 
 from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
-from entropykv.policy.recipe import Recipe
-from entropykv.session.parking import Parked, Parking
-from entropykv.session.seat import Seat
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shares import LEAST_CHANGE, Shares
+from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import Budget
 
 
 class SharedPool:
-    """Hold a pool of pages, and the sequences that hold some of them, or are parked."""
+    """Hold a pool of pages, and the sequences that hold some of them, or are swapped out."""
 
     def __init__(
         self,
         core: _core.SequencePool,
-        recipe: Recipe,
+        config: ResolvedConfig,
         layers: Sequence[_core.LayerShape],
-        parking: Parking,
-        seats: list[Seat],
-        is_waiting: Callable[[Seat], bool],
+        swap_space: SwapSpace,
+        slots: list[SequenceSlot],
+        is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
-        """Share the pages of `core` by the recipe's budget.
+        """Share the pages of `core` by the config's budget.
 
-        `seats`: all sequences, as they come and go; `parking`: where idle ones go; `is_waiting`:
+        `slots`: all sequences, as they come and go; `swap_space`: where idle ones go; `is_waiting`:
         whether tokens of one wait to be read.
         """
         self.core = core
-        self.parking = parking
-        self._recipe = recipe
+        self.swap_space = swap_space
+        self._config = config
         self._layers = layers
-        self._seats = seats
+        self._slots = slots
         self._is_waiting = is_waiting
-        self._n_sequences = recipe.options.n_sequences or 1
+        self._n_sequences = config.options.n_sequences or 1
         self._free_numbers = list(range(self._n_sequences))
         self.evicted_by_gone = 0
         """How many entries were evicted of texts whose place others took."""
-        self._budget = recipe.options.budget
-        self._pages = recipe.pool_pages(self._budget, layers)
-        self._shares = Shares(recipe, layers)
+        self._budget = config.options.budget
+        self._pages = config.pool_pages(self._budget, layers)
+        self._shares = Shares(config, layers)
         core.set_pages(self._pages)
-        core.on_full(self.parking.make_room)
+        core.on_full(self.swap_space.make_room)
 
     @property
-    def live(self) -> list[Seat]:
+    def live(self) -> list[SequenceSlot]:
         """Return the sequences that hold pages."""
-        return [seat for seat in self._seats if seat.live]
+        return [slot for slot in self._slots if slot.live]
 
-    def forget(self, seat: Seat) -> None:
+    def forget(self, slot: SequenceSlot) -> None:
         """Drop what a sequence has read; where it shares a pool, it is not live any more."""
-        if seat.parked is not None:
-            self.parking.drop(seat.parked)
-            seat.parked = None
-        seat.expected = seat.shared_for = 0
-        if seat.live:
-            self._vacate(seat)
+        if slot.swapped is not None:
+            self.swap_space.drop(slot.swapped)
+            slot.swapped = None
+        slot.expected = slot.shared_for = 0
+        if slot.live:
+            self._vacate(slot)
             self.share()
 
-    def _vacate(self, seat: Seat) -> None:
+    def _vacate(self, slot: SequenceSlot) -> None:
         """Take a sequence's pages and its number; what it held is kept elsewhere, or not needed."""
-        store = seat.headwise
+        store = slot.headwise
         store.set_aside()
         self._free_numbers.append(store.sequence)
-        seat.live = False
+        slot.live = False
 
-    def park(self, seat: Seat) -> None:
+    def swap_out(self, slot: SequenceSlot) -> None:
         """Keep what a sequence holds elsewhere, and give its pages to others; raises PoolError."""
-        if not seat.live:
+        if not slot.live:
             return
-        parked = self._kept(seat)
-        self._vacate(seat)
-        seat.headwise.way_back.await_state(seat.position)
-        seat.parked = parked
+        swapped = self._kept(slot)
+        self._vacate(slot)
+        slot.headwise.rollback.await_state(slot.position)
+        slot.swapped = swapped
 
-    def _kept(self, seat: Seat) -> Parked:
+    def _kept(self, slot: SequenceSlot) -> SwappedSequence:
         """Keep what a live sequence holds; its pages are shared, frozen ones copied. PoolError."""
-        store = seat.headwise
+        store = slot.headwise
         pages = store.checkpoint()
         if pages is None:
-            return self.parking.put(seat.position, store.shift, store.state())
-        return self.parking.hold(seat.position, pages, store.state_of)
+            return self.swap_space.put(slot.position, store.shift, store.state())
+        return self.swap_space.hold(slot.position, pages, store.state_of)
 
-    def somebody_else_reads(self, seat: Seat) -> bool:
+    def somebody_else_reads(self, slot: SequenceSlot) -> bool:
         """Tell whether it is worth waiting: another live sequence is in use."""
         now = time.monotonic()
-        return any(not each.is_idle(now) for each in self.live if each is not seat)
+        return any(not each.is_idle(now) for each in self.live if each is not slot)
 
-    def make_live(self, seat: Seat) -> None:
+    def make_live(self, slot: SequenceSlot) -> None:
         """Give a sequence a share, first of the idle ones', then of all; raises PoolError."""
         now = time.monotonic()
         full: PoolError | None = None
         for each in self.live:
             if each.is_idle(now) and not self._is_waiting(each):
                 try:
-                    self.park(each)
+                    self.swap_out(each)
                 except PoolError as error:
                     full = error
                     break
-        if not self._free_numbers or not self._shares.are_possible([*self.live, seat], self._pages):
+        if not self._free_numbers or not self._shares.are_possible([*self.live, slot], self._pages):
             self.share()
             raise full or PoolError(
                 f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
                 "one, or give it more bytes (kv_budget) and sequences (n_sequences)"
             )
-        seat.headwise.take_place(self._free_numbers.pop())
-        seat.live = True
-        seat.last_step = now
+        slot.headwise.take_place(self._free_numbers.pop())
+        slot.live = True
+        slot.last_step = now
         try:
             self.share()
-            if seat.parked is not None:
-                self._resume(seat, seat.parked)
+            if slot.swapped is not None:
+                self._resume(slot, slot.swapped)
         except BaseException:
-            self._vacate(seat)
+            self._vacate(slot)
             self.share()
             raise
 
-    def _resume(self, seat: Seat, parked: Parked) -> None:
-        store, n_parked = seat.headwise, parked.n_entries
-        with self.parking.staying(parked):
-            done = parked.pages is not None and store.go_on_from(parked.pages, ends=True)
+    def _resume(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
+        store, n_swapped = slot.headwise, swapped.n_entries
+        with self.swap_space.staying(swapped):
+            done = swapped.pages is not None and store.go_on_from(swapped.pages, ends=True)
         if not done:  # its pages are needed to make it smaller
-            self.parking.leave_pool(parked)
-            store.load_state(self.parking.take(parked))
-        if parked.awaits_prediction:
-            store.predict_held(parked.position)
-        seat.given_up += n_parked - store.core.entries
-        self.parking.drop(parked)
-        seat.parked = None
+            self.swap_space.leave_pool(swapped)
+            store.load_state(self.swap_space.take(swapped))
+        if swapped.awaits_prediction:
+            store.predict_held(swapped.position)
+        slot.given_up += n_swapped - store.core.entries
+        self.swap_space.drop(swapped)
+        slot.swapped = None
 
-    def kept_of(self, seat: Seat) -> Parked:
+    def kept_of(self, slot: SequenceSlot) -> SwappedSequence:
         """Keep what a sequence holds for another one, in pages of both; raises PoolError."""
-        return self._kept(seat) if seat.parked is None else self.parking.copy(seat.parked)
+        return self._kept(slot) if slot.swapped is None else self.swap_space.copy(slot.swapped)
 
-    def give(self, seat: Seat, parked: Parked) -> None:
+    def give(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
         """Let a sequence go on from what was kept, in the place of what it has read.
 
-        It is parked until it reads.
+        It is swapped out until it reads.
         """
-        self.forget(seat)
-        self.evicted_by_gone += seat.evicted
-        store = seat.headwise
-        seat.parked, seat.position = parked, parked.position
-        store.way_back.await_state(seat.position)
-        store.core.set_evicted(parked.evicted)
-        seat.inherited = parked.evicted
+        self.forget(slot)
+        self.evicted_by_gone += slot.evicted
+        store = slot.headwise
+        slot.swapped, slot.position = swapped, swapped.position
+        store.rollback.await_state(slot.position)
+        store.core.set_evicted(swapped.evicted)
+        slot.inherited = swapped.evicted
 
-    def checkpoint_of(self, seat: Seat) -> Parked | None:
+    def checkpoint_of(self, slot: SequenceSlot) -> SwappedSequence | None:
         """Return what a sequence holds now, its pages shared; None: they are not in the pool."""
-        store = seat.headwise
-        if seat.parked is None:
-            pages = store.checkpoint() if seat.live else None
+        store = slot.headwise
+        if slot.swapped is None:
+            pages = store.checkpoint() if slot.live else None
         else:
-            pages = None if seat.parked.pages is None else seat.parked.pages.copy()
+            pages = None if slot.swapped.pages is None else slot.swapped.pages.copy()
         if pages is None:
             return None
-        return self.parking.hold(seat.position, pages, store.state_of, spare=True)
+        return self.swap_space.hold(slot.position, pages, store.state_of, spare=True)
 
     def describe(self) -> str:
         """Return a sentence that says what each conversation gets while all hold entries."""
         n_sequences, n_bytes = self._n_sequences, self.core.budget_bytes
         head = f"{n_sequences} conversations at a time share {n_bytes / 2**20:.1f} MiB of KV cache"
         try:
-            share = self._recipe.equal_share(self._budget, self._layers)
+            share = self._config.equal_share(self._budget, self._layers)
         except BudgetError:
             return (
                 f"{head}, which does not hold the sinks and recent windows of all: fewer share it"
             )
         return (
             f"{head}: {share.pool_bytes / 2**20:.1f} MiB each, {share.mean_entries} of "
-            f"{self._recipe.n_ctx} tokens per KV head"
+            f"{self._config.n_ctx} tokens per KV head"
         )
 
     def share(self) -> None:
         """Give every live sequence its share; those that get less evict first."""
         self._shares.give(self.live, self._pages)
 
-    def note_growth(self, seat: Seat) -> None:
+    def note_growth(self, slot: SequenceSlot) -> None:
         """Share again where a text gets longer than shares have gone by."""
-        if seat.expected > seat.shared_for:
+        if slot.expected > slot.shared_for:
             self.share()
 
-    def holds_whole(self, seat: Seat) -> bool:
+    def holds_whole(self, slot: SequenceSlot) -> bool:
         """Tell whether a live sequence's share will hold all of its text as it is expected."""
-        return self._shares.hold_whole(seat, self.live, self._pages)
+        return self._shares.hold_whole(slot, self.live, self._pages)
 
-    def note_losses(self, seats: Sequence[Seat]) -> None:
+    def note_losses(self, slots: Sequence[SequenceSlot]) -> None:
         """Share again where prompts have shown what their sequences lose with fewer pages."""
-        if self._shares.learn(seats):
+        if self._shares.learn(slots):
             self._shares.give(self.live, self._pages, least_change=LEAST_CHANGE)
 
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
-        pages = self._recipe.pool_pages(budget, self._layers)
+        pages = self._config.pool_pages(budget, self._layers)
         now = time.monotonic()
-        for seat in self.live:
-            if not self._shares.are_possible(self.live, pages) and seat.is_idle(now):
-                self.park(seat)
+        for slot in self.live:
+            if not self._shares.are_possible(self.live, pages) and slot.is_idle(now):
+                self.swap_out(slot)
         if not self._shares.are_possible(self.live, pages):
             self.share()
             raise BudgetError(

@@ -13,7 +13,7 @@ from entropykv._version import VERSION
 from entropykv.errors import SessionFileError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.file import (
     AGAIN,
     OLDEST_VERSION,
@@ -28,21 +28,23 @@ from entropykv.settings.options import Budget
 from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
 
 
-def saved_settings(model: Model, recipe: Recipe, store: Store, budget: Budget) -> SavedSettings:
+def saved_settings(
+    model: Model, config: ResolvedConfig, store: Store, budget: Budget
+) -> SavedSettings:
     """Gather what a session was made with; `budget` is the one that it has now."""
-    freezing = recipe.freezing
+    freezing = config.freezing
     return SavedSettings(
         entropykv=VERSION,
         llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
         model=model.name,
         fingerprint=model.identity,
         store=store.name,
-        kv_type=recipe.kv_type,
-        policy=recipe.policy.name,
-        n_ctx=recipe.n_ctx,
+        kv_type=config.kv_type,
+        policy=config.policy.name,
+        n_ctx=config.n_ctx,
         kv_budget=str(budget),
-        n_sinks=recipe.options.n_sinks,
-        recent_window=recipe.options.recent_window,
+        n_sinks=config.options.n_sinks,
+        recent_window=config.options.recent_window,
         freeze=None if freezing is None else freezing.kv_type,
         sequence_state=(
             _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None

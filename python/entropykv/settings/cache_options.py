@@ -1,11 +1,12 @@
 """Hold all that a user can say about the cache, checked once; the defaults stand here alone.
 
 Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions, and hand
-it on whole. What follows from it for a model is a Recipe: see policy/recipe.py.
+it on whole. What follows from it for a model is a ResolvedConfig: see policy/resolved_config.py.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from entropykv.settings.options import (
 )
 from entropykv.settings.own_policy import OwnPolicy
 from entropykv.settings.recovery import Recovery
+from entropykv.settings.renamed import with_current_names
 
 MICRO_BATCH = 512
 MICRO_BATCH_OF_POOL = 128
@@ -38,6 +40,19 @@ MOST_SEQUENCES = 256
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 Function = TypeVar("Function", bound=Callable[..., object])
+Options = TypeVar("Options")
+
+
+def _takes_earlier_names(options: type[Options]) -> type[Options]:
+    """Let a dataclass be made with the names that its fields had before: see renamed.py."""
+    make = options.__init__
+
+    @functools.wraps(make)
+    def make_with_names(self: Options, **arguments: Any) -> None:
+        make(self, **with_current_names(arguments))
+
+    options.__init__ = make_with_names  # type: ignore[assignment, method-assign]
+    return options
 
 
 class CacheArguments(TypedDict, total=False):
@@ -69,11 +84,12 @@ class PoolArguments(SessionArguments, total=False):
     """Name all fields of CacheOptions: Pool takes them."""
 
     n_sequences: int | None
-    park: str
-    park_limit: str | int | None
+    swap: str
+    swap_limit: str | int | None
     checkpoints: str | int | None
 
 
+@_takes_earlier_names
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """Hold what is asked of the cache; raises BudgetError or SettingsError for impossible values.
@@ -98,7 +114,7 @@ class CacheOptions:
     that this process may use, and as many. `n_gpu_layers`: layers on the GPU; -1: all.
 
     `n_sequences`: how many conversations of a pool hold entries at a time; None: one alone, without
-    a pool. `park`: where a pool keeps idle ones, "ram" or "disk:DIR", and `park_limit`: how many
+    a pool. `swap`: where a pool keeps idle ones, "ram" or "disk:DIR", and `swap_limit`: how many
     bytes of them, such as "1GiB"; None: as many as there are. `checkpoints`: bytes besides the pool
     for places in texts that sessions can come back to; 0: none are kept; None: 64MiB in a pool, and
     none of one conversation alone, of which EntropyLlama makes a pool where they are asked for.
@@ -120,8 +136,8 @@ class CacheOptions:
     n_threads_batch: int = 0
     n_gpu_layers: int = 0
     n_sequences: int | None = None
-    park: str = "ram"
-    park_limit: str | int | None = None
+    swap: str = "ram"
+    swap_limit: str | int | None = None
     checkpoints: str | int | None = None
     budget: Budget = field(init=False, repr=False, compare=False)
     """What `kv_budget` says, as a Budget."""
@@ -154,7 +170,7 @@ class CacheOptions:
     @staticmethod
     def of(options: CacheOptions | None, arguments: Mapping[str, Any]) -> CacheOptions:
         """Return `options`, or the defaults, with keyword arguments in their place."""
-        return replace(CacheOptions() if options is None else options, **arguments)
+        return replace(options or CacheOptions(), **with_current_names(arguments))
 
     @staticmethod
     def _check_sequences(n_sequences: int) -> None:
@@ -162,7 +178,7 @@ class CacheOptions:
         if n_sequences > MOST_SEQUENCES:
             raise SettingsError(
                 f"{n_sequences} conversations at a time are too many; use at most "
-                f"{MOST_SEQUENCES}, and more sessions, which are parked while they are idle"
+                f"{MOST_SEQUENCES}, and more sessions, which are swapped out while they are idle"
             )
 
     @property
@@ -194,10 +210,10 @@ class CacheOptions:
 
     def alone(self) -> CacheOptions:
         """Return these options for one session; raises SettingsError where they ask for a pool."""
-        of_pool = (self.n_sequences, self.park, self.park_limit, self.checkpoints)
+        of_pool = (self.n_sequences, self.swap, self.swap_limit, self.checkpoints)
         if of_pool != (None, "ram", None, None):
             raise SettingsError(
-                "a Session holds one conversation; for n_sequences, park, park_limit and "
+                "a Session holds one conversation; for n_sequences, swap, swap_limit and "
                 "checkpoints make a Pool, of n_sequences=1 if need be, or an EntropyLlama with "
                 "n_sequences"
             )

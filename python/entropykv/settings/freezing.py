@@ -32,12 +32,13 @@ class Freezing:
     generated tokens, and with every micro-batch of a prompt (of RECALL_MICRO_BATCH tokens at most);
     0: never.
 
-    The rest is the schedule of policy freeze (the freeze document, section 3): entries older than
-    the `window` newest tokens are detected where the attention that they get in a step is below
-    `threshold` even shares of it, and frozen for sqrt(detections) / `rate` steps, rounded down.
-    `history`: steps within which detections are counted; 0: over the whole text (the document gives
-    no value). With policy freeze:products, |q.k| below `threshold` detects, as in the document:
-    what is low depends on the model. `threshold` None: 1, and 0.5 for |q.k|, as in the document.
+    The rest is the schedule of policy rolling-freeze (the freeze document, section 3): entries
+    older than the `window` newest tokens are detected where the attention that they get in a step
+    is below `threshold` even shares of it, and frozen for sqrt(detections) / `rate` steps, rounded
+    down. `history`: steps within which detections are counted; 0: over the whole text (the document
+    gives no value). With policy rolling-freeze:products, |q.k| below `threshold` detects, as in the
+    document: what is low depends on the model. `threshold` None: 1, and 0.5 for |q.k|, as in the
+    document.
     """
 
     where: str = RAM

@@ -28,7 +28,7 @@ from entropykv.llamacpp.model import Model, captured_log
 from entropykv.llamacpp.products import serves_products
 from entropykv.llamacpp.recurrent import cannot_go_back, is_recurrent
 from entropykv.policy.plan import FlatPlan
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.belongs import check_model
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import (
@@ -55,23 +55,23 @@ class FlatStore(Store):
     def __init__(
         self,
         model: Model,
-        recipe: Recipe,
+        config: ResolvedConfig,
         budget: Budget | None = None,
     ) -> None:
         """Make a context whose cells are the budget plus one micro-batch.
 
-        `budget` None takes that of the recipe.
+        `budget` None takes that of the config.
 
         Raises UnsupportedModelError for a model with squared ReLU whose layers are offloaded, for a
         diffusion model, and for one of WITHOUT_HOLES in less than the context.
         """
-        options, geometry = recipe.options, model.geometry
+        options, geometry = config.options, model.geometry
         refuse_diffusion(model)
-        if recipe.profile:
-            check_model(recipe.profile, geometry)
+        if config.profile:
+            check_model(config.profile, geometry)
         self._model = model
         self._is_recurrent = is_recurrent(model)
-        self._recipe = recipe
+        self._config = config
         self._heads_per_layer = geometry.kv_heads_per_layer
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
         self.bytes_full_per_token = 2 * geometry.cached_values
@@ -85,16 +85,16 @@ class FlatStore(Store):
         self._store = _core.FlatStore(
             context=_address(self.context),
             budget=plan.entries,
-            score=recipe.policy.importance.kind,
-            variation=recipe.variation,
+            score=config.policy.importance.kind,
+            variation=config.variation,
             n_sinks=plan.protection.n_sinks,
             recent_window=plan.protection.recent_window,
             rope_sinks=options.n_sinks,
         )
-        self.rope = flat_range(model, recipe.n_ctx, options.n_sinks)
+        self.rope = flat_range(model, config.n_ctx, options.n_sinks)
         self.rope_obstacle = ""
-        if recipe.n_ctx > self.rope.limit:
-            self.rope_obstacle = k_shift_obstacle(model, self.context, options, recipe.kv_type)
+        if config.n_ctx > self.rope.limit:
+            self.rope_obstacle = k_shift_obstacle(model, self.context, options, config.kv_type)
 
     @property
     def recent_window(self) -> int:
@@ -111,8 +111,8 @@ class FlatStore(Store):
         self._store.shift = shift
 
     def _plan(self, budget: Budget | None) -> FlatPlan:
-        plan = self._recipe.flat_plan(budget)
-        if plan.entries < self._recipe.n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
+        plan = self._config.flat_plan(budget)
+        if plan.entries < self._config.n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
             raise UnsupportedModelError(
                 f"{self._model.name}: llama.cpp fails where positions of this architecture "
                 f"({self._model.geometry.architecture}) are missing from its cache, so nothing can "
@@ -121,10 +121,10 @@ class FlatStore(Store):
         return plan
 
     def _new_context(self, cells: int) -> Any:
-        recipe = self._recipe
-        parameters = context_parameters(self._model, recipe.options, recipe.n_ubatch, cells)
-        parameters.type_k = parameters.type_v = GGML_TYPES[recipe.kv_type]
-        if recipe.kv_type != "f16":
+        config = self._config
+        parameters = context_parameters(self._model, config.options, config.n_ubatch, cells)
+        parameters.type_k = parameters.type_v = GGML_TYPES[config.kv_type]
+        if config.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if self._hooked:
             let_hook_change(parameters, self.hook)
@@ -262,9 +262,9 @@ class FlatStore(Store):
 
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
-        cell_bytes = self._recipe.cell_bytes
+        cell_bytes = self._config.cell_bytes
         return {
-            "kv_type": self._recipe.kv_type,
+            "kv_type": self._config.kv_type,
             "kv_bytes_budget": self._cells * cell_bytes,
             "kv_bytes_peak": self._store.peak * cell_bytes,
             "kv_bytes_now": self._store.entries * cell_bytes,

@@ -14,17 +14,17 @@ from entropykv.llamacpp.positions import RopeRange
 from entropykv.llamacpp.recurrent import WHY, RecurrentState
 from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.headwise_probe import check_recipe
+from entropykv.store.headwise_probe import check_config
 from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
+from entropykv.store.rollback import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction
-from entropykv.store.way_back import WayBack
 
 
 class HeadwiseStore(Store):
@@ -37,48 +37,50 @@ class HeadwiseStore(Store):
     def __init__(
         self,
         model: Model,
-        recipe: Recipe,
+        config: ResolvedConfig,
         budget: Budget | None = None,
         *,
-        host: HeadwiseContext | None = None,
+        shared_context: HeadwiseContext | None = None,
     ) -> None:
         """Make a store in a context; None makes one of its own, which it frees.
 
-        `budget` None takes that of the recipe. In a context of several sequences, it is that of all
+        `budget` None takes that of the config. In a context of several sequences, it is that of all
         together, and the store holds nothing before resize() gives it a share. Raises
         UnsupportedModelError where the model's graph has something that this store does not serve,
         SettingsError where the policy needs what the model does not have.
         """
-        options, policy = recipe.options, recipe.policy
-        self._recipe = recipe
-        self._own_host = host is None
-        self._host = host or HeadwiseContext(model, recipe, recipe.n_ubatch)
-        self.hook = self._host.hook
-        self.context = self._host.handle
-        self.layers = self._host.layers
+        options, policy = config.options, config.policy
+        self._config = config
+        self._owns_context = shared_context is None
+        self._shared_context = shared_context or HeadwiseContext(model, config, config.n_ubatch)
+        self.hook = self._shared_context.hook
+        self.context = self._shared_context.handle
+        self.layers = self._shared_context.layers
         try:
-            self._recurrent = RecurrentState(self.context) if self._host.recurrent else None
+            self._recurrent = (
+                RecurrentState(self.context) if self._shared_context.recurrent else None
+            )
             self.rope_obstacle = self.hook.rope_obstacle or (WHY if self._recurrent else "")
-            check_recipe(recipe, model, self.layers, self.hook.rope_obstacle)
+            check_config(config, model, self.layers, self.hook.rope_obstacle)
             limit = self.hook.rope_limit or model.geometry.n_ctx_train
             self.rope = RopeRange(limit, options.n_sinks)
             self.n_kv_heads = sum(shape.n_head_kv for shape in self.layers)
             self.bytes_full_per_token = sum(2 * s.n_head_kv * s.entry_values for s in self.layers)
-            self.cold = ColdSide(recipe.freezing, model, self.layers, recipe.kv_type, policy)
-            asked = recipe.options.budget if budget is None else budget
+            self.cold = ColdSide(config.freezing, model, self.layers, config.kv_type, policy)
+            asked = config.options.budget if budget is None else budget
             plan = self.plan_of(asked)
-            self._store = _core_of(recipe, self._host, self.cold, plan)
+            self._store = _core_of(config, self._shared_context, self.cold, plan)
             self.prediction = ScorePrediction(self._store, len(self.layers))
-            if policy.importance.predicts and recipe.profile and recipe.profile.predictor:
-                self.prediction.adopt(recipe.profile.predictor)
-            self.way_back = WayBack(model, self._store, self.layers, self._recurrent)
+            if policy.importance.predicts and config.profile and config.profile.predictor:
+                self.prediction.adopt(config.profile.predictor)
+            self.rollback = RollbackRange(model, self._store, self.layers, self._recurrent)
             self.cold.serve(self._store)
-            online = online_budgets(policy, self._store, self.layers, recipe.n_ctx, recipe.profile)
+            online = online_budgets(policy, self._store, self.layers, config.n_ctx, config.profile)
             self._state = HeadwiseState(
                 self._store, self.layers, policy, self.cold, online, self._recurrent
             )
-            self.sharing = HeadwiseBudgets(self._store, recipe, self.layers, online)
-            if self._host.pool is None:
+            self.sharing = HeadwiseBudgets(self._store, config, self.layers, online)
+            if self._shared_context.pool is None:
                 self.sharing.take(plan)
             else:
                 self.sharing.await_share(plan, asked)
@@ -88,7 +90,7 @@ class HeadwiseStore(Store):
 
     def plan_of(self, budget: Budget) -> HeadwisePlan:
         """Return what a budget means for every KV head; raises BudgetError if it is too small."""
-        return self._recipe.headwise_plan(budget, self.layers)
+        return self._config.headwise_plan(budget, self.layers)
 
     @property
     def recent_window(self) -> int:
@@ -97,11 +99,11 @@ class HeadwiseStore(Store):
 
     def begin_step(self) -> None:
         """Begin a micro-batch in the context, which others may share."""
-        self._host.begin_step()
+        self._shared_context.begin_step()
 
     def end_step(self) -> None:
         """End the micro-batch: the context frees llama.cpp's cells and checks all layers."""
-        self._host.end_step()
+        self._shared_context.end_step()
 
     @property
     def core(self) -> _core.HeadwiseStore:
@@ -120,7 +122,7 @@ class HeadwiseStore(Store):
         self.sharing.prepare(n_tokens, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
-            self._host.batch.add(self._store, n_tokens, position, rope_position, n_echo)
+            self._shared_context.batch.add(self._store, n_tokens, position, rope_position, n_echo)
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many tokens to read before budgets are shared: see HeadwiseBudgets."""
@@ -167,21 +169,21 @@ class HeadwiseStore(Store):
         Raises ContextError where a recurrent state is beyond, or where layers with windows have
         dropped what the tokens after it would see.
         """
-        self.way_back.check(position)
-        if self._host.pool is None:
-            self._host.forget_cells()  # a decode that failed leaves some
+        self.rollback.check(position)
+        if self._shared_context.pool is None:
+            self._shared_context.forget_cells()  # a decode that failed leaves some
         elif self._recurrent:
             self._recurrent.forget()
         self._store.truncate(position)
         self.sharing.expect(position)
-        self.way_back.note_truncated(position)
+        self.rollback.note_truncated(position)
         if position == 0:
             self.shift = 0
             self.sharing.forget()
 
     def can_return_to(self, position: int) -> bool:
         """Tell whether windows hold all that they held then; recurrent states never do."""
-        return self.way_back.leads_to(position)
+        return self.rollback.leads_to(position)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
         """Return the positions that a KV head keeps, ascending."""
@@ -211,7 +213,7 @@ class HeadwiseStore(Store):
         with self.sharing.expecting(state.position):
             self._state.load(state, self.sharing.shares, self.sharing.share)
         self.shift = state.shift
-        self.way_back.await_state(state.position)
+        self.rollback.await_state(state.position)
 
     def predict_held(self, n_tokens: int) -> None:
         """Predict the scores of all entries that are held of a text of so many tokens.
@@ -228,7 +230,7 @@ class HeadwiseStore(Store):
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
         return {
-            "kv_type": self._recipe.kv_type,
+            "kv_type": self._config.kv_type,
             "kv_bytes_budget": self._store.budget_bytes,
             "kv_bytes_peak": self._store.peak_bytes,
             "kv_bytes_now": self._store.used_bytes,
@@ -249,29 +251,29 @@ class HeadwiseStore(Store):
 
     def close(self) -> None:
         """Free the context, if it is the store's own, and remove the file of what is frozen."""
-        if self._own_host:
-            self._host.close()
+        if self._owns_context:
+            self._shared_context.close()
         self.context = None
         if hasattr(self, "cold"):
             self.cold.close()
 
 
 def _core_of(
-    recipe: Recipe, host: HeadwiseContext, cold: ColdSide, plan: HeadwisePlan
+    config: ResolvedConfig, shared_context: HeadwiseContext, cold: ColdSide, plan: HeadwisePlan
 ) -> _core.HeadwiseStore:
     return _core.HeadwiseStore(
-        layers=host.layers,
-        kv_type=recipe.kv_type,
-        importance=recipe.policy.importance.settings(recipe.variation),
+        layers=shared_context.layers,
+        kv_type=config.kv_type,
+        importance=config.policy.importance.settings(config.variation),
         n_sinks=plan.protection.n_sinks,
         recent_window=plan.protection.recent_window,
-        max_tokens=host.n_ubatch,
-        max_entries=recipe.n_ctx,
-        n_threads=recipe.options.most_threads,
-        own_windows=recipe.own_windows,
-        counts_dropped=recipe.policy.rule.by_losses,
-        shared_choice=recipe.policy.rule.by_layer,
-        ropes=[node.rope for node in host.hook.nodes],
+        max_tokens=shared_context.n_ubatch,
+        max_entries=config.n_ctx,
+        n_threads=config.options.most_threads,
+        own_windows=config.own_windows,
+        counts_dropped=config.policy.rule.by_losses,
+        shared_choice=config.policy.rule.by_layer,
+        ropes=[node.rope for node in shared_context.hook.nodes],
         freezing=cold.settings,
-        pool=host.pool,
+        pool=shared_context.pool,
     )

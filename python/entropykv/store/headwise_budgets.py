@@ -20,7 +20,7 @@ from entropykv.policy.online import (
     is_observed,
 )
 from entropykv.policy.plan import HeadwisePlan, by_layer
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 
 _LEAST_FORESIGHT = 2 * LEAST_TOKENS
@@ -38,13 +38,13 @@ class HeadwiseBudgets:
     def __init__(
         self,
         store: _core.HeadwiseStore,
-        recipe: Recipe,
+        config: ResolvedConfig,
         layers: Sequence[_core.LayerShape],
         online: OnlineBudgets | None,
     ) -> None:
         """Take a store; `online` are budgets that follow the text, None keeps those of the plan."""
         self._store = store
-        self._recipe = recipe
+        self._config = config
         self._layers = layers
         self._online = online
         self._budgets_change = self._overflows = False
@@ -60,7 +60,7 @@ class HeadwiseBudgets:
 
     def take(self, plan: HeadwisePlan) -> None:
         """Share a budget that the store has alone; heads that hold more evict."""
-        fills_by_text = self._recipe.freezing is None and not plan.holds_all
+        fills_by_text = self._config.freezing is None and not plan.holds_all
         self._of_policy = plan
         self._of_whole_texts = _for_whole_texts(plan, self._layers) if fills_by_text else None
         self.follow(self._fitting(plan))
@@ -122,7 +122,7 @@ class HeadwiseBudgets:
 
     def keep_everything(self) -> None:
         """Drop nothing, not even what has left a window, for those who look at whole texts."""
-        n_ctx = self._recipe.n_ctx
+        n_ctx = self._config.n_ctx
         pages = sum(_core.pages_for(n_ctx, n) for n in self.plan.entries_per_page)
         self._set([n_ctx] * len(self.plan.limits), pages)
 
@@ -130,11 +130,11 @@ class HeadwiseBudgets:
         """Drop what the KV heads of a layer hold besides sinks and newest; the others keep all."""
         n_sinks = self.plan.protection.n_sinks
         budgets = [
-            n_sinks + recent_window if number == layer else self._recipe.n_ctx
+            n_sinks + recent_window if number == layer else self._config.n_ctx
             for number, shape in enumerate(self._layers)
             for _ in range(shape.n_head_kv)
         ]
-        pages = sum(_core.pages_for(self._recipe.n_ctx, n) for n in self.plan.entries_per_page)
+        pages = sum(_core.pages_for(self._config.n_ctx, n) for n in self.plan.entries_per_page)
         self._store.set_budgets(budgets, pages, n_sinks, recent_window)
 
     def _set(self, budgets: list[int], pages: int) -> None:
@@ -151,7 +151,7 @@ class HeadwiseBudgets:
 
         0 tokens of text: the echo is that of text that was read before.
         """
-        n_ubatch, repeats = self._recipe.n_ubatch, self._recipe.policy.importance.repeats
+        n_ubatch, repeats = self._config.n_ubatch, self._config.policy.importance.repeats
         self._overflows = position + n_tokens > self.whole_entries
         awaits_echo = repeats and n_echo == 0 and not self._overflows
         changes = changes_budgets(n_tokens, position, n_ubatch) and not awaits_echo
@@ -167,7 +167,7 @@ class HeadwiseBudgets:
         bytes hold whole: so that what they show shares the budget before anything is evicted.
         """
         room = self.whole_entries - position
-        if self._recipe.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:
+        if self._config.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:
             return room
         return n_tokens
 
@@ -187,7 +187,7 @@ class HeadwiseBudgets:
         if n_tokens == 0:
             self._online.observe_again()
             return False
-        if not is_observed(n_tokens, self._recipe.n_ubatch):
+        if not is_observed(n_tokens, self._config.n_ubatch):
             return False
         self._online.observe(n_tokens, budgets_change=self._budgets_change)
         if self._lessons is not None and self._budgets_change and self._overflows:
@@ -225,15 +225,15 @@ class HeadwiseBudgets:
         return self._sure_of(self.plan) if self._least_sure is None else self._least_sure
 
     def _sure_of(self, plan: HeadwisePlan) -> int:
-        if self._recipe.freezing is not None:
+        if self._config.freezing is not None:
             return 0
-        return self._recipe.n_ctx if plan.mean_entries >= self._recipe.n_ctx else plan.floor_entries
+        return self._config.n_ctx if plan.mean_entries >= self._config.n_ctx else plan.floor_entries
 
     def _sure_in_company(self, budget: Budget) -> int:
         """Return what sure_entries is in the smallest share that a sequence may come down to."""
         try:
-            least = self._recipe.equal_share(budget, self._layers)
-            if self._recipe.policy.rule.by_losses and not least.holds_all:
+            least = self._config.equal_share(budget, self._layers)
+            if self._config.policy.rule.by_losses and not least.holds_all:
                 least = self._plan_of(least.pages_of(least.floor_entries), least.page_bytes)
         except BudgetError:  # so many sequences never hold entries together
             return 0
@@ -241,7 +241,7 @@ class HeadwiseBudgets:
 
     def _plan_of(self, pages: int, page_bytes: int) -> HeadwisePlan:
         budget = Budget("bytes", max(1, pages * page_bytes))
-        return self._recipe.headwise_plan(budget, self._layers)
+        return self._config.headwise_plan(budget, self._layers)
 
 
 def _for_whole_texts(plan: HeadwisePlan, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:

@@ -10,7 +10,7 @@ from entropykv import _core
 from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.store.headwise_probe import hooked_context, probed_layers, refuse_by_kind
 
 
@@ -20,7 +20,7 @@ class HeadwiseContext:
     def __init__(
         self,
         model: Model,
-        recipe: Recipe,
+        config: ResolvedConfig,
         n_ubatch: int,
     ) -> None:
         """Probe the model's graph, and change it from then on.
@@ -30,7 +30,7 @@ class HeadwiseContext:
         of its own. Raises UnsupportedModelError where the graph has something that this store does
         not serve.
         """
-        options = recipe.options
+        options = config.options
         refuse_by_kind(model)
         self.n_sequences = options.n_sequences or 1
         self.n_ubatch = n_ubatch
@@ -46,7 +46,7 @@ class HeadwiseContext:
             """The pages that stores share; None where there is one store, with pages of its own."""
             if options.in_pool:
                 self.pool = _core.SequencePool(
-                    self.layers, recipe.kv_type, n_ubatch, self.n_sequences
+                    self.layers, config.kv_type, n_ubatch, self.n_sequences
                 )
         except BaseException:
             self.close()

@@ -18,7 +18,7 @@ from entropykv.llamacpp.context import (
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.windows import layer_windows
-from entropykv.policy.recipe import Recipe
+from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.belongs import check_model
 from entropykv.settings.cache_options import CacheOptions
 
@@ -75,22 +75,22 @@ def probed_layers(
     return [windows[node.cache_layer].of(node.shape) for node in hook.nodes]
 
 
-def check_recipe(
-    recipe: Recipe, model: Model, layers: Sequence[_core.LayerShape], rope_obstacle: str
+def check_config(
+    config: ResolvedConfig, model: Model, layers: Sequence[_core.LayerShape], rope_obstacle: str
 ) -> None:
     """Raise ProfileError for a profile of other layers, SettingsError for a measure of no use."""
-    if recipe.profile is not None:
+    if config.profile is not None:
         heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
-        check_model(recipe.profile, model.geometry, heads)
-    importance = recipe.policy.importance
+        check_model(config.profile, model.geometry, heads)
+    importance = config.policy.importance
     if importance.turns_queries and rope_obstacle:
         raise SettingsError(
-            f"{model.name}: policy {recipe.policy.name} turns queries to later positions, which "
+            f"{model.name}: policy {config.policy.name} turns queries to later positions, which "
             f"this model does not allow: {rope_obstacle}; use measure mass"
         )
     if importance.predicts and rope_obstacle:
         raise SettingsError(
-            f"{model.name}: policy {recipe.policy.name} predicts scores from keys as they were "
+            f"{model.name}: policy {config.policy.name} predicts scores from keys as they were "
             f"before RoPE, which this model does not allow: {rope_obstacle}; use measure mass"
         )
 

@@ -21,7 +21,7 @@ class PooledStore(HeadwiseStore):
         if (pages, longest) == (self.share_pages, self.longest):
             return
         budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))
-        plan = self._recipe.headwise_plan(budget, self.layers, longest)
+        plan = self._config.headwise_plan(budget, self.layers, longest)
         with self.cold.growing():
             self.sharing.follow(plan)
         self.share_pages, self.longest = pages, longest
@@ -44,7 +44,7 @@ class PooledStore(HeadwiseStore):
         """Share the pages of what is held now; None where it freezes: frozen entries are copied."""
         if self.cold.settings is not None:
             return None
-        return self._state.checkpoint(self.shift, self.way_back.whole_from)
+        return self._state.checkpoint(self.shift, self.rollback.whole_from)
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
         """Hold what a checkpoint holds; what is more than the share is evicted.
@@ -54,7 +54,7 @@ class PooledStore(HeadwiseStore):
         """
         done = self._state.go_on_from(checkpoint, self.sharing.share, ends=ends)
         self.shift = checkpoint.shift if done else 0
-        self.way_back.begin_from(checkpoint.whole_from if done else 0)
+        self.rollback.begin_from(checkpoint.whole_from if done else 0)
         return done
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:

@@ -19,7 +19,8 @@ from entropykv.settings.recovery import Rung
 
 Shares = npt.NDArray[np.uint8]
 CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
-"""Looks at what a store holds when it is called: see Session.cache_map() for its arguments."""
+"""Inspections at what a store holds when it is called: see Session.cache_map() for its
+arguments."""
 
 
 @dataclass(frozen=True)
@@ -230,14 +231,14 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
 
     What goes wrong becomes the error of those parts that it concerns.
     """
-    host = parts[0].store
-    host.begin_step()
+    first = parts[0].store
+    first.begin_step()
     ready = [part for part in parts if _made_room(part, model_name)]
     if not ready:
         return
     try:
         rows = batch.decode_parts(
-            host.context,
+            first.context,
             [
                 BatchPart(
                     part.tokens,
@@ -249,7 +250,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
                 for part in ready
             ],
         )
-        host.end_step()
+        first.end_step()
         for part, logits in zip(ready, rows, strict=True):
             part.store.after(len(part.tokens), part.position)
             part.logits = logits

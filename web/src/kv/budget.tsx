@@ -59,15 +59,19 @@ function OfAll(): JSX.Element {
   const { pool, conversations } = useStore(picture)!;
   const total = (of: (each: Holder) => number): number =>
     conversations.reduce((sum, each) => sum + of(each), 0);
-  const parked = conversations.filter((each) => each.parked).length;
+  const swappedOut = conversations.filter((each) => each.swapped_out).length;
   return (
     <>
       <Figure
         name="With a share"
-        value={count(conversations.length - parked)}
+        value={count(conversations.length - swappedOut)}
         more={`of ${pool.sequences} at a time`}
       />
-      <Figure name="Parked" value={count(parked)} more={`${bytes(pool.parked_bytes)} outside`} />
+      <Figure
+        name="Swapped out"
+        value={count(swappedOut)}
+        more={`${bytes(pool.swapped_bytes)} outside`}
+      />
       <Figure name="Tokens" value={count(total((each) => each.position))} more="of all texts" />
       <Figure
         name="Full f16 caches"

@@ -25,8 +25,10 @@ function useAge(received: number): number {
 }
 
 function doing(holder: Holder, now: Share | undefined, age: number): string {
-  if (holder.state === "parked")
-    return holder.bytes > 0 ? "parked, in the pool" : `parked: ${bytes(holder.parked_bytes)}`;
+  if (holder.state === "swapped_out")
+    return holder.bytes > 0
+      ? "swapped out, in the pool"
+      : `swapped out: ${bytes(holder.swapped_bytes)}`;
   if (holder.state === "waiting") return "waits for room";
   if (holder.state === "idle") return `idle for ${duration(holder.idle_seconds + age)}`;
   if (now && now.read > now.written && now.read > 1) return `reads ${short(now.read)}/s`;

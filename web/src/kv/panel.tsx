@@ -91,8 +91,8 @@ export function Panel({ isOpen }: { isOpen: boolean }): JSX.Element {
 }
 
 const whyUnseen = (holder: Holder): string =>
-  holder.parked
-    ? "Parked: others needed the room. What its heads hold comes back with its next turn; nothing " +
+  holder.swapped_out
+    ? "Swapped out: others needed the room. What its heads hold comes back with its next turn; nothing " +
       "is read again."
     : "Looking at the cache…";
 

@@ -31,13 +31,13 @@ export interface Holder {
   // What its client calls it: of conversations of this page, their own id.
   name: string | null;
   position: number;
-  state: "active" | "idle" | "parked" | "waiting";
+  state: "active" | "idle" | "swapped_out" | "waiting";
   idle_seconds: number;
   // Entries that left for the sake of others.
   given_up: number;
-  parked: boolean;
+  swapped_out: boolean;
   // What is kept outside of the pool.
-  parked_bytes: number;
+  swapped_bytes: number;
   entries: number;
   entries_full: number;
   frozen_entries: number;
@@ -73,7 +73,7 @@ export interface HeldMap extends Shape {
 
 interface Sent {
   time: number;
-  pool: { budget: number; used: number; peak: number; sequences: number; parked_bytes: number };
+  pool: { budget: number; used: number; peak: number; sequences: number; swapped_bytes: number };
   requests: number;
   conversations: Holder[];
   map: (Shape & { planes: string }) | null;
@@ -82,7 +82,7 @@ interface Sent {
 export interface Picture extends Omit<Sent, "map"> {
   // When it came, by the clock of this page, in milliseconds.
   received: number;
-  // null: what is looked at is parked, or nothing has been read yet.
+  // null: what is looked at is swapped out, or nothing has been read yet.
   map: HeldMap | null;
 }
 
@@ -169,7 +169,7 @@ async function show(sent: Sent): Promise<void> {
   picture.set(now);
 }
 
-type Count = Exclude<keyof Holder, "id" | "name" | "state" | "parked">;
+type Count = Exclude<keyof Holder, "id" | "name" | "state" | "swapped_out">;
 
 // What happened between two pictures; speeds only where something was read or written.
 function pointOf(now: Picture, before: Picture | null): Point {
@@ -183,7 +183,7 @@ function pointOf(now: Picture, before: Picture | null): Point {
     const time = more(spent);
     return before && time > LEAST_SECONDS && more(tokens) > 0 ? more(tokens) / time : null;
   };
-  const there = now.conversations.filter((each) => !each.parked);
+  const there = now.conversations.filter((each) => !each.swapped_out);
   const total = (name: Count): number => there.reduce((sum, each) => sum + each[name], 0);
   return {
     time: now.time,
@@ -240,7 +240,7 @@ export interface HeldText {
   held: number[];
   frozen: number[];
   // No head is counted then.
-  parked: boolean;
+  swapped_out: boolean;
 }
 
 export const heldText = (

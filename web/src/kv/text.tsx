@@ -59,7 +59,7 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
         <span
           key={text.first + i}
           class={
-            text.parked
+            text.swapped_out
               ? "t"
               : `t h${levelOf(text.held[i]!, text.heads)} ${text.frozen[i] ? "f" : ""}`
           }
@@ -77,7 +77,9 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
     <section class="held-text" aria-label="Text, shaded by how much of it is held">
       <header>
         <h3>
-          {text?.parked ? "Text of what is parked" : "Text, shaded by how many heads hold it"}
+          {text?.swapped_out
+            ? "Text of what is swapped out"
+            : "Text, shaded by how many heads hold it"}
         </h3>
         <span class="range">
           {text && text.texts.length > 0

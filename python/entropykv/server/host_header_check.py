@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from entropykv.server.errors import RequestError
 
 
-class Hosts:
+class HostHeaderCheck:
     """Answer 403 where the header Host has none of the names that are allowed (ASGI)."""
 
     def __init__(self, app: ASGIApp, host: str, allowed: str | None) -> None:

@@ -12,7 +12,7 @@ _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_fi
 """Paths that need no key: health, documentation, and the page, which asks for the key."""
 
 
-class Gate:
+class ApiKeyCheck:
     """Answer 401 without a right key (ASGI)."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:

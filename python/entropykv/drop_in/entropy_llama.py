@@ -16,17 +16,17 @@ import numpy as np
 from llama_cpp.llama import LlamaState
 from typing_extensions import Self
 
-from entropykv.errors import ModelFileError, SettingsError
-from entropykv.llama.arguments import (
+from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
     check_chat_handler,
     check_draft_model,
     split_arguments,
 )
-from entropykv.llama.chat_schemas import checked_schemas
-from entropykv.llama.completing import CompletingLlama
-from entropykv.llama.context import BorrowedModel, BudgetContext, SharedModel
+from entropykv.drop_in.chat_schemas import checked_schemas
+from entropykv.drop_in.completing import CompletingLlama
+from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
+from entropykv.errors import ModelFileError, SettingsError
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
@@ -56,7 +56,7 @@ class EntropyLlama(CompletingLlama):
 
     It holds one sequence, so calls take turns: EntropyKVError where another thread is within one,
     and where an answer goes on after another call. With `n_sequences`, the budget is that of a Pool
-    (`park`, `park_limit`: see there), and another() makes more of them, for threads of their own:
+    (`swap`, `swap_limit`: see there), and another() makes more of them, for threads of their own:
     their tokens are read together. `checkpoints`, without `n_sequences`: a pool of one, in which a
     turn that is edited or asked for again goes on from the nearest, whatever was evicted since.
 

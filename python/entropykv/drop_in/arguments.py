@@ -17,6 +17,7 @@ from entropykv.settings.cache_options import CacheArguments, CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.freezing import check_freezing
 from entropykv.settings.options import Budget, at_least
+from entropykv.settings.renamed import with_current_names
 
 _IMAGE_HANDLERS = (llama_chat_format.Llava15ChatHandler, llama_chat_format.MTMDChatHandler)
 _DEFAULTS = {
@@ -76,6 +77,7 @@ def split_arguments(
     Arguments that both have come from `given`, else from `options`, else from Llama's defaults.
     Raises SettingsError for what cannot work: Llama itself ignores names that it does not know.
     """
+    given = with_current_names(given)
     unknown = sorted(given.keys() - _DEFAULTS.keys() - _OURS)
     if unknown:
         raise SettingsError(
@@ -121,6 +123,7 @@ def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptio
 
 def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) -> CacheOptions:
     """Return what attach() is asked for; raises SettingsError for what the model has itself."""
+    given = with_current_names(given)
     foreign = sorted(given.keys() - CacheArguments.__annotations__.keys())
     if foreign:
         raise SettingsError(

@@ -23,15 +23,15 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
-from entropykv.policy.recipe import resolve
+from entropykv.policy.resolved_config import resolve
 from entropykv.session.checkpoints import Checkpoints
 from entropykv.session.echo import Echo
 from entropykv.session.learning import Learner
-from entropykv.session.parking import Parking
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.scheduler import Scheduler, Work
-from entropykv.session.seat import Seat
+from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shared_pool import SharedPool
+from entropykv.session.swap_space import SwapSpace
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
 from entropykv.store.flat import FlatStore
@@ -46,7 +46,7 @@ _LOOK_AGAIN = 0.02
 _CLOSED = "the session is closed; make a new one"
 
 
-class Host:
+class ModelRunner:
     """Hold the model, its context, and what is shared among the sequences in it."""
 
     learner: Learner | None = None
@@ -59,10 +59,10 @@ class Host:
     ) -> None:
         """Load the model; everything is checked before the weights are read."""
         self.n_sequences = options.n_sequences or 1
-        parking = Parking(options.park, options.park_limit)
-        self.checkpoints = Checkpoints(parking, options.checkpoint_limit)
+        swap_space = SwapSpace(options.swap, options.swap_limit)
+        self.checkpoints = Checkpoints(swap_space, options.checkpoint_limit)
         geometry = model.geometry if isinstance(model, Model) else read_loadable(model)
-        self.recipe = resolve(options, geometry)
+        self.config = resolve(options, geometry)
         """What was asked for means this, with the store that serves the model."""
         self.budget = options.budget
         self.model = (
@@ -71,15 +71,15 @@ class Host:
             else Model(model, n_gpu_layers=options.n_gpu_layers, verbose=verbose, geometry=geometry)
         )
         self.closed = False
-        self.seats: list[Seat] = []
+        self.slots: list[SequenceSlot] = []
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Sessions of a pool by their numbers, for who looks at all; nothing keeps them here."""
-        self._seats_taken = 0
+        self._slots_made = 0
         self._evicted_by_gone = 0
-        self._leaving: deque[Seat] = deque()
-        """Seats that are left as soon as nobody makes a step: see leave_later()."""
+        self._leaving: deque[SequenceSlot] = deque()
+        """Seats that are left as soon as nobody makes a step: see remove_slot_later()."""
         self._ends = False
-        """Whether the host closes as soon as nobody makes a step."""
+        """Whether the runner closes as soon as nobody makes a step."""
         self._in_step = False
         self._context: HeadwiseContext | None = None
         self.echo: Echo | None = None
@@ -93,7 +93,7 @@ class Host:
         # All single tokens besides a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
-        self._threads = Threads(options, fixed=self.recipe.store == "flat")
+        self._threads = Threads(options, fixed=self.config.store == "flat")
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
@@ -102,10 +102,10 @@ class Host:
         if self._context is not None and self._context.pool is not None:
             self.shared = SharedPool(
                 self._context.pool,
-                self.recipe,
+                self.config,
                 self._context.layers,
-                parking,
-                self.seats,
+                swap_space,
+                self.slots,
                 self.scheduler.is_waiting,
             )
 
@@ -113,58 +113,58 @@ class Host:
 
     def _first_store(self) -> Store:
         """Make the store that was asked for; with `auto`, flat where headwise cannot serve it."""
-        if is_recurrent(self.model) and not self.recipe.geometry.recurrent:  # llama.cpp knows more
-            geometry = replace(self.recipe.geometry, recurrent=True)
-            self.recipe = resolve(self.recipe.options, geometry)
-        options = self.recipe.options
+        if is_recurrent(self.model) and not self.config.geometry.recurrent:  # llama.cpp knows more
+            geometry = replace(self.config.geometry, recurrent=True)
+            self.config = resolve(self.config.options, geometry)
+        options = self.config.options
         try:
             return self._make_store()
         except UnsupportedModelError as error:
-            if options.store != "auto" or (options.in_pool and not self.recipe.freezing):
+            if options.store != "auto" or (options.in_pool and not self.config.freezing):
                 raise
             self._close_context()
-            self.recipe = self.recipe.on_flat_store(str(error))
+            self.config = self.config.on_flat_store(str(error))
             return self._make_store()
 
     def _make_store(self) -> Store:
         try:
-            if self.recipe.store == "flat":
+            if self.config.store == "flat":
                 self._prepare_echo()
-                return FlatStore(self.model, self.recipe, self.budget)
+                return FlatStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
-            recipe = self.recipe
-            kind = PooledStore if recipe.options.in_pool else HeadwiseStore
-            return kind(self.model, recipe, self.budget, host=self._context)
+            config = self.config
+            kind = PooledStore if config.options.in_pool else HeadwiseStore
+            return kind(self.model, config, self.budget, shared_context=self._context)
         except MemoryError:
             raise self.too_large(self.budget) from None
 
     def _make_context(self) -> HeadwiseContext:
         """Make the context; a model whose keys before RoPE are not known predicts nothing."""
         self._prepare_echo()
-        context = HeadwiseContext(self.model, self.recipe, self._most_tokens())
-        recipe = self.recipe.without_prediction() if context.hook.rope_obstacle else self.recipe
-        if recipe is self.recipe:
+        context = HeadwiseContext(self.model, self.config, self._most_tokens())
+        config = self.config.without_prediction() if context.hook.rope_obstacle else self.config
+        if config is self.config:
             return context
         context.close()
-        self.recipe = recipe
+        self.config = config
         return self._make_context()
 
     def _prepare_echo(self) -> None:
-        recipe = self.recipe
-        self.echo = Echo(self._tokenize_plainly, recipe.n_ubatch) if recipe.reads_twice else None
+        config = self.config
+        self.echo = Echo(self._tokenize_plainly, config.n_ubatch) if config.reads_twice else None
 
     def _tokenize_plainly(self, text: str) -> list[int]:
         return self.model.tokenize(text, add_bos=False, special=False)
 
     def _most_tokens(self) -> int:
         """Return the most tokens that a sequence has in a micro-batch, with its echo."""
-        return max(self.recipe.n_ubatch, self.echo.n_ubatch if self.echo else 0)
+        return max(self.config.n_ubatch, self.echo.n_ubatch if self.echo else 0)
 
     def too_large(self, budget: Budget) -> BudgetError:
         """Return the error of a budget for which there is no memory."""
         return BudgetError(
-            f"{self.model.name}: a KV budget of {budget} in a context of {self.recipe.n_ctx} "
+            f"{self.model.name}: a KV budget of {budget} in a context of {self.config.n_ctx} "
             "tokens does not fit into this machine's memory; give a smaller one (kv_budget, n_ctx)"
         )
 
@@ -173,48 +173,48 @@ class Host:
             self._context.close()
             self._context = None
 
-    # --- seats ------------------------------------------------------------------------------------
+    # --- slots ------------------------------------------------------------------------------------
 
-    def take_seat(self, weight: float = 1.0) -> Seat:
+    def add_slot(self, weight: float = 1.0) -> SequenceSlot:
         """Make a store for another sequence; it gets a share of the pool when it reads."""
         if not is_number(weight) or not 0.001 <= weight <= 1000.0:
             raise SettingsError(f"a weight cannot be {weight!r}; use a number from 0.001 to 1000")
         with self.scheduler.between_steps():
             store, self._spare = self._spare or self._make_store(), None
-            if self.recipe.learns_predictor and isinstance(store, HeadwiseStore):
+            if self.config.learns_predictor and isinstance(store, HeadwiseStore):
                 self.fit = self.fit or PredictorFit()
                 self.fit.watch(store)
-            if self.recipe.options.learn:
-                self.learner = self.learner or Learner(self.model, self.recipe, store)
+            if self.config.options.learn:
+                self.learner = self.learner or Learner(self.model, self.config, store)
                 self.learner.watch(store)
-            seat = Seat(store, weight, self._seats_taken, live=self.shared is None)
-            self._seats_taken += 1
-            self.seats.append(seat)
-            return seat
+            slot = SequenceSlot(store, weight, self._slots_made, live=self.shared is None)
+            self._slots_made += 1
+            self.slots.append(slot)
+            return slot
 
-    def leave_seat(self, seat: Seat) -> None:
+    def remove_slot(self, slot: SequenceSlot) -> None:
         """Free all of a sequence once no step is being made; the others get its share.
 
         Whoever reads it in another thread gets an EntropyKVError, at the latest with its next
         micro-batch.
         """
-        self.refuse(seat)
-        self.leave_later(seat)
+        self.refuse(slot)
+        self.remove_slot_later(slot)
         with self.scheduler.between_steps(even_closed=True):
             pass  # who comes here tidies up
 
-    def leave_later(self, seat: Seat) -> None:
+    def remove_slot_later(self, slot: SequenceSlot) -> None:
         """Free all of a sequence before the next step, without waiting for anybody.
 
         Garbage may be collected in any thread, and within a step.
         """
-        seat.gone = True
-        self._leaving.append(seat)
+        slot.gone = True
+        self._leaving.append(slot)
 
-    def refuse(self, seat: Seat) -> None:
+    def refuse(self, slot: SequenceSlot) -> None:
         """Read nothing more of a sequence: who waits for its next tokens gets an error."""
-        seat.gone = True
-        self.scheduler.cancel(seat, _CLOSED)
+        slot.gone = True
+        self.scheduler.cancel(slot, _CLOSED)
 
     def _tidy(self) -> None:
         """Do what had to wait for the end of a step, or of something between two."""
@@ -225,17 +225,17 @@ class Host:
         if self._ends:
             self._free()
 
-    def _leave(self, seat: Seat) -> None:
-        if seat not in self.seats:
+    def _leave(self, slot: SequenceSlot) -> None:
+        if slot not in self.slots:
             return
-        self.seats.remove(seat)
+        self.slots.remove(slot)
         if self.shared is not None:
-            self.shared.forget(seat)
-        self._evicted_by_gone += seat.evicted
-        seat.store.close()
+            self.shared.forget(slot)
+        self._evicted_by_gone += slot.evicted
+        slot.store.close()
 
     @contextlib.contextmanager
-    def at_seat(self, seat: Seat) -> Iterator[None]:
+    def exclusively(self, slot: SequenceSlot) -> Iterator[None]:
         """Do something with a sequence between two steps.
 
         Raises EntropyKVError where its session or the pool is closed, and within a step, where a
@@ -244,14 +244,14 @@ class Host:
         with self.scheduler.between_steps():
             if self._in_step:
                 raise EntropyKVError("a step is being made; change the session after it")
-            _check_there(seat)
+            _check_there(slot)
             yield
 
     @property
     def evictions(self) -> int:
         """Return how many entries were evicted so far, of all sequences that are or were there."""
         replaced = self.shared.evicted_by_gone if self.shared else 0
-        return self._evicted_by_gone + replaced + sum(seat.evicted for seat in self.seats)
+        return self._evicted_by_gone + replaced + sum(slot.evicted for slot in self.slots)
 
     @property
     def recurrent(self) -> bool:
@@ -259,45 +259,45 @@ class Host:
         return self._context is not None and self._context.recurrent
 
     @contextlib.contextmanager
-    def with_seat(self, seat: Seat) -> Iterator[Store]:
+    def live_store(self, slot: SequenceSlot) -> Iterator[Store]:
         """Use a live sequence's store between two steps; raises PoolError without room."""
         while True:
-            with self.at_seat(seat):
-                if self._is_live_now(seat):
-                    yield seat.store
+            with self.exclusively(slot):
+                if self._is_live_now(slot):
+                    yield slot.store
                     return
             time.sleep(_LOOK_AGAIN)
 
-    def note_growth(self, seat: Seat) -> None:
+    def note_growth(self, slot: SequenceSlot) -> None:
         """Prepare for how long a live sequence's text is expected to get; it may evict."""
         if self.shared is not None:
-            self.shared.note_growth(seat)
-        elif isinstance(seat.store, HeadwiseStore):
-            seat.store.sharing.expect(seat.expected)
+            self.shared.note_growth(slot)
+        elif isinstance(slot.store, HeadwiseStore):
+            slot.store.sharing.expect(slot.expected)
 
-    def _is_live_now(self, seat: Seat) -> bool:
+    def _is_live_now(self, slot: SequenceSlot) -> bool:
         """Make a sequence live, unless others must go first; raises PoolError if nobody helps."""
-        _check_there(seat)
+        _check_there(slot)
         if self.shared is None:
             return True
-        if seat.live:
+        if slot.live:
             return True
         try:
-            self.shared.make_live(seat)
+            self.shared.make_live(slot)
         except PoolError:
-            if self.shared.somebody_else_reads(seat):
+            if self.shared.somebody_else_reads(slot):
                 return False
             raise
         return True
 
     def _admit(self, work: Work) -> bool:
         """Make a sequence live that waits to be read; False where others must go first."""
-        seat = cast(Seat, work.owner)
+        slot = cast(SequenceSlot, work.owner)
         try:
-            if not self._is_live_now(seat):
+            if not self._is_live_now(slot):
                 return False
             if work.part.tokens:  # not for echoes: what the budget will drop gets them before
-                self.note_growth(seat)
+                self.note_growth(slot)
         except Exception as error:
             work.part.error = error
         return True
@@ -306,23 +306,23 @@ class Host:
         """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
         with self.scheduler.between_steps():
             if self.shared is None:
-                for seat in self.seats:
-                    seat.store.resize(budget)
+                for slot in self.slots:
+                    slot.store.resize(budget)
             else:
                 self.shared.resize(budget)
             self.budget = budget
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def read(self, seat: Seat, part: Part, arrival: int) -> None:
+    def read(self, slot: SequenceSlot, part: Part, arrival: int) -> None:
         """Read the next tokens of a sequence, in one step with those of others."""
-        seat.rests = False
-        self.scheduler.submit(seat, part, arrival)
+        slot.rests = False
+        self.scheduler.submit(slot, part, arrival)
 
-    def rest(self, seat: Seat) -> None:
-        """Say that nothing more of a sequence is read soon: it may be parked for another."""
-        seat.rests = True
-        self.scheduler.rest(seat)
+    def rest(self, slot: SequenceSlot) -> None:
+        """Say that nothing more of a sequence is read soon: it may be swapped out for another."""
+        slot.rests = True
+        self.scheduler.rest(slot)
 
     def _step(self, works: list[Work]) -> None:
         self._in_step = True
@@ -335,18 +335,18 @@ class Host:
             self._in_step = False
         now = time.monotonic()
         for work in works:
-            seat = cast(Seat, work.owner)
-            seat.last_step = now
+            slot = cast(SequenceSlot, work.owner)
+            slot.last_step = now
             if work.part.error is None:
-                seat.position = work.part.position + len(work.part.tokens)
+                slot.position = work.part.position + len(work.part.tokens)
         self._learn(sum(len(p.tokens) for p in parts if p.echo and p.error is None))
         if self.shared is not None:
             prompts = [work for work in works if not work.is_single and work.part.error is None]
-            self.shared.note_losses([cast(Seat, work.owner) for work in prompts])
+            self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
 
-    def teach(self, seat: Seat, begin: int, end: int) -> None:
+    def teach(self, slot: SequenceSlot, begin: int, end: int) -> None:
         """Learn from what an echo has just shown of older text of a sequence: these positions."""
-        with self.with_seat(seat) as store:
+        with self.live_store(slot) as store:
             if self.fit is None or self.fit.predictor is not None:
                 return
             cast(HeadwiseStore, store).prediction.teach_stored(begin, end, store.shift)
@@ -354,10 +354,10 @@ class Host:
 
     def _learn(self, n_tokens: int) -> None:
         """Fit the predictor and leave a profile, once enough tokens were read twice."""
-        if self.fit is not None and self.fit.note(n_tokens, self.seats):
+        if self.fit is not None and self.fit.note(n_tokens, self.slots):
             self.echo = None  # from now on, texts are read once
             if self.shared is not None:
-                self.shared.parking.await_prediction()
+                self.shared.swap_space.await_prediction()
         if self.learner is not None:
             self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
 
@@ -375,12 +375,12 @@ class Host:
         if self.closed:
             return
         self.closed = True
-        in_pool = self.recipe.options.in_pool
+        in_pool = self.config.options.in_pool
         self.scheduler.close("the pool is closed; make a new one" if in_pool else _CLOSED)
         self.checkpoints.clear()
-        for seat in list(self.seats):
-            seat.gone = True
-            self._leave(seat)
+        for slot in list(self.slots):
+            slot.gone = True
+            self._leave(slot)
         if self._spare is not None:
             self._spare.close()
             self._spare = None
@@ -389,6 +389,6 @@ class Host:
         self.model.close()
 
 
-def _check_there(seat: Seat) -> None:
-    if seat.gone:
+def _check_there(slot: SequenceSlot) -> None:
+    if slot.gone:
         raise EntropyKVError(_CLOSED)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from entropykv.drop_in.reading import LEAST_SPARED
 from entropykv.errors import ContextError, EntropyKVError, PoolError
-from entropykv.llama.reading import LEAST_SPARED
 from entropykv.server.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
@@ -70,7 +70,7 @@ class _Start:
     """Where its text parts from the prompt's."""
 
 
-class Shelf:
+class PrefixCache:
     """Keep conversations between two requests; the least recently used are forgotten first.
 
     What is forgotten is read again when somebody goes on with it: requests have the whole text.
@@ -194,8 +194,8 @@ class Shelf:
         Others may want to go on with it, too. So the prompt must hold all of the conversation, or
         all but its last answer, which is quickly read again from the checkpoint before it.
         """
-        host = self._pool.host
-        leads_back = host.checkpoints.limit_bytes > 0 and host.recipe.freezing is None
+        runner = self._pool.runner
+        leads_back = runner.checkpoints.limit_bytes > 0 and runner.config.freezing is None
         best, most = None, 0
         for each in self._of(caller):
             shared = common_prefix(each.tokens, tokens)
@@ -248,7 +248,7 @@ class Shelf:
         self, tokens: list[int], caller: Caller, asked: set[PoolSession]
     ) -> tuple[PoolSession | None, _Newcomer]:
         """Return who reads more of a prompt now than anybody has read, and is not `asked` yet."""
-        host = self._pool.host
+        runner = self._pool.runner
         tenant = self._tenant(caller)
         reader, most = None, 0
         for session, reading in self._reading.items():
@@ -256,16 +256,16 @@ class Shelf:
                 continue
             shared = common_prefix(reading.tokens, tokens)
             # What has passed the place where texts part can be cut there only if it is whole.
-            can_be = shared >= session.position or not (host.recurrent or session.evicted)
+            can_be = shared >= session.position or not (runner.recurrent or session.evicted)
             if can_be and shared > most:
                 reader, most = session, shared
         newcomer = _Newcomer(tokens, most)
         if reader is None or most < _WORTH_WAITING:
             return None, newcomer
         _, known = self._nearest(tokens, caller)
-        with host.scheduler.between_steps():
-            _, spared = host.checkpoints.nearest(tokens, tenant, repeatable=True)
-        piece = host.recipe.n_ubatch  # up to so many tokens of it are read again
+        with runner.scheduler.between_steps():
+            _, spared = runner.checkpoints.nearest(tokens, tenant, repeatable=True)
+        piece = runner.config.n_ubatch  # up to so many tokens of it are read again
         worth = most >= max(known, spared) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), newcomer
 
@@ -422,7 +422,7 @@ class Shelf:
         return len(kept.tokens)
 
     def _taken(self, session: PoolSession, caller: Caller) -> _Conversation | None:
-        """Take a conversation from the shelf, where it is here and of the caller's key."""
+        """Take a conversation from the prefix_cache, where it is here and of the caller's key."""
         with self._lock:
             for kept in self._free:
                 if kept.session is session and kept.caller.user == caller.user:

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
+from entropykv.drop_in.arguments import BudgetArguments, EvictionEvent
+from entropykv.drop_in.context import BudgetContext, SharedModel
+from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.errors import EntropyKVError
-from entropykv.llama.arguments import BudgetArguments, EvictionEvent
-from entropykv.llama.context import BudgetContext, SharedModel
-from entropykv.llama.prefix import continuing, control_symbol, spelling
 from entropykv.llamacpp.weights import Weights
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix

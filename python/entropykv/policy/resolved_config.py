@@ -1,4 +1,4 @@
-"""Resolve what was asked of the cache into what it means for a model: the Recipe.
+"""Resolve what was asked of the cache into what it means for a model: the ResolvedConfig.
 
 `entropykv plan` prints what a session follows: both have it of resolve().
 """
@@ -45,7 +45,7 @@ _Q8_0_BLOCK_BYTES = 34
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ResolvedConfig:
     """Hold how a session runs a model: the options, and what follows from them before it reads.
 
     Nothing of it changes while the session lasts but the budget, which resize() changes.
@@ -167,20 +167,20 @@ class Recipe:
             self.options.recent_window,
         )
 
-    def on_flat_store(self, why: str) -> Recipe:
-        """Return the recipe for the flat store, where the headwise one cannot serve the model.
+    def on_flat_store(self, why: str) -> ResolvedConfig:
+        """Return the config for the flat store, where the headwise one cannot serve the model.
 
         UnsupportedModelError, which begins with `why`, where entries are to be frozen.
         """
         if self.freezing:
             raise UnsupportedModelError(
                 f"{why}; the flat store cannot freeze: use it without --freeze (freeze=) and "
-                "without policy freeze"
+                "without policy rolling-freeze"
             )
         return resolve(self.options, self.geometry, flat_because=why)
 
-    def without_prediction(self) -> Recipe:
-        """Return the recipe for a model whose keys before RoPE are not known.
+    def without_prediction(self) -> ResolvedConfig:
+        """Return the config for a model whose keys before RoPE are not known.
 
         Another one for policy `auto` alone: a measure that was asked for by name stays.
         """
@@ -224,7 +224,7 @@ def resolve(
     *,
     flat_because: str | None = None,
     predictable: bool = True,
-) -> Recipe:
+) -> ResolvedConfig:
     """Say what options mean for a model, before anything of it is loaded but the file's header.
 
     `flat_because`: why the flat store must serve the model, although headwise or auto was asked
@@ -258,7 +258,7 @@ def resolve(
         kv_type = _flat_kv_type(options.kv_type, kv_type, geometry)
     if freezing is not None:
         freezing = replace(freezing, kv_type=freezing.type_for(kv_type))
-    recipe = Recipe(
+    config = ResolvedConfig(
         options=options,
         geometry=geometry,
         store="flat" if flat else "headwise",
@@ -270,8 +270,8 @@ def resolve(
         n_ctx=n_ctx,
         n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
     )
-    recipe.check_recovery(options.recovery)
-    return recipe
+    config.check_recovery(options.recovery)
+    return config
 
 
 def given_profile(

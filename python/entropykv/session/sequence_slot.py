@@ -1,32 +1,32 @@
-"""Hold a sequence's part of a host: its store, its weight, and whether it is live."""
+"""Hold a sequence's part of a runner: its store, its weight, and whether it is live."""
 
 from __future__ import annotations
 
 from typing import cast
 
 from entropykv.policy.division import LossCurve
-from entropykv.session.parking import Parked
+from entropykv.session.swap_space import SwappedSequence
 from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Store
 
 IDLE_SECONDS = 1.0
-"""Seconds without reading after which a sequence may be parked though nobody said it rests."""
+"""Seconds without reading after which a sequence may be swapped out though nobody said it rests."""
 
 
-class Seat:
-    """Hold a session's part of its host: a store, and whether it is live."""
+class SequenceSlot:
+    """Hold a session's part of its runner: a store, and whether it is live."""
 
     def __init__(self, store: Store, weight: float, number: int, *, live: bool) -> None:
         """Begin with nothing read."""
         self.store = store
         self.number = number
-        """How many sequences had a seat at this host before."""
+        """How many sequences had a slot at this runner before."""
         self.weight = weight
         """Its part of the pool, relative to those of the others."""
         self.live = live
         self.gone = False
         """True once its session is closed: nothing can be read or held any more."""
-        self.parked: Parked | None = None
+        self.swapped: SwappedSequence | None = None
         self.position = 0
         """How many tokens were read, when it was last between two steps."""
         self.expected = 0
@@ -49,7 +49,7 @@ class Seat:
         return self.store.evicted - self.inherited
 
     def is_idle(self, now: float) -> bool:
-        """Tell whether it can be parked without making anybody wait."""
+        """Tell whether it can be swapped out without making anybody wait."""
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property

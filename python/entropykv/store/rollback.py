@@ -10,7 +10,7 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import RecurrentState, cannot_go_back
 
 
-class WayBack:
+class RollbackRange:
     """Say from which position on layers with windows still hold all that queries would see."""
 
     def __init__(

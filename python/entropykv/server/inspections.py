@@ -14,7 +14,7 @@ from entropykv.server.loading import ServedLlama
 Result = TypeVar("Result")
 
 
-class Looks:
+class Inspections:
     """Make calls that change nothing, and need not wait for the end of a generation.
 
     A thread of the model answers them: between two micro-batches, or at once where nothing runs.
@@ -33,7 +33,7 @@ class Looks:
         """Let nobody look any more: who watches would keep the server from stopping."""
         self._is_closed = True
 
-    async def look(self, function: Callable[[ServedLlama], Result]) -> Result:
+    async def inspect(self, function: Callable[[ServedLlama], Result]) -> Result:
         """Return what the function returns; raises RequestError once the server shuts down."""
         if self._is_closed:
             raise RequestError(503, "the server is shutting down; try again later")

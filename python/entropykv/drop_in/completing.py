@@ -10,9 +10,9 @@ from typing import Any
 
 from llama_cpp.llama_grammar import LlamaGrammar
 
+from entropykv.drop_in.reading import ReadingLlama
+from entropykv.drop_in.sampler import SamplerOfSequence
 from entropykv.errors import ContextError
-from entropykv.llama.reading import ReadingLlama
-from entropykv.llama.sampler import SamplerOfSequence
 from entropykv.llamacpp.grammar_sampler import GrammarSampler
 
 

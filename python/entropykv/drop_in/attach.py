@@ -10,16 +10,16 @@ import llama_cpp
 from llama_cpp import _internals as internals
 from typing_extensions import Unpack
 
-from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.llama.arguments import (
+from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
     attached_options,
     check_chat_handler,
     check_kind,
 )
-from entropykv.llama.context import BudgetContext
-from entropykv.llama.entropy_llama import EntropyLlama, start_over
+from entropykv.drop_in.context import BudgetContext
+from entropykv.drop_in.entropy_llama import EntropyLlama, start_over
+from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.llamacpp.model_options import apply_adapters
 from entropykv.model.geometry import read_geometry
 from entropykv.session.recovery import Climb

@@ -14,7 +14,7 @@ from entropykv import Pool
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
-from entropykv.server.shelf import Shelf
+from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import Caller
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
@@ -47,43 +47,45 @@ def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> An
         yield made
 
 
-def read(shelf: Shelf, session: PoolSession, tokens: list[int], until: int | None = None) -> None:
+def read(
+    prefix_cache: PrefixCache, session: PoolSession, tokens: list[int], until: int | None = None
+) -> None:
     """Read a prompt as those who serve do, piece by piece; to its end, if `until` is not given."""
     last = len(tokens) if until is None else until
     for first in range(session.position, last, PIECE):
         piece = tokens[first : min(first + PIECE, last)]
-        shelf.reads(session, len(piece))
+        prefix_cache.reads(session, len(piece))
         session.decode(piece)
     if until is None:
         session.note_turn(writes=True)
-        shelf.has_read(session)
+        prefix_cache.has_read(session)
 
 
 def turn(
-    shelf: Shelf, tokens: list[int], caller: Caller = ANNA, n: int = 6
+    prefix_cache: PrefixCache, tokens: list[int], caller: Caller = ANNA, n: int = 6
 ) -> tuple[list[int], int]:
     """Answer a prompt; returns prompt and answer, and how many tokens of the prompt were read."""
-    session = shelf.take(tokens, caller)
+    session = prefix_cache.take(tokens, caller)
     shared = common_prefix(session.tokens, tokens)
     if shared < session.position and not session.return_to_checkpoint(tokens, repeatable=True):
         end = len(tokens) + n
         session.truncate(session.repeatable_from(min(shared, len(tokens) - 1), end))
     before = session.position
     if before < len(tokens):
-        read(shelf, session, tokens)
-    shelf.has_read(session)
+        read(prefix_cache, session, tokens)
+    prefix_cache.has_read(session)
     for _ in range(n):
         assert session.logits is not None
         session.decode([int(session.logits.argmax())])
     text = session.tokens
-    shelf.put(session, caller)
+    prefix_cache.put(session, caller)
     return text, len(tokens) - before
 
 
 class Coming:
     """A prompt that comes while another one is read."""
 
-    def __init__(self, shelf: Shelf, tokens: list[int], caller: Caller = ANNA) -> None:
+    def __init__(self, prefix_cache: PrefixCache, tokens: list[int], caller: Caller = ANNA) -> None:
         self.asked = 0
         self.session: PoolSession | None = None
 
@@ -91,7 +93,7 @@ class Coming:
             self.asked += 1
 
         def come() -> None:
-            self.session = shelf.take(tokens, caller, look)
+            self.session = prefix_cache.take(tokens, caller, look)
 
         self.thread = threading.Thread(target=come)
         self.thread.start()
@@ -109,18 +111,18 @@ class Coming:
 
 def test_a_newcomer_gets_what_it_shares_before_the_rest_is_read(pool: Pool) -> None:
     """Whatever the model: it is copied at the last cut before the texts part."""
-    shelf = Shelf(pool, 4)
+    prefix_cache = PrefixCache(pool, 4)
     long, short = [*SYSTEM, 5, *OWN], [*SYSTEM, 6, 7, 8]
-    first = shelf.take(long, ANNA)
-    coming = Coming(shelf, short)
+    first = prefix_cache.take(long, ANNA)
+    coming = Coming(prefix_cache, short)
     coming.wait()
-    read(shelf, first, long, until=5 * PIECE)
+    read(prefix_cache, first, long, until=5 * PIECE)
     session = coming.end()
     assert session.tokens == SYSTEM
     assert first.position < len(long)
-    assert shelf.forked == 1
+    assert prefix_cache.forked == 1
     found = session.decode(short[len(SYSTEM) :])
-    read(shelf, first, long)
+    read(prefix_cache, first, long)
     if not session.evicted and session.freezing is None:
         alone = pool.session()
         for part in range(0, len(SYSTEM), PIECE):
@@ -129,57 +131,57 @@ def test_a_newcomer_gets_what_it_shares_before_the_rest_is_read(pool: Pool) -> N
 
 
 def test_who_comes_late_gets_it_where_it_can_be_cut_or_reads_by_itself(pool: Pool) -> None:
-    shelf = Shelf(pool, 4)
+    prefix_cache = PrefixCache(pool, 4)
     long, short = [*SYSTEM, 5, *OWN], [*SYSTEM, 6, 7, 8]
-    first = shelf.take(long, ANNA)
-    read(shelf, first, long, until=7 * PIECE)
-    can_be_cut = not (first.evicted or pool.host.recurrent or first.freezing)
-    coming = Coming(shelf, short)
+    first = prefix_cache.take(long, ANNA)
+    read(prefix_cache, first, long, until=7 * PIECE)
+    can_be_cut = not (first.evicted or pool.runner.recurrent or first.freezing)
+    coming = Coming(prefix_cache, short)
     coming.wait()
-    read(shelf, first, long, until=8 * PIECE)  # the end of the long one is still to come
+    read(prefix_cache, first, long, until=8 * PIECE)  # the end of the long one is still to come
     assert coming.end().position == (len(SYSTEM) if can_be_cut else 0)
 
 
 def test_nobody_waits_for_another_tenant(pool: Pool) -> None:
-    shelf = Shelf(pool, 4)
-    shelf.take([*SYSTEM, 5, *OWN], ANNA)
-    coming = Coming(shelf, [*SYSTEM, 6], BEN)
+    prefix_cache = PrefixCache(pool, 4)
+    prefix_cache.take([*SYSTEM, 5, *OWN], ANNA)
+    coming = Coming(prefix_cache, [*SYSTEM, 6], BEN)
     assert coming.end().position == 0
     assert not coming.asked
 
 
 def test_who_reads_may_give_up(pool: Pool) -> None:
-    shelf = Shelf(pool, 4)
-    first = shelf.take([*SYSTEM, 5], ANNA)
-    coming = Coming(shelf, [*SYSTEM, 6])
+    prefix_cache = PrefixCache(pool, 4)
+    first = prefix_cache.take([*SYSTEM, 5], ANNA)
+    coming = Coming(prefix_cache, [*SYSTEM, 6])
     coming.wait()
-    shelf.gives_up(first)
+    prefix_cache.gives_up(first)
     assert coming.end().position == 0
 
 
 def test_a_newcomer_that_leaves_costs_nothing(pool: Pool) -> None:
-    shelf = Shelf(pool, 4)
+    prefix_cache = PrefixCache(pool, 4)
     long = [*SYSTEM, 5, *OWN]
-    first = shelf.take(long, ANNA)
+    first = prefix_cache.take(long, ANNA)
 
     def leave() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        shelf.take([*SYSTEM, 6], ANNA, leave)
+        prefix_cache.take([*SYSTEM, 6], ANNA, leave)
     sessions = len(pool.sessions())
-    read(shelf, first, long)
+    read(prefix_cache, first, long)
     assert len(pool.sessions()) == sessions
-    assert shelf.forked == 0
+    assert prefix_cache.forked == 0
 
 
 def test_all_choices_of_a_prompt_go_on_from_its_end(pool: Pool) -> None:
-    shelf = Shelf(pool, 4)
-    first = shelf.take(SYSTEM, ANNA)
-    others = [Coming(shelf, SYSTEM) for _ in range(2)]
+    prefix_cache = PrefixCache(pool, 4)
+    first = prefix_cache.take(SYSTEM, ANNA)
+    others = [Coming(prefix_cache, SYSTEM) for _ in range(2)]
     for each in others:
         each.wait()
-    read(shelf, first, SYSTEM)
+    read(prefix_cache, first, SYSTEM)
     assert first.logits is not None
     for each in others:
         session = each.end()
@@ -189,41 +191,44 @@ def test_all_choices_of_a_prompt_go_on_from_its_end(pool: Pool) -> None:
 
 def test_of_prompts_that_come_at_once_one_is_read(pool_llama: Path) -> None:
     with pool_of(pool_llama, n_sequences=8, kv_budget=8 * N_CTX) as pool:
-        shelf = Shelf(pool, 8)
-        coming = [Coming(shelf, SYSTEM) for _ in range(8)]
+        prefix_cache = PrefixCache(pool, 8)
+        coming = [Coming(prefix_cache, SYSTEM) for _ in range(8)]
         for each in coming:
             each.wait()
         reads = [each.session for each in coming if each.session is not None]
         assert len(reads) == 1
-        read(shelf, reads[0], SYSTEM)
+        read(prefix_cache, reads[0], SYSTEM)
         assert all(each.end().tokens == SYSTEM for each in coming)
 
 
 def test_conversations_that_share_half_of_their_texts_stay_apart(pool: Pool) -> None:
     """Each turn of both reads what is new, whether checkpoints are kept or not."""
-    shelf = Shelf(pool, 4)
+    prefix_cache = PrefixCache(pool, 4)
     texts = {"anna": [*SYSTEM, 5, *PROMPTS[1]], "bob": [*SYSTEM, 6, *PROMPTS[1]]}
     for number in range(3):
         for name, text in texts.items():
             new = [number + 7, 8, 9]
-            texts[name], n_read = turn(shelf, [*text, *new])
+            texts[name], n_read = turn(prefix_cache, [*text, *new])
             assert number == 0 or n_read <= len(new) + 1, f"turn {number} of {name}"
-    assert shelf.resumed == 4
+    assert prefix_cache.resumed == 4
 
 
 def test_an_answer_that_is_asked_for_again_takes_no_second_place(pool_llama: Path) -> None:
     with pool_of(pool_llama, n_sequences=2, kv_budget=2 * N_CTX) as pool:
-        shelf = Shelf(pool, 4)
-        turn(shelf, SYSTEM)
-        _, n_read = turn(shelf, SYSTEM)
+        prefix_cache = PrefixCache(pool, 4)
+        turn(prefix_cache, SYSTEM)
+        _, n_read = turn(prefix_cache, SYSTEM)
         assert n_read == 0
-        assert len([caller for caller, *_ in shelf.conversations() if caller.user == "anna"]) == 1
+        assert (
+            len([caller for caller, *_ in prefix_cache.conversations() if caller.user == "anna"])
+            == 1
+        )
 
 
 def test_tokens_that_spell_the_same_text_go_on_with_it(pool_llama: Path) -> None:
     with pool_of(pool_llama, n_sequences=2, kv_budget=2 * N_CTX, freeze="ram") as pool:
-        shelf = Shelf(pool, 4)
-        text, _ = turn(shelf, SYSTEM)
+        prefix_cache = PrefixCache(pool, 4)
+        text, _ = turn(prefix_cache, SYSTEM)
         spelled = [*SYSTEM[:40], 5, 6, *text[41:], 7, 8]
         asked: list[list[int]] = []
 
@@ -231,23 +236,26 @@ def test_tokens_that_spell_the_same_text_go_on_with_it(pool_llama: Path) -> None
             asked.append(held)
             return True
 
-        session = shelf.take(spelled, ANNA, None, continues)
+        session = prefix_cache.take(spelled, ANNA, None, continues)
         assert session.tokens == text
         assert asked == [text]
 
 
 def test_tenants_share_nothing(pool: Pool) -> None:
-    shelf = Shelf(pool, 4)
+    prefix_cache = PrefixCache(pool, 4)
     prompt = [*SYSTEM, 5, 6]
-    assert turn(shelf, prompt)[1] == len(prompt)
-    assert turn(shelf, prompt, BEN)[1] == len(prompt)
+    assert turn(prefix_cache, prompt)[1] == len(prompt)
+    assert turn(prefix_cache, prompt, BEN)[1] == len(prompt)
     assert pool.session_for(prompt, tenant=Caller("cleo")).position == 0
     names = Caller("anna", "work"), Caller("anna", "home")
-    for shared, shelf_of in ((True, shelf), (False, Shelf(pool, 4, shared_prefixes=False))):
+    for shared, shelf_of in (
+        (True, prefix_cache),
+        (False, PrefixCache(pool, 4, shared_prefixes=False)),
+    ):
         text = [*PROMPTS[1], *SYSTEM, 9 if shared else 10]
         counts = [turn(shelf_of, text, name)[1] for name in names]
         assert counts[0] == len(text)
-        if pool.host.recipe.freezing is None:
+        if pool.runner.config.freezing is None:
             assert (counts[1] < len(text)) == shared
         elif not shared:
             assert counts[1] == len(text)
@@ -269,11 +277,11 @@ def test_how_one_stands_is_told_between_steps(pool_llama: Path) -> None:
         session = pool.session()
         session.decode(SYSTEM)
         states: list[str] = []
-        thread = threading.Thread(target=lambda: states.append(session.standing().state))
-        with pool.host.scheduler.between_steps():
+        thread = threading.Thread(target=lambda: states.append(session.pool_status().state))
+        with pool.runner.scheduler.between_steps():
             thread.start()
             thread.join(0.2)
             assert not states
-            session.park()
+            session.swap_out()
         thread.join(10)
-        assert states == ["parked"]
+        assert states == ["swapped_out"]

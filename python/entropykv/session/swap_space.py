@@ -20,8 +20,8 @@ from entropykv.store.protocol import SavedState, StoreState
 
 
 @dataclass(eq=False)
-class Parked:
-    """Hold what a store held when its sequence was parked."""
+class SwappedSequence:
+    """Hold what a store held when its sequence was swapped out."""
 
     position: int
     section_bytes: list[int]
@@ -29,7 +29,7 @@ class Parked:
     n_entries: int
     """How many entries all its KV heads hold."""
     evicted: int
-    """How many entries were evicted until it was parked."""
+    """How many entries were evicted until it was swapped out."""
     pages: StoreCheckpoint | None = None
     """Its pages while it is in the pool; None once it has left."""
     leave: Callable[[StoreCheckpoint], StoreState] | None = None
@@ -56,8 +56,8 @@ class Parked:
         return 0 if pages is None else pages.n_pages
 
 
-class Parking:
-    """Keep parked sequences; those that leave the pool go to `ram` or `disk:DIR`.
+class SwapSpace:
+    """Keep swapped out sequences; those that leave the pool go to `ram` or `disk:DIR`.
 
     All of them together would take no more than `limit` bytes there, so that each can leave at any
     time. Raises SettingsError for anything else, and for a directory that cannot be used.
@@ -67,13 +67,11 @@ class Parking:
         """Check the place; `limit` is bytes, such as `1GiB`, and None is as much as there is."""
         n_bytes = parse_bytes(limit) if isinstance(limit, str) else limit
         if limit is not None and (isinstance(n_bytes, bool) or not n_bytes or n_bytes < 1):
-            raise SettingsError(
-                f"the limit of parked conversations cannot be {limit!r}; give bytes such as 1GiB"
-            )
+            raise SettingsError(f"swap_limit cannot be {limit!r}; give bytes such as 1GiB")
         self.limit_bytes = n_bytes
-        self._parked: list[Parked] = []
-        """Parked sequences, the one that is parked longest first."""
-        self._staying: Parked | None = None
+        self._swapped: list[SwappedSequence] = []
+        """Swapped out sequences, the one that is swapped out longest first."""
+        self._staying: SwappedSequence | None = None
         self.give_first: Callable[[], bool] = lambda: False
         """Called to move what may be forgotten out of the pool, before what may not be."""
         self._directory: Path | None = None
@@ -82,17 +80,17 @@ class Parking:
             if not self._directory.is_dir():
                 raise SettingsError(f"{self._directory}: is no directory; give one that is there")
         elif where != RAM:
-            raise SettingsError(f"park cannot be {where!r}; use ram or disk:DIRECTORY")
+            raise SettingsError(f"swap cannot be {where!r}; use ram or disk:DIRECTORY")
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all that is parked now, besides the pool."""
-        return sum(each.n_bytes for each in self._parked if not each.spare)
+        """Return the bytes of all that is swapped out now, besides the pool."""
+        return sum(each.n_bytes for each in self._swapped if not each.spare)
 
     @property
     def count(self) -> int:
-        """Return how many sequences are parked now."""
-        return sum(not each.spare for each in self._parked)
+        """Return how many sequences are swapped out now."""
+        return sum(not each.spare for each in self._swapped)
 
     def hold(
         self,
@@ -101,100 +99,100 @@ class Parking:
         leave: Callable[[StoreCheckpoint], StoreState],
         *,
         spare: bool = False,
-    ) -> Parked:
+    ) -> SwappedSequence:
         """Keep a checkpoint in the pool until its pages are needed; raises PoolError as put()."""
-        parked = _parked(position, leave(pages))
-        parked.pages, parked.leave, parked.spare = pages, leave, spare
+        swapped = _swapped(position, leave(pages))
+        swapped.pages, swapped.leave, swapped.spare = pages, leave, spare
         try:
-            self._check_limit(parked)
+            self._check_limit(swapped)
         except PoolError:
             pages.drop()
             raise
-        self._parked.append(parked)
-        return parked
+        self._swapped.append(swapped)
+        return swapped
 
-    def put(self, position: int, shift: int, state: StoreState) -> Parked:
+    def put(self, position: int, shift: int, state: StoreState) -> SwappedSequence:
         """Keep what a store holds; where there is no room, change nothing and raise PoolError."""
-        parked = _parked(position, state)
-        self._check_limit(parked)
-        self._write(parked, shift, state)
-        self._parked.append(parked)
-        return parked
+        swapped = _swapped(position, state)
+        self._check_limit(swapped)
+        self._write(swapped, shift, state)
+        self._swapped.append(swapped)
+        return swapped
 
-    def copy(self, parked: Parked) -> Parked:
+    def copy(self, swapped: SwappedSequence) -> SwappedSequence:
         """Keep the same once more, for another sequence; raises PoolError as put()."""
-        copied = self._copy(parked)
-        copied.awaits_prediction = parked.awaits_prediction
+        copied = self._copy(swapped)
+        copied.awaits_prediction = swapped.awaits_prediction
         return copied
 
-    def _copy(self, parked: Parked) -> Parked:
-        if parked.pages is not None and parked.leave is not None:
-            return self.hold(parked.position, parked.pages.copy(), parked.leave)
-        state = self.take(parked)
+    def _copy(self, swapped: SwappedSequence) -> SwappedSequence:
+        if swapped.pages is not None and swapped.leave is not None:
+            return self.hold(swapped.position, swapped.pages.copy(), swapped.leave)
+        state = self.take(swapped)
         sections = (bytes(section) for section in state.sections)
-        sizes = parked.section_bytes
+        sizes = swapped.section_bytes
         held = StoreState(state.entries, state.evicted, sizes, sections, state.recalls_now)
         return self.put(state.position, state.shift, held)
 
     def await_prediction(self) -> None:
-        """Note that all that is parked, checkpoints included, is older than the predictor."""
-        for parked in self._parked:
-            parked.awaits_prediction = True
+        """Note that all that is swapped out, checkpoints included, is older than the predictor."""
+        for swapped in self._swapped:
+            swapped.awaits_prediction = True
 
-    def _check_limit(self, parked: Parked) -> None:
-        if parked.spare or self.limit_bytes is None:
+    def _check_limit(self, swapped: SwappedSequence) -> None:
+        if swapped.spare or self.limit_bytes is None:
             return
-        counted = [each for each in (*self._parked, parked) if not each.spare]
+        counted = [each for each in (*self._swapped, swapped) if not each.spare]
         n_bytes = sum(sum(each.section_bytes) for each in counted)
         if n_bytes > self.limit_bytes:
             raise PoolError(
-                f"{n_bytes} bytes of parked conversations are more than the limit of "
-                f"{self.limit_bytes}; close some, or give a larger limit (park_limit)"
+                f"{n_bytes} bytes of swapped out conversations are more than the limit of "
+                f"{self.limit_bytes}; close some, or give a larger limit (swap_limit)"
             )
 
     def make_room(self) -> bool:
-        """Move the one that is parked longest out of the pool; returns False where none is in it.
+        """Move the sequence that was swapped out first out of the pool; False where none is in it.
 
         Raises PoolError where nothing else has room for it: then nothing has changed.
         """
         if self.give_first():
             return True
-        for parked in self._parked:
-            if parked.pages is not None and not self.stays(parked):
-                self.leave_pool(parked)
+        for swapped in self._swapped:
+            if swapped.pages is not None and not self.stays(swapped):
+                self.leave_pool(swapped)
                 return True
         return False
 
-    def leave_pool(self, parked: Parked) -> None:
-        """Copy what is in the pool to where parked sequences are kept; raises PoolError."""
-        if parked.pages is None or parked.leave is None:
+    def leave_pool(self, swapped: SwappedSequence) -> None:
+        """Copy what is in the pool to where swapped out sequences are kept; raises PoolError."""
+        if swapped.pages is None or swapped.leave is None:
             return
-        self._write(parked, parked.pages.shift, parked.leave(parked.pages))
-        parked.pages.drop()
-        parked.pages = parked.leave = None
+        self._write(swapped, swapped.pages.shift, swapped.leave(swapped.pages))
+        swapped.pages.drop()
+        swapped.pages = swapped.leave = None
 
-    def stays(self, parked: Parked) -> bool:
-        """Tell whether a parked sequence cannot leave the pool now."""
-        return parked is self._staying
+    def stays(self, swapped: SwappedSequence) -> bool:
+        """Tell whether a swapped out sequence cannot leave the pool now."""
+        return swapped is self._staying
 
     @contextmanager
-    def staying(self, parked: Parked) -> Iterator[None]:
-        """Keep a parked sequence in the pool while its sequence comes back."""
-        self._staying = parked
+    def staying(self, swapped: SwappedSequence) -> Iterator[None]:
+        """Keep a swapped out sequence in the pool while its sequence comes back."""
+        self._staying = swapped
         try:
             yield
         finally:
             self._staying = None
 
-    def _write(self, parked: Parked, shift: int, state: StoreState) -> None:
+    def _write(self, swapped: SwappedSequence, shift: int, state: StoreState) -> None:
         saved = SavedState(
-            parked.position, state.entries, state.evicted, shift, [], state.recalls_now
+            swapped.position, state.entries, state.evicted, shift, [], state.recalls_now
         )
         if self._directory is None:
             saved = replace(saved, sections=[bytearray(section) for section in state.sections])
         else:
-            parked.file = self._written(state, self._directory)
-        parked.state = saved
+            swapped.file = self._written(state, self._directory)
+        swapped.state = saved
 
     def _written(self, state: StoreState, directory: Path) -> BinaryIO:
         try:
@@ -203,35 +201,37 @@ class Parking:
             file.flush()
         except OSError as error:
             raise PoolError(
-                f"{directory}: a conversation cannot be parked there ({error.strerror}); free "
-                "some, or give another directory (park)"
+                f"{directory}: a conversation cannot be swapped out there ({error.strerror}); free "
+                "some, or give another directory (swap)"
             ) from error
         return file
 
-    def take(self, parked: Parked) -> SavedState:
+    def take(self, swapped: SwappedSequence) -> SavedState:
         """Return what was kept outside of the pool; drop() forgets it.
 
         Raises PoolError where its file cannot be read.
         """
-        if parked.state is None:
+        if swapped.state is None:
             raise PoolError("a conversation that is in the pool has no other state")
-        if parked.file is None:
-            return replace(parked.state, sections=[bytearray(s) for s in parked.state.sections])
-        parked.file.seek(0)
-        sections = [bytearray(parked.file.read(n)) for n in parked.section_bytes]
-        if [len(section) for section in sections] != parked.section_bytes:
-            raise PoolError("a parked conversation cannot be read any more; read its text again")
-        return replace(parked.state, sections=sections)
+        if swapped.file is None:
+            return replace(swapped.state, sections=[bytearray(s) for s in swapped.state.sections])
+        swapped.file.seek(0)
+        sections = [bytearray(swapped.file.read(n)) for n in swapped.section_bytes]
+        if [len(section) for section in sections] != swapped.section_bytes:
+            raise PoolError(
+                "a swapped out conversation cannot be read any more; read its text again"
+            )
+        return replace(swapped.state, sections=sections)
 
-    def drop(self, parked: Parked) -> None:
+    def drop(self, swapped: SwappedSequence) -> None:
         """Forget what was kept of a sequence."""
-        self._parked.remove(parked)
-        if parked.pages is not None:
-            parked.pages.drop()
-        if parked.file is not None:
-            parked.file.close()
+        self._swapped.remove(swapped)
+        if swapped.pages is not None:
+            swapped.pages.drop()
+        if swapped.file is not None:
+            swapped.file.close()
 
 
-def _parked(position: int, state: StoreState) -> Parked:
+def _swapped(position: int, state: StoreState) -> SwappedSequence:
     n_entries = sum(map(sum, state.entries))
-    return Parked(position, state.section_bytes, n_entries, state.evicted)
+    return SwappedSequence(position, state.section_bytes, n_entries, state.evicted)

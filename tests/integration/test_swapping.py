@@ -13,7 +13,7 @@ from entropykv import (
     ContextError,
     PoolError,
 )
-from entropykv.session import seat
+from entropykv.session import sequence_slot
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together, written
 from tests.support.releases import write_known
@@ -27,26 +27,27 @@ def model(pool_llama: Path) -> Path:
     return pool_llama
 
 
-# --- parking --------------------------------------------------------------------------------------
+# --- swap_space
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
     model: Path, where: str, tmp_path: Path
 ) -> None:
-    park = "ram" if where == "ram" else f"disk:{tmp_path}"
-    with pool_of(model, n_sequences=1, kv_budget=N_CTX, park=park) as pool:
+    swap = "ram" if where == "ram" else f"disk:{tmp_path}"
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, swap=swap) as pool:
         sessions = [pool.session() for _ in range(4)]
         steps = Steps(pool)
         logits = [written(s, p, 3)[-1] for s, p in zip(sessions, PROMPTS, strict=False)]
         assert [session.is_live for session in sessions] == [False, False, False, True]
-        assert pool.stats().parked == 3
-        standings = [session.standing() for session in sessions]
-        assert [each.state for each in standings] == ["parked"] * 3 + ["idle"]
-        assert pool.stats().parked_bytes == sum(each.parked_bytes for each in standings) > 0
-        n_heads = pool.host.n_kv_heads
+        assert pool.stats().swapped_out == 3
+        standings = [session.pool_status() for session in sessions]
+        assert [each.state for each in standings] == ["swapped_out"] * 3 + ["idle"]
+        assert pool.stats().swapped_bytes == sum(each.swapped_bytes for each in standings) > 0
+        n_heads = pool.runner.n_kv_heads
         entries = [n_heads * session.position for session in sessions]
-        assert [each.parked_entries for each in standings] == [*entries[:3], 0]
+        assert [each.swapped_entries for each in standings] == [*entries[:3], 0]
         again = [
             written(s, [int(row.argmax())], 5) for s, row in zip(sessions, logits, strict=True)
         ]
@@ -60,7 +61,7 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
 
 
 def test_parked_windows_go_back_no_further_than_they_can(tmp_path: Path) -> None:
-    """What has left a window is not parked: the text must be read again, and a session says so."""
+    """What has left a window is not swapped: the text must be read again, and a session says so."""
     models = {each.name: each for many in ARCHITECTURES.values() for each in many}
     path = tmp_path / "windows.gguf"
     write_known(path, models["gemma3"])
@@ -81,10 +82,10 @@ def test_parked_windows_go_back_no_further_than_they_can(tmp_path: Path) -> None
 
 
 def test_where_nothing_more_can_be_parked_the_newcomer_is_refused(model: Path) -> None:
-    with pool_of(model, n_sequences=1, kv_budget=N_CTX, park_limit="1KiB") as pool:
+    with pool_of(model, n_sequences=1, kv_budget=N_CTX, swap_limit="1KiB") as pool:
         first, second = pool.session(), pool.session()
         rows = written(first, PROMPTS[0], 2)
-        with pytest.raises(PoolError, match="park_limit"):
+        with pytest.raises(PoolError, match="swap_limit"):
             second.decode([1])
         assert (
             first.position == len(first.tokens) == len(PROMPTS[0]) + 2
@@ -119,7 +120,7 @@ def test_one_thread_can_hold_several_generations(model: Path) -> None:
         start = time.monotonic()
         pairs = list(zip(*streams, strict=True))
         assert len(pairs) == 6
-        assert time.monotonic() - start < seat.IDLE_SECONDS
+        assert time.monotonic() - start < sequence_slot.IDLE_SECONDS
 
 
 # --- forks ----------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
         together([first, *forks], [[7], [8], [9], [10]], 4)
         # Each has its own last page of every KV head, and at most one more, and nothing else.
         n_heads = 3 * 2
-        shared = pool.host.shared
+        shared = pool.runner.shared
         assert shared is not None
         page = shared.core.budget_bytes // shared._pages
         assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
@@ -189,7 +190,7 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
 def test_idle_conversations_stay_in_the_pool_while_there_is_room(
     model: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"park": f"disk:{tmp_path}", "policy": "uniform", "checkpoints": 0}
+    options: dict[str, Any] = {"swap": f"disk:{tmp_path}", "policy": "uniform", "checkpoints": 0}
     with pool_of(model, n_sequences=1, kv_budget=N_CTX, **options) as pool:
         first, second = pool.session(), pool.session()
         row = written(first, PROMPTS[4], 1)[-1]
@@ -197,11 +198,11 @@ def test_idle_conversations_stay_in_the_pool_while_there_is_room(
         written(second, PROMPTS[3], 1)
         assert not first.is_live
         assert pool.stats().kv_bytes_now > page_bytes  # both are in it
-        outside = pool.stats().parked_bytes
+        outside = pool.stats().swapped_bytes
         assert outside < page_bytes / 8
         second.reset()
         written(second, [3] * 400, 1)  # needs the pages of the other one
-        assert pool.stats().parked_bytes > 2 * outside
+        assert pool.stats().swapped_bytes > 2 * outside
         found = written(first, [int(row.argmax())], 5)
     with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy="uniform") as single:
         expected = written(single.session(), PROMPTS[4], 7)[2:]
