@@ -72,7 +72,10 @@ Attention::Attention(HeadStore& store, const KernelTable& kernels, int n_threads
 }
 
 void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_position,
-                      int n_echo) {
+                      int n_echo, int n_drafts) {
+    if (n_drafts < 0 || (n_drafts > 0 && (n_text != 1 + n_drafts || n_echo > 0 ||
+                                          n_drafts > most_drafts(n_drafts))))
+        throw std::invalid_argument("a run with drafts that cannot be undone");
     if (n_text < 0 || n_echo < 0 || n_text + n_echo < 1 ||
         n_text > store_.settings().max_tokens - n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
@@ -83,12 +86,13 @@ void Attention::begin(int n_text, std::int32_t base_position, std::int32_t rope_
     const int interval = freezing ? freezing->recall_interval : 0;
     step_.recalling = interval > 0 && n_text > 0 && FrozenFigures(store_.components()).now() > 0 &&
                       (n_tokens > 1 || recalls_now_ || base_position % interval == 0);
-    store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo);
+    store_.reserve(n_text, base_position + n_text - 1, step_.recalling, n_echo, n_drafts);
     recalls_now_ = false;
     store_.components().inverse_ropes.prepare(rope_position, n_text);
     store_.components().query_tracker.prepare(rope_position);
     step_.n_tokens = n_tokens;
     step_.n_text = n_text;
+    step_.n_drafts = n_drafts;
     step_.base_position = base_position;
     const bool predicts = step_.importance.predicts();
     // With predicted scores, the queries of an echo only raise predicted shares. An echo of a
@@ -113,12 +117,19 @@ int Attention::most_entries(int layer, int head) const {
     return std::max(total, std::min(total + recalled, of.budget() + n_echo));
 }
 
+int Attention::most_drafts(int wanted) const {
+    if (shared_choice_ || entropies_.tracks() || queries_.captures()) return 0;
+    return store_.most_drafts(wanted);
+}
+
 // All layers use the same scratch, so it is sized for the largest.
 void Attention::reserve() {
-    Observations::Room room{0, 0, 0, step_.n_tokens == 1};
+    // The tokens of a run with drafts are attended to one after the other.
+    const int n_at_once = step_.n_drafts > 0 ? 1 : step_.n_tokens;
+    Observations::Room room{0, 0, 0, n_at_once == 1};
     std::size_t kept = 0;  // the most floats that are kept of a tile
     for (int l = 0; l < store_.n_layers(); ++l) {
-        const Split split = Split::of(store_.shape(l), step_.n_tokens);
+        const Split split = Split::of(store_.shape(l), n_at_once);
         const int n_heads = store_.shape(l).n_head_kv;
         std::size_t slots = 0;
         for (int h = 0; h < n_heads; ++h) {
@@ -154,6 +165,7 @@ void Attention::release_scratch() {
 void Attention::prepare(int layer, int n_threads) noexcept {
     const LayerShape& shape = store_.shape(layer);
     const bool queued = queues(step_, shape, shared_choice_);
+    next_head_.store(0, std::memory_order_relaxed);
     commits_.prepare(
         {queued ? shape.n_head_kv : 0, layer + 1 == store_.n_layers(), step_.recalling, n_threads});
     recalled_heads_.store(0, std::memory_order_relaxed);
@@ -162,9 +174,12 @@ void Attention::prepare(int layer, int n_threads) noexcept {
 }
 
 void Attention::make_units(int layer) noexcept {
-    const Split split = Split::of(store_.shape(layer), step_.n_tokens);
+    const Split split = Split::of(store_.shape(layer), step_.n_drafts > 0 ? 1 : step_.n_tokens);
     for (int reader = 0; reader < store_.shape(layer).readers; ++reader)
         units_of(layer, reader).fill([&](int head) {
+            // Heads change their lengths within a run with drafts.
+            if (step_.n_drafts > 0)
+                return split.tiles * split.most_chunks(most_entries(layer, head));
             return split.units(store_.head(layer, head).count() + step_.n_tokens);
         });
 }
@@ -183,8 +198,11 @@ void Attention::over_staged(int layer, int thread, int n_threads, Visit visit) n
         const int first = i / n_heads * kGroupEntries;
         const int end = std::min(first + kGroupEntries, step_.n_tokens);
         for (int token = first; token < end; ++token)
-            visit(token, head, store_.staging(layer, head)[token / layout.entries],
-                  token % layout.entries);
+            if (step_.n_drafts > 0)
+                visit(token, head, store_.staging(layer, head)[token], 0);
+            else
+                visit(token, head, store_.staging(layer, head)[token / layout.entries],
+                      token % layout.entries);
     }
 }
 
@@ -231,6 +249,45 @@ void Attention::recall(const AttentionCall& call) noexcept {
     wait_for(ready_);
 }
 
+// One thread attends to a head with all tokens of a run, since each of them needs what the commit
+// of the one before has left.
+void Attention::attend_run(const AttentionCall& call) noexcept {
+    const int n_heads = call.shape().n_head_kv;
+    const int interval = store_.components().common.scoring_interval();
+    const std::size_t values = index(output_values(call.layer));
+    const Split split = Split::of(call.shape(), 1);
+    for (int head = next_head_.fetch_add(1); head < n_heads; head = next_head_.fetch_add(1)) {
+        for (int token = 0; token < step_.n_tokens; ++token) {
+            const Step step = step_.of_token(token, interval);
+            const RowsView query = call.query.from(token);
+            const AttentionCall of_token{store_,
+                                         kernels_,
+                                         step,
+                                         entropies_,
+                                         observations_,
+                                         call.partials,
+                                         call.layer,
+                                         call.reader,
+                                         split,
+                                         call.units,
+                                         call.params,
+                                         query,
+                                         call.output + index(token) * values,
+                                         call.thread,
+                                         call.worker,
+                                         token};
+            TileWork work(of_token);
+            HeadFinisher end(of_token, commits_, shared_choice_);
+            const int total = of_token.total(head);
+            for (int unit = 0; unit < split.units(total); ++unit)
+                work.run(split.unit(head, unit, total), -1);
+            end.finish(head);
+            store_.commit_token(call.layer, head, token, step.base_position,
+                                of_token.sum_observed(head), call.thread);
+        }
+    }
+}
+
 void Attention::attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                        float* output, int thread) noexcept {
     const AttentionCall call{store_,
@@ -250,6 +307,7 @@ void Attention::attend(int layer, int reader, const AttentionParams& params, con
                              workers_[index(thread)]};
     if (queries_.captures() && thread == 0) queries_.take(layer, params, query);
     if (step_.recalling && reader == 0) recall(call);
+    if (step_.n_drafts > 0) return attend_run(call);
     TileWork work(call);
     HeadFinisher end(call, commits_, shared_choice_);
     const auto owns = [&](int head) { return commits_.owns(head, thread); };

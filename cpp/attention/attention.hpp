@@ -39,7 +39,16 @@ public:
     // each other like any others, and their queries count towards importance (measure reconstruct
     // counts no others), but their K and V are not kept. An echo may come alone, for a text that
     // was read before. No later call allocates memory.
-    void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0);
+    //
+    // The last n_drafts of the text's tokens are drafts, which may turn out to be wrong. Such a run
+    // has one token before them and no echo; each of its tokens attends to what is left after the
+    // commit of the one before, as if they were read one by one: see HeadStore::commit_token().
+    // settle_drafts() must follow. n_drafts must not exceed most_drafts().
+    void begin(int n_text, std::int32_t base_position, std::int32_t rope_position, int n_echo = 0,
+               int n_drafts = 0);
+    // Returns how many drafts may follow the next token, at most `wanted`.
+    int most_drafts(int wanted) const;
+    void settle_drafts(int n_accepted) { store_.settle_drafts(n_accepted); }
 
     // The graph calls these in this order, with a barrier between them. Layers whose V is a part of
     // K have no stage_v(). A layer with several readers has one attend() for each, and other layers
@@ -77,6 +86,7 @@ private:
     template <typename Visit>
     void over_staged(int layer, int thread, int n_threads, Visit visit) noexcept;
     void recall(const AttentionCall& call) noexcept;
+    void attend_run(const AttentionCall& call) noexcept;
 
     HeadStore& store_;
     const KernelTable& kernels_;
@@ -95,6 +105,7 @@ private:
     std::vector<std::size_t> first_units_;  // index in units_, for each layer
     std::vector<float> partials_;           // partial results of the current layer
     std::atomic<int> recalled_heads_{0};
+    std::atomic<int> next_head_{0};   // of a run with drafts
     std::atomic<bool> ready_{false};  // whether the units of the current layer are made
 };
 

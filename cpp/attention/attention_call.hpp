@@ -31,10 +31,14 @@ struct AttentionCall {
     // These belong to the thread.
     int thread;
     Worker& worker;
+    // Number of the token in a run with drafts, whose tokens are attended to one after the other.
+    int token = 0;
 
     const LayerShape& shape() const { return store.shape(layer); }
     const PageLayout& layout() const { return store.layout(layer); }
     const Head& head(int number) const { return store.head(layer, number); }
+    // Returns the pages of a head's staged entries; every token of a run with drafts has its own.
+    std::byte* const* staging(int head) const { return store.staging(layer, head) + token; }
     // Returns how many entries a head attends to: stored and staged ones.
     int total(int head) const { return this->head(head).count() + step.n_tokens; }
     Unit unit(int number) const {

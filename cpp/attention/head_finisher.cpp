@@ -10,7 +10,7 @@ constexpr float kNatsPerBit = 0.69314718f;
 
 }  // namespace
 
-void HeadFinisher::run(int head) noexcept {
+void HeadFinisher::finish(int head) noexcept {
     const int group = call_.split.group;
     if (call_.split.by_entries) finish_tiles(head);
     call_.entropies.add_head(call_.layer, call_.split, head);
@@ -19,6 +19,10 @@ void HeadFinisher::run(int head) noexcept {
         call_.store.add_queries(
             call_.layer, head, call_.step.n_text, call_.params.scale,
             [&](int token, int query) { return call_.query.row(token, head * group + query); });
+}
+
+void HeadFinisher::run(int head) noexcept {
+    finish(head);
     if (call_.reader + 1 < call_.shape().readers) {
         carry(head);
         carry_echo_shares(head);

@@ -22,6 +22,8 @@ public:
     HeadFinisher(const AttentionCall& call, CommitQueue& commits, bool shared_choice)
         : call_(call), commits_(commits), shared_choice_(shared_choice) {}
 
+    // finish() writes the outputs of a head; run() commits it, too.
+    void finish(int head) noexcept;
     void run(int head) noexcept;
 
 private:

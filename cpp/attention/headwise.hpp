@@ -61,6 +61,7 @@ public:
         std::optional<RowsOfTokens> v;  // given with k, unless V is a part of K
         int position;
         int n_echo;
+        int n_drafts = 0;  // see Attention::begin()
     };
     // Stages K and V for the first reader of a layer, attends, and commits after the last reader.
     // The output is [n_tokens][n_head][v_dim].

@@ -11,6 +11,15 @@ constexpr int kMostKept = 8192;  // With more entries, weights are computed agai
 
 }  // namespace
 
+Step Step::of_token(int token, int scoring_interval) const {
+    Step step = *this;
+    step.n_tokens = step.n_text = 1;
+    step.n_drafts = 0;
+    step.base_position = base_position + token;
+    step.observing = importance.measure().observes() && step.base_position % scoring_interval == 0;
+    return step;
+}
+
 int Step::first_observed_row(const Split& split) const {
     // All queries of an echo count. Measure reconstruct counts no other queries if there is an
     // echo.

@@ -14,10 +14,14 @@ struct Step {
     ImportanceSettings importance;
     int n_tokens = 0;  // includes the tokens of an echo
     int n_text = 0;    // tokens before the echo
+    int n_drafts = 0;  // tokens of the text, the last ones, that may turn out to be wrong
     std::int32_t base_position = 0;
     bool observing = false;       // whether its queries count towards importance
     bool observing_echo = false;  // whether the echo's queries raise predicted shares
     bool recalling = false;       // whether frozen entries may be recalled
+
+    // Returns the step of one token of a run with drafts, as if it was read alone.
+    Step of_token(int token, int scoring_interval) const;
 
     // Return the first query row that is observed, its tile, and how many bands have observed rows
     // (of the observation window or of an echo).

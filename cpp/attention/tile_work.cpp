@@ -89,7 +89,7 @@ void TileWork::over_ranges(const RowTile& tile, int first, int last, Visit visit
     part(call_.head(tile.head).pages.all().data(), 0, 0, count, windowed);
     const int first_token = tile.first / split_.group;
     const int last_token = (tile.first + tile.count - 1) / split_.group;
-    std::byte* const* staged = call_.store.staging(call_.layer, tile.head);
+    std::byte* const* staged = call_.staging(tile.head);
     part(staged, count, 0, first_token + 1, windowed);
     part(staged, count, first_token + 1, last_token + 1, true);
 }

@@ -39,9 +39,11 @@ py::array_t<float> attend(Headwise& self, int layer, const InputArray<float>& q,
                           const std::optional<InputArray<float>>& k,
                           const std::optional<InputArray<float>>& v, float scale, float softcap,
                           const std::optional<InputArray<float>>& sinks, int position,
-                          const std::optional<InputArray<float>>& slopes, int reader, int n_echo) {
+                          const std::optional<InputArray<float>>& slopes, int reader, int n_echo,
+                          int n_drafts) {
     const LayerShape& shape = self.shape_of(layer);
-    const Headwise::MicroBatch batch{rows_of(q), rows_of(k), rows_of(v), position, n_echo};
+    const Headwise::MicroBatch batch{rows_of(q), rows_of(k), rows_of(v),
+                                     position,   n_echo,     n_drafts};
     const AttentionParams params{
         scale, softcap, per_head(sinks, shape.n_head, "sinks must be one for every query head"),
         per_head(slopes, shape.n_head, "slopes must be one for every query head")};
@@ -336,7 +338,15 @@ void register_headwise_store(py::module_& m) {
         .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("scale"), py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(),
              py::arg("position") = 0, py::arg("slopes") = py::none(), py::arg("reader") = 0,
-             py::arg("n_echo") = 0)
+             py::arg("n_echo") = 0, py::arg("n_drafts") = 0)
+        .def(
+            "most_drafts",
+            [](const Headwise& self, int wanted) { return self.attention.most_drafts(wanted); },
+            py::arg("wanted"))
+        .def(
+            "settle_drafts",
+            [](Headwise& self, int n_accepted) { self.attention.settle_drafts(n_accepted); },
+            py::arg("n_accepted"))
         .def("track_entropy", &Headwise::track_entropy, py::arg("on"))
         .def(
             "entropies",

@@ -40,13 +40,14 @@ void Evictor::count_dropped(Head& head, int total, int n_kept,
             head.dropped->add(scorer_.scores()[i]);
         }
     }
-    common_.evicted.fetch_add(static_cast<std::size_t>(total - n_kept - n_left),
-                              std::memory_order_relaxed);
+    const auto n_evicted = static_cast<std::size_t>(total - n_kept - n_left);
+    common_.evicted.fetch_add(n_evicted, std::memory_order_relaxed);
+    if (head.undo && head.undo->records()) head.undo->note_evicted(n_evicted);
 }
 
 void Evictor::commit(Head& head, const StagedEntries& staged, float output_squares) noexcept {
     const int total = head.count() + staged.count;
-    const std::int32_t newest = common_.newest;
+    const std::int32_t newest = staged.newest;
     const bool evicts = total > head.budget();
     const bool measures = common_.measures_losses();
     if (!evicts && !measures) return head.append(staged, *common_.kernels);
@@ -71,7 +72,7 @@ void Evictor::commit(Head& head, const StagedEntries& staged, float output_squar
 // budget, and returns whether it does. If there is room, a margin of older entries stays for a
 // rollback. Chunked windows get no margin, since a part of the previous chunk would be useless.
 bool Evictor::drop_outside_window(Head& head, const StagedEntries& staged) noexcept {
-    const std::int32_t oldest = head.shape().oldest_seen(common_.newest + 1);
+    const std::int32_t oldest = head.shape().oldest_seen(staged.newest + 1);
     if (oldest <= 0) return false;
     const int margin = head.shape().chunked ? 0 : kWindowMargin;
     return drop_before(head, staged, oldest - margin) || drop_before(head, staged, oldest);

@@ -49,6 +49,7 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
         pages.own(layout_->page_of(i));
         return place(i);
     };
+    if (undo && undo->records()) undo->save_dropped(*this, mask, kernels);
     // Staged survivors fill the holes among the stored entries first.
     int hole = 0;
     const auto next_hole = [&] {
@@ -73,6 +74,7 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
             const float of_entry = importance(end);
             copy(place(end), to);
             layout_->importance(to.page)[to.index] = of_entry;
+            if (undo && undo->records()) undo->note_move(end, hole);
             frozen.move(end, hole++);
         }
     }

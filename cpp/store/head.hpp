@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "store/frozen_entries.hpp"
 #include "store/head_pages.hpp"
 #include "store/layer_shape.hpp"
+#include "store/undo_log.hpp"
 
 namespace entropykv {
 
@@ -27,6 +29,7 @@ struct Slot {
 struct StagedEntries {
     std::byte* const* pages = nullptr;
     int count = 0;
+    std::int32_t newest = 0;  // the last position of the micro-batch, or of a draft token
 };
 
 class Head {
@@ -102,6 +105,7 @@ public:
     std::vector<float> losses;               // losses by knot, as measured last
     std::vector<float> held_losses;          // the same, but without entries dropped before
     int upcoming = 0;                        // most entries after the next micro-batch
+    std::unique_ptr<UndoLog> undo{};         // is set once draft tokens are read
 
 private:
     const LayerShape* shape_;

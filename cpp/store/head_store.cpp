@@ -52,6 +52,14 @@ std::size_t check_budgets(const StoreComponents& components, const std::vector<i
     return pages;
 }
 
+// An eviction leaves kDecodeRoom places at most, so the drafts evict no more than these and one
+// more for each draft.
+void reserve_undo(Head& head, int n_drafts, int scoring_interval) {
+    if (!head.undo) head.undo = std::make_unique<UndoLog>();
+    const int n_observed = n_drafts / scoring_interval + 1;
+    head.undo->reserve(head, n_drafts, n_observed, kDecodeRoom + n_drafts, head.upcoming);
+}
+
 std::size_t copies_to_truncate(StoreComponents& components, std::int32_t position) {
     std::uint8_t* mask = components.workspaces.front().scorer.mask();
     return components.sum_over_heads([&](const Head& head) {
@@ -108,18 +116,36 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
     components_.size_workspaces(*std::max_element(budgets.begin(), budgets.end()));
     components_.common.settings.protection = protection;
     std::size_t next = 0;
-    components_.for_each_head([&](Head& head) { head.set_budget(budgets[next++]); });
+    components_.for_each_head([&](Head& head) {
+        head.set_budget(budgets[next++]);
+        head.undo.reset();
+    });
     components_.evict_to_budgets();
     components_.share.set(pool_pages);
     components_.size_workspaces();
 }
 
-void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo) {
+int HeadStore::most_drafts(int wanted) const {
+    const StoreCommon& common = components_.common;
+    if (settings().freezing || common.measures_losses() || components_.collects_lessons() ||
+        components_.query_tracker.tracks())
+        return 0;
+    int most = wanted;
+    for (const StoreLayer& layer : components_.layers) {
+        if (layer.shape.readers > 1) return 0;
+        if (layer.shape.window == 0) continue;
+        for (const Head& head : layer.heads)
+            most = std::min(most, std::max(0, head.budget() - head.count() - 1));
+    }
+    return most;
+}
+
+void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo, int n_drafts) {
     if (n_tokens < 0 || n_echo < 0 || n_tokens + n_echo < 1 ||
         n_tokens > settings().max_tokens - n_echo)
         throw std::invalid_argument("a micro-batch outside of 1 .. max_tokens");
     components_.common.newest = newest;
-    components_.common.single_query = n_tokens + n_echo == 1;
+    components_.common.single_query = n_tokens + n_echo - n_drafts == 1;
     components_.most_loaded = 0;
     components_.prepare_features();
     if (components_.collects_lessons()) components_.size_workspaces();
@@ -135,6 +161,7 @@ void HeadStore::reserve(int n_tokens, std::int32_t newest, bool recalls, int n_e
         if (n_tokens > 0) head.pages.own_from(head.first_written(n_tokens));
         head.pages.grow(head.upcoming);
         head.size_frozen();
+        if (n_drafts > 0) reserve_undo(head, n_drafts, components_.common.scoring_interval());
     });
 }
 
@@ -149,7 +176,7 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
                        const float* echo_shares, float output_squares, int workspace) noexcept {
     Head& head = components_.layers[index(layer)].heads[index(head_index)];
     Workspace& own = components_.workspaces[index(workspace)];
-    const StagedEntries staged{staging(layer, head_index), n_staged};
+    const StagedEntries staged{staging(layer, head_index), n_staged, components_.common.newest};
     if (echo_shares != nullptr) {
         if (components_.collects_lessons())
             components_.add_lessons(index(layer), index(head_index), staged,
@@ -162,6 +189,34 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
         own.schedule.follow(head, n_staged, observed, own.scorer.mask(), own.page_read.data());
     own.evictor.commit(head, staged, output_squares);
     if (scheduled) own.schedule.restore_due(head, own.page_read.data());
+}
+
+void HeadStore::commit_token(int layer, int head_index, int token, std::int32_t position,
+                             const float* observed, int workspace) noexcept {
+    Head& head = components_.layers[index(layer)].heads[index(head_index)];
+    Workspace& own = components_.workspaces[index(workspace)];
+    const StagedEntries staged{staging(layer, head_index) + token, 1, position};
+    const bool is_draft = token > 0;
+    if (is_draft) head.undo->begin_token(head);
+    if (observed != nullptr) {
+        if (is_draft) head.undo->save_importance(head);
+        own.scorer.add_observed(head, staged, observed);
+    }
+    own.evictor.commit(head, staged, 0.0f);
+    if (is_draft) head.undo->end_token();
+}
+
+void HeadStore::settle_drafts(int n_accepted) {
+    if (n_accepted < 0) throw std::invalid_argument("fewer drafts than none were accepted");
+    std::size_t n_undone = 0;
+    components_.for_each_head([&](Head& head) {
+        if (!head.undo) return;
+        n_undone += head.undo->evicted_after(n_accepted);
+        head.undo->roll_back(head, n_accepted, *components_.common.kernels);
+        head.undo->clear();
+        head.drop_empty_pages();
+    });
+    components_.common.evicted.fetch_sub(n_undone, std::memory_order_relaxed);
 }
 
 void HeadStore::truncate(std::int32_t position) {

@@ -50,7 +50,12 @@ public:
     // all entries that the micro-batch may leave behind, so that nothing later allocates. recalls:
     // recall() will be called for every head. n_echo: tokens of an echo behind the n_tokens, which
     // may then be 0.
-    void reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo = 0);
+    // The last n_drafts of the n_tokens are drafts: see commit_token() and settle_drafts().
+    void reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo = 0, int n_drafts = 0);
+    // Returns how many drafts may follow the next token, at most `wanted`: none where commits
+    // cannot be undone (entries freeze, losses are measured, a layer has several readers, or scores
+    // need statistics of queries), and fewer where a layer with a window would evict.
+    int most_drafts(int wanted) const;
     // Sets where this store's part of the staging area begins in the next micro-batch: see Staging.
     void stage_at(std::size_t page) { first_staged_page_ = page; }
     // Returns the pages of one head's staged entries, which have the layout of the pool's pages.
@@ -77,6 +82,15 @@ public:
     // output_squares: the sum of the squared norms of the head's outputs, if losses are measured.
     void commit(int layer, int head, int n_staged, const float* observed, const float* echo_shares,
                 float output_squares, int workspace) noexcept;
+
+    // Commits one staged token of a run, as if it had been read alone: its number in the run, which
+    // begins with a token that is no draft, and its position. Tokens of a head are committed in
+    // order, by one thread. observed: as for commit().
+    void commit_token(int layer, int head, int token, std::int32_t position, const float* observed,
+                      int workspace) noexcept;
+    // Undoes the commits of all drafts of the last micro-batch but the first n_accepted. Must be
+    // called after every micro-batch that had drafts.
+    void settle_drafts(int n_accepted);
 
     // Drops entries at positions >= position, including frozen ones.
     void truncate(std::int32_t position);

@@ -52,7 +52,7 @@ void Scorer::add_observed(Head& head, const StagedEntries& staged,
     const bool largest = common_.measure().by_largest();
     const bool packed = common_.predicts();
     const float weight = single ? static_cast<float>(interval) : 1.0f;
-    const std::int32_t limit = single ? common_.newest - common_.neighbourhood() : common_.newest;
+    const std::int32_t limit = single ? staged.newest - common_.neighbourhood() : staged.newest;
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
         const std::int32_t* positions = head.layout().positions(page);
         float* importance = head.importance_of(page, first);

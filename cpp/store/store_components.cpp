@@ -75,8 +75,9 @@ void StoreComponents::size_workspaces(int upcoming) {
 }
 
 std::size_t StoreComponents::scratch_bytes() const {
-    std::size_t bytes =
-        sum_over_heads([](const Head& head) { return bytes_of(head.pages.copied_importance()); });
+    std::size_t bytes = sum_over_heads([](const Head& head) {
+        return bytes_of(head.pages.copied_importance()) + (head.undo ? head.undo->bytes() : 0);
+    });
     for (const Workspace& workspace : workspaces)
         bytes += workspace.scorer.bytes() + workspace.recall.bytes() + workspace.page_read.size() +
                  bytes_of(workspace.lesson_rows);

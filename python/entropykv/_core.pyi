@@ -426,10 +426,14 @@ class AttentionBatch:
         position: int,
         rope_position: int,
         n_echo: int = 0,
+        n_drafts: int = 0,
     ) -> None:
         """Add the next tokens, and get all that they need; single tokens come first.
 
-        `n_echo`: as in HeadwiseStore.begin().
+        `n_echo`: as in HeadwiseStore.begin(). `n_drafts`: how many of the tokens, the last ones, are
+        drafts; one token comes before them. Each token attends to what is left after the eviction
+        of the one before, as if they were read one by one. HeadwiseStore.settle_drafts() must
+        follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more.
 
         ColdStorageError where cold storage has no room; nothing is added then.
         """
@@ -546,11 +550,26 @@ class HeadwiseStore:
         slopes: _Floats | None = None,
         reader: int = 0,
         n_echo: int = 0,
+        n_drafts: int = 0,
     ) -> _Floats:
         """Attention of one micro-batch without a model: [n_tokens][heads][dim] each.
 
         `v`: None where the layer's V is a part of K. `k`, `v`: None for readers after the first.
-        `n_echo`: how many of the tokens, the last ones, are an echo (see begin()).
+        `n_echo`: how many of the tokens, the last ones, are an echo (see begin()). `n_drafts`: how
+        many of them are drafts (see AttentionBatch.add()).
+        """
+
+    def most_drafts(self, wanted: int) -> int:
+        """Return how many drafts may follow the next token, at most `wanted`.
+
+        0 where the commits of drafts cannot be undone: where entries freeze, losses, entropies or
+        queries are recorded, heads of a layer choose together, or a layer has several readers.
+        """
+
+    def settle_drafts(self, n_accepted: int) -> None:
+        """Undo the commits of all drafts of the last micro-batch but the first `n_accepted`.
+
+        The store is then, bit by bit, as if the accepted tokens had been read one by one.
         """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
