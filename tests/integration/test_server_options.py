@@ -16,7 +16,7 @@ from entropykv.cli.serve import _read, add_serve
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.loading import _path_of
+from entropykv.server.loading import path_of
 from entropykv.settings.cores import usable_cores
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import ORIGIN, served
@@ -76,10 +76,10 @@ def test_options_without_a_value_switch_what_they_name() -> None:
     assert options_of().shared_prefixes is options_of().show_text is None
 
 
-@pytest.mark.parametrize("again", ["-m", "--model"])
-def test_a_second_model_is_refused_in_a_sentence(again: str) -> None:
+@pytest.mark.parametrize("again", ["-a", "--alias"])
+def test_a_second_value_is_refused_in_a_sentence(again: str) -> None:
     with pytest.raises(SettingsError, match="is given twice"):
-        options_of("-m", "a.gguf", again, "b.gguf")
+        options_of("-a", "one", again, "two")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +250,6 @@ def test_a_ladder_that_would_change_nothing_is_refused(options: dict[str, Any]) 
 
 def test_a_model_of_this_machine_is_served_by_its_name() -> None:
     options = ModelOptions(model="bitnet")
-    assert _path_of(options) == DEMOS["bitnet"].path
+    assert path_of(options) == DEMOS["bitnet"].path
     assert options.served_name == "bitnet"
-    assert _path_of(ModelOptions(model="no-such-name")) == Path("no-such-name")
+    assert path_of(ModelOptions(model="no-such-name")) == Path("no-such-name")
