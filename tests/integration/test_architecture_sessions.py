@@ -95,7 +95,7 @@ def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, pat
 def test_the_flat_store_goes_back_as_far_as_windows_hold(
     name: str, n_sinks: int, path: Path
 ) -> None:
-    """llama.cpp puts tokens that are read after a truncate() into cells that windows have passed."""
+    """llama.cpp puts tokens after a truncate() into cells that windows have passed."""
     options = {"store": "flat", "n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16"}
     tokens, others = tokens_for(447), tokens_for(16, seed=3)
     with Session(path, n_sinks=n_sinks, **options) as session:
@@ -116,9 +116,7 @@ def test_the_flat_store_goes_back_as_far_as_windows_hold(
 
 @some("gemma3", "gpt-oss")
 @pytest.mark.parametrize("n_sinks", [0, 4])
-def test_a_small_flat_budget_goes_back_within_its_newest_tokens(
-    name: str, n_sinks: int, path: Path
-) -> None:
+def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, path: Path) -> None:
     """Tokens that the budget has evicted from windows are not what they have lost."""
     options = {"store": "flat", "policy": "streaming", "n_ctx": 512, "kv_type": "f16"}
     with Session(path, kv_budget=24, n_sinks=n_sinks, n_threads=1, **options) as session:
