@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.serve import _read, add_serve
+from entropykv.cli.serve import add_serve
+from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS
 from entropykv.server import ModelOptions, ServerOptions, create_app
@@ -45,7 +46,7 @@ def options_of(*given: str) -> Any:
 @pytest.mark.parametrize(
     ("spellings", "field", "value"),
     [
-        (("-m", "--model"), "model", "x.gguf"),
+        (("-m", "--model"), "model", ["x.gguf"]),
         (("-c", "--ctx-size", "--n_ctx", "--n-ctx"), "n_ctx", 4096),
         (("-b", "--batch-size", "--n_batch"), "n_batch", 64),
         (("-ub", "--ubatch-size", "--n_ubatch"), "n_ubatch", 32),
@@ -67,7 +68,8 @@ def test_options_have_the_names_of_both_servers(
     spellings: tuple[str, ...], field: str, value: object
 ) -> None:
     for spelling in spellings:
-        assert getattr(options_of(spelling, str(value)), field) == value
+        given = value[0] if isinstance(value, list) else value
+        assert getattr(options_of(spelling, str(given)), field) == value
 
 
 def test_options_without_a_value_switch_what_they_name() -> None:
@@ -134,7 +136,8 @@ def test_words_of_llama_server_mean_what_they_mean_there(
 ) -> None:
     found = options_of("-m", "x.gguf", *words)
     assert {name: getattr(found, name) for name in fields} == fields
-    model, server = _read(ModelOptions, found), _read(ServerOptions, found)
+    server = read_options(ServerOptions, found)
+    model = models_of(found, server, CommandParser())
     for name, value in fields.items():
         assert getattr(model if hasattr(model, name) else server, name) == value
 
