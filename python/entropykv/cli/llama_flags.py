@@ -1,8 +1,9 @@
-"""List every flag of llama-cli, llama-completion and llama-server, and what becomes of it here.
+"""List every flag of llama.cpp's tools (llama-cli, llama-completion, llama-server), and how
+entropykv treats it.
 
-The flags are those of the llama.cpp that llama-cpp-python 0.3.36 vendors (common/arg.cpp), and a
-few of former releases that people still paste. The parser of the commands, the tests and
-docs/reference/llama-flags.md all follow this one table.
+The flags are those of the llama.cpp version in llama-cpp-python 0.3.36 (common/arg.cpp), and some
+of earlier versions that are still in use. The parser of the commands, the tests and
+docs/reference/llama-flags.md all use this table.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from dataclasses import dataclass
 from entropykv.errors import SettingsError
 
 CLI, SERVER, COMPLETION, FORMER = "csp-"
-"""The letters by which a row says who has a flag: llama-cli, llama-server, llama-completion, and
-former releases of one of them."""
+"""Letters in a row of the table for the tools that have a flag: llama-cli, llama-server,
+llama-completion, and earlier versions of any of them.
+"""
 
 _COMMANDS = ("run", "chat", "serve")
-"""The commands that take command lines of llama.cpp."""
+"""The commands that accept command lines of llama.cpp."""
 
 
 class Use(enum.Enum):
-    """Say what becomes of a flag at a command."""
+    """Define how a command treats a flag."""
 
     TAKEN = "taken"
     NOTED = "taken with a note"
@@ -32,15 +34,15 @@ class Use(enum.Enum):
 
 @dataclass(frozen=True)
 class Treatment:
-    """Hold what becomes of a flag at a command, and why."""
+    """Hold how a command treats a flag, and why."""
 
     use: Use
     why: str = ""
-    """Why a noted flag changes nothing, or what to do in the place of a refused one."""
+    """Why a noted flag changes nothing, or what to do instead of a refused one."""
     unless: tuple[str, ...] = ()
-    """Values with which a refused flag changes nothing, so that it is taken with a note."""
+    """Values with which a refused flag changes nothing, so that it is accepted with a note."""
     places_weights: bool = False
-    """Whether it is refused only where there is a device that weights could be on."""
+    """If true, the flag is refused only if there is a device that weights could be placed on."""
 
 
 def noted(why: str) -> Treatment:
@@ -49,12 +51,14 @@ def noted(why: str) -> Treatment:
 
 
 def refused(way_out: str, unless: str = "") -> Treatment:
-    """Return the treatment of a flag that would change the answer; see Treatment."""
+    """Return the treatment of a flag that would change the answer; the arguments are fields of
+    Treatment.
+    """
     return Treatment(Use.REFUSED, way_out, tuple(unless.split()))
 
 
 def placed(way_out: str) -> Treatment:
-    """Return the treatment of a flag that says which weights are on a device."""
+    """Return the treatment of a flag that places weights on a device."""
     return Treatment(Use.REFUSED, way_out, places_weights=True)
 
 
@@ -68,22 +72,24 @@ class LlamaFlag:
 
     names: tuple[str, ...]
     tools: str
-    """Who has it, by the letters above."""
+    """The letters of the tools that have the flag."""
     values: str
-    """How many values follow it: 0, 1 or 2; ?: one, unless another flag follows."""
+    """How many values follow the flag: 0, 1 or 2; `?` means one, unless another flag follows."""
     run: Treatment
     chat: Treatment
     serve: Treatment
 
     def at(self, command: str) -> Treatment:
-        """Return what becomes of it at a command; commands besides the three are as `run`."""
+        """Return how a command treats the flag; other commands than `run`, `chat` and `serve` treat
+        it as `run` does.
+        """
         treatment: Treatment = getattr(self, command if command in _COMMANDS else "run")
         return treatment
 
     def count_values(self, following: Sequence[str]) -> int:
-        """Return how many of the words that follow the flag are its values.
+        """Return how many of the following words are values of the flag.
 
-        Raises SettingsError where there are too few.
+        Raises SettingsError if there are too few.
         """
         if self.values == "?":
             return int(bool(following) and not following[0].startswith("-"))
@@ -100,9 +106,11 @@ def _flags(
     chat: Treatment | None = None,
     serve: Treatment | None = None,
 ) -> list[LlamaFlag]:
-    """Return the flags of rows such as `csp 1 -t --threads`; chat and serve are as run unless set.
+    """Return the flags of rows such as `csp 1 -t --threads`; chat and serve default to run's
+    treatment.
 
-    A row has the letters of those who have the flag, how many values it takes, and its spellings.
+    A row has the letters of the tools that have the flag, the number of its values, and its
+    spellings.
     """
     found = []
     for row in rows.strip().splitlines():
@@ -931,7 +939,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         serve=refused("`suffix` of a request is llama-cpp-python's; leave it out"),
     ),
 )
-"""Every flag, grouped by what becomes of it."""
+"""All flags, grouped by their treatment."""
 
 
 @functools.cache
@@ -940,12 +948,12 @@ def _by_name() -> dict[str, LlamaFlag]:
 
 
 def flag_named(name: str) -> LlamaFlag | None:
-    """Return the flag of a spelling; None where llama.cpp has no such flag."""
+    """Return the flag with this spelling; None if llama.cpp has no such flag."""
     return _by_name().get(name)
 
 
 def flags_of(tools: str) -> list[LlamaFlag]:
-    """Return the flags that one of `tools` has, by the letters above."""
+    """Return the flags that any of `tools` has; `tools` are letters as above."""
     return [flag for flag in FLAGS if set(flag.tools) & set(tools)]
 
 

@@ -1,4 +1,4 @@
-"""Declare options of llama.cpp's samplers, by llama-cli's names, and make a Sampling of them."""
+"""Declare the options of llama.cpp's samplers, with llama-cli's names, and build a Sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LETTERS = {
     "xtc": "x",
     "temperature": "t",
 }
-"""The letters by which --sampler-seq names samplers, as llama-cli has them."""
+"""The letters that --sampler-seq uses for samplers, as in llama-cli."""
 
 _FLOATS = (
     ("--temp", "--temperature", "temperature", "0: greedy"),
@@ -56,7 +56,7 @@ _INTEGERS = (
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
-    """Add options of how tokens are chosen, and how many at most; sampling_of() reads them."""
+    """Add options of how tokens are chosen, and of the maximum number; sampling_of() reads them."""
     group = parser.add_argument_group("answer")
     group.add_argument(
         "-n",
@@ -84,7 +84,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
 
 
 def _n_predict(text: str) -> int:
-    """Read the tokens of an answer; llama-cli's -2, until the context is full, is -1 here."""
+    """Read the maximum tokens of an answer; llama-cli's -2 (until the context is full)
+    becomes -1.
+    """
     return max(-1, integer(-2)(text))
 
 
@@ -152,7 +154,7 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
-    """Make a Sampling; raises SettingsError for values outside of their range."""
+    """Return a Sampling; raises SettingsError for values out of range."""
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
     fields: dict[str, Any] = {
@@ -173,7 +175,7 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
 
 
 def ending_never(sampling: Sampling, session: Session) -> Sampling:
-    """Return the sampling without the tokens that end an answer (--ignore-eos)."""
+    """Return a sampling that excludes the tokens that end an answer (--ignore-eos)."""
     ends = [(token, -math.inf) for token in range(session.n_vocab) if session.is_end(token)]
     return dataclasses.replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
 

@@ -1,4 +1,4 @@
-"""Declare options of sessions on disk, and tell what was saved and loaded."""
+"""Declare options of saved sessions, and print what was saved and loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_load_option(group: argparse._ActionsContainer, description: str) -> None
 
 
 def load_session(session: Session, path: str | None) -> SavedContents | None:
-    """Load a session if there is a file, and say so."""
+    """Load a session if `path` is given, and print a note."""
     if path is None:
         return None
     start = time.perf_counter()
@@ -48,7 +48,9 @@ def load_session(session: Session, path: str | None) -> SavedContents | None:
 
 
 def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
-    """Raise SettingsError where a chat would go on as plain text, or plain text as a chat."""
+    """Raise SettingsError if a saved chat would be continued as plain text, or plain text as a
+    chat.
+    """
     if contents.chat is None or contents.chat == chat:
         return
     way_out = "leave --no-chat out" if contents.chat else "give --no-chat"
@@ -57,7 +59,9 @@ def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
 
 
 def save_session(session: Session, path: str, unread: list[int], *, chat: bool | None) -> None:
-    """Save a session, and say so; `unread` are tokens of the answer that it has not read yet."""
+    """Save a session, and print a note; `unread` are tokens of the answer that it has not
+    read yet.
+    """
     start = time.perf_counter()
     if not read_rest(session, unread):
         say("the context is full: the saved session ends before the last token of the answer")
