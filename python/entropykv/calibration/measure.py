@@ -241,7 +241,7 @@ def measure(
         rows = entropies(excerpt.tokens).astype(np.float64)
         if not np.isfinite(rows).all():
             raise CalibrationError(
-                f"{excerpt.name}: the model computes attention that is no number; "
+                f"{excerpt.name}: the model computes attention entropies that are not numbers; "
                 "check the model file"
             )
         quarters.append(rows[:, quarter_rows(len(excerpt.tokens))].mean(axis=1))

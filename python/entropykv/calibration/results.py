@@ -69,7 +69,7 @@ def _cells(table: object, where: str) -> dict[tuple[int, int], float]:
             match = _KEY.match(key)
             if match is None:
                 raise CalibrationError(
-                    f"{where}: {shown(key)} is no name of a query head; {_WAY_OUT}"
+                    f"{where}: {shown(key)} is not the name of a query head; {_WAY_OUT}"
                 )
             cells[int(match[1]), int(match[2])] = _bits(value, f"{where}: {key}")
     elif isinstance(table, list) and all(isinstance(layer, list) for layer in table):

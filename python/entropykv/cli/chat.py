@@ -62,7 +62,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "reach (needs the extra server)",
     )
     add_no_chat(group)
-    add_load_option(group, "go on with a conversation that /save or `run --save-session` saved")
+    add_load_option(group, "continue a conversation that /save or `run --save-session` saved")
     add_sampling_options(parser, n_predict=ANSWER_TOKENS)
     add_engine_options(parser)
     parser.set_defaults(command=_chat)
@@ -109,7 +109,7 @@ class _Terminal:
             "/edit": ("TEXT", "say something else instead of the last turn", self._edit),
             "/system": ("TEXT", "forget all turns, and begin with this", self._system),
             "/save": ("NAME", "save the conversation to a file", self._save),
-            "/load": ("NAME", "go on with a saved one", self._load),
+            "/load": ("NAME", "continue a saved conversation", self._load),
             "/reset": ("", "forget all turns", self._reset),
             "/exit": ("", "end; as Ctrl-D, or Ctrl-C twice", self._exit),
         }
@@ -202,7 +202,7 @@ class _Terminal:
         ]
         print(format_rows(rows, _columns()), file=sys.stderr)
         self._show(
-            f"A line that ends with a backslash goes on in the next one; so do lines between two "
+            f"A line that ends with a backslash continues in the next one; so do lines between two "
             f"lines of {BLOCK}. Ctrl-C stops an answer."
         )
 

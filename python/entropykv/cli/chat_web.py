@@ -75,7 +75,7 @@ def _check(options: argparse.Namespace, sampling: Sampling) -> None:
     """Raise SettingsError for an option that was given but would have no effect."""
     for name, option in _ELSEWHERE.items():
         if getattr(options, name):
-            raise SettingsError(f"{option} is of the terminal; leave it out with --web")
+            raise SettingsError(f"{option} works only in the terminal; leave it out with --web")
     shown = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed")}
     if sampling != Sampling(**shown):
         raise SettingsError(
@@ -126,4 +126,4 @@ def _open(url: str) -> None:
 
 def _open_now(url: str) -> None:
     if not webbrowser.open(url):
-        say(f"there is no browser here: open {url} in one")
+        say(f"no browser was found: open {url} in one")

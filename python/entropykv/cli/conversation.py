@@ -105,7 +105,7 @@ class Conversation:
         If entries were evicted during the turn, the text before it is read again.
         """
         if not self.turns:
-            raise SettingsError("there is no turn to take back; say something first")
+            raise SettingsError("there is no turn to remove; say something first")
         turn = self.turns[-1]
         with noted_interrupts():
             if self.session.can_return_to(turn.start):

@@ -31,7 +31,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=WEIGHT_TYPES,
         help="tq2_0: smallest; q4_0: reads prompts faster; f16, f32: for reference, and master "
         "weights of a Hugging Face checkpoint are not quantised (default: tq2_0, and the next "
-        "that fits where a row is no multiple of 256)",
+        "that fits if a row is not a multiple of 256)",
     )
     parser.add_argument(
         "--embedding-type",

@@ -157,7 +157,7 @@ def open_engine(options: argparse.Namespace) -> Session:
             f"--kv-budget {3 * trained // 4} or less"
         )
     if session.fallback:
-        say(f"going on with the flat store: {session.fallback}")
+        say(f"using the flat store instead:  {session.fallback}")
     if note := session.other_file():
         say(note)
     say_obstacle(session.learner)

@@ -48,7 +48,7 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--resume",
         metavar="FILE",
-        help="keep each figure in this file as it is measured (JSON lines), and go on from there",
+        help="keep each figure in this file as it is measured (JSON lines), and continue from it",
     )
     parser.set_defaults(command=run)
 

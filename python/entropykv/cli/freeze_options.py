@@ -99,7 +99,7 @@ def add_recovery_options(parser: argparse.ArgumentParser, *, rewalks: bool = Tru
         "--recovery-window",
         type=integer(1),
         metavar="N",
-        help=f"steps that a window reset looks back (default: {Recovery.window})",
+        help=f"newest steps that a window reset restores (default: {Recovery.window})",
     )
     if rewalks:
         group.add_argument(

@@ -63,7 +63,7 @@ def placed(way_out: str) -> Treatment:
 
 
 TAKEN = Treatment(Use.TAKEN)
-_OF_A_SERVER = refused("it is of a server; use `entropykv serve`")
+_OF_A_SERVER = refused("only a server has it; use `entropykv serve`")
 
 
 @dataclass(frozen=True)
@@ -214,14 +214,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 0 --ignore-eos
         """,
         TAKEN,
-        serve=refused("requests say it themselves; leave it out here"),
+        serve=refused("it is a field of requests; leave it out here"),
     ),
     *_flags(
         """
         csp 1 --adaptive-target
         csp 1 --adaptive-decay
         """,
-        refused("there is no sampler adaptive-p here; use --top-p or --min-p"),
+        refused("the sampler adaptive-p is not available; use --top-p or --min-p"),
     ),
     *_flags(
         """
@@ -231,14 +231,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cp 1 -f --file
         """,
         TAKEN,
-        serve=refused("requests say it themselves; leave it out here"),
+        serve=refused("it is a field of requests; leave it out here"),
     ),
     *_flags(
         """
         csp 0 -e --escape
         """,
         TAKEN,
-        serve=noted("requests have their texts as JSON says"),
+        serve=noted("texts in requests are JSON strings"),
     ),
     *_flags(
         """
@@ -258,7 +258,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         p 0 -cnv --conversation
         """,
         refused("`run` gives one answer; use `entropykv chat` for a conversation"),
-        serve=noted("/v1/chat/completions has conversations"),
+        serve=noted("/v1/chat/completions serves conversations"),
         chat=noted("this is a conversation"),
     ),
     *_flags(
@@ -306,7 +306,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cp 1 -bf --binary-file
         """,
         refused("use -f: it reads text"),
-        serve=refused("requests say it themselves; leave it out here"),
+        serve=refused("it is a field of requests; leave it out here"),
     ),
     *_flags(
         """
@@ -358,7 +358,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 0 --swa-full
         """,
-        noted("the budget says what windows hold"),
+        noted("the budget also limits layers with windows"),
     ),
     *_flags(
         """
@@ -378,7 +378,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 -ctxcp --ctx-checkpoints --swa-checkpoints
         cs 1 -cram --cache-ram
         """,
-        noted("one conversation goes back without checkpoints"),
+        noted("a single conversation rolls back without checkpoints"),
         serve=TAKEN,
     ),
     *_flags(
@@ -392,14 +392,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --cache-idle-slots
         s 0 --no-cache-idle-slots
         """,
-        noted("idle conversations are swapped out where another one needs room"),
+        noted("idle conversations are swapped out if another one needs room"),
     ),
     *_flags(
         """
         csp 0 --context-shift
         csp 0 --no-context-shift
         """,
-        noted("the budget evicts in its place, and -c may be longer than the model's context"),
+        noted("the budget evicts instead, and -c may be longer than the model's context"),
     ),
     *_flags(
         """
@@ -461,7 +461,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 -cb --cont-batching
         s 0 -nocb --no-cont-batching
         """,
-        noted("what waits is always read together"),
+        noted("waiting requests are always read together"),
     ),
     *_flags(
         """
@@ -479,7 +479,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 1 -fitt --fit-target
         csp 1 -fitc --fit-ctx
         """,
-        noted("--kv-budget, -c and -ngl say what is where"),
+        noted("--kv-budget, -c and -ngl decide what is kept where"),
     ),
     *_flags(
         """
@@ -593,13 +593,13 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 0 --completion-bash
         """,
-        refused("there is no script for shells; use --help"),
+        refused("completion scripts are not written; use --help"),
     ),
     *_flags(
         """
         c 1 --server-base
         """,
-        refused("ask a running server by a client of OpenAI's API"),
+        refused("use a client of OpenAI's API with a running server"),
     ),
     *_flags(
         """
@@ -617,7 +617,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         cs 1 --log-prompts-dir
         """,
-        refused("what is said is never logged; leave it out"),
+        refused("conversations are never logged; leave it out"),
     ),
     *_flags(
         """
@@ -696,38 +696,38 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 1 --reasoning-format
         """,
-        refused("leave it out: thoughts are a part of the answer", unless="none"),
+        refused("leave it out: reasoning is a part of the answer", unless="none"),
     ),
     *_flags(
         """
         csp 1 -rea --reasoning
         """,
-        refused("thoughts are a part of the answer; use --chat-template-kwargs", unless="auto on"),
+        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="auto on"),
     ),
     *_flags(
         """
         csp 1 --reasoning-budget
         """,
-        refused("leave it out: thoughts are a part of the answer", unless="-1"),
+        refused("leave it out: reasoning is a part of the answer", unless="-1"),
     ),
     *_flags(
         """
         csp 1 --reasoning-effort
         """,
-        refused("thoughts are a part of the answer; use --chat-template-kwargs", unless="default"),
+        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="default"),
     ),
     *_flags(
         """
         csp 1 --reasoning-budget-message
         csp 0 --reasoning-preserve
         """,
-        refused("leave it out: thoughts are a part of the answer"),
+        refused("leave it out: reasoning is a part of the answer"),
     ),
     *_flags(
         """
         csp 0 --no-reasoning-preserve
         """,
-        noted("thoughts are a part of the answer"),
+        noted("reasoning is a part of the answer"),
     ),
     *_flags(
         """
@@ -753,13 +753,13 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         s 0 --prefill-assistant
         """,
-        refused("an answer does not go on a message of the assistant; use /v1/completions"),
+        refused("an answer cannot continue a message of the assistant; use /v1/completions"),
     ),
     *_flags(
         """
         s 0 --no-prefill-assistant
         """,
-        noted("an answer does not go on a message of the assistant"),
+        noted("an answer cannot continue a message of the assistant"),
     ),
     *_flags(
         """
@@ -785,7 +785,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --reuse-port
         """,
         _OF_A_SERVER,
-        serve=noted("the server has its port alone"),
+        serve=noted("the server shares its port with no other process"),
     ),
     *_flags(
         """
@@ -830,14 +830,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --sse-ping-interval
         """,
         _OF_A_SERVER,
-        serve=noted("streams are kept open by pings of their own"),
+        serve=noted("streams send pings to stay open"),
     ),
     *_flags(
         """
         s 1 --threads-http
         """,
         _OF_A_SERVER,
-        serve=noted("one thread takes all requests"),
+        serve=noted("one thread accepts all requests"),
     ),
     *_flags(
         """
@@ -847,7 +847,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 -sps --slot-prompt-similarity
         """,
         _OF_A_SERVER,
-        serve=noted("requests go on from what was read of their text"),
+        serve=noted("requests reuse what was already read of their text"),
     ),
     *_flags(
         """
@@ -936,7 +936,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --spm-infill
         """,
         _OF_A_SERVER,
-        serve=refused("`suffix` of a request is llama-cpp-python's; leave it out"),
+        serve=refused("llama-cpp-python applies `suffix` of a request; leave it out"),
     ),
 )
 """All flags, grouped by their treatment."""

@@ -102,7 +102,9 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("it is no JSON object; give one such as '{\"name\": 1}'")
+        raise argparse.ArgumentTypeError(
+            "it is not a JSON object; give one such as '{\"name\": 1}'"
+        )
     return found
 
 

@@ -89,8 +89,8 @@ def _budgets(profile: EntropyProfile, policy: str) -> list[str]:
 
 def _lookups(lookups: FloatArray) -> list[str]:
     lines = [
-        f"Where KV heads look things up: % of each one's entries among those {LOOKUP_SHARE:.0%} of",
-        "all entries that are predicted to be looked at most:",
+        f"KV heads that look facts up: % of a head's entries among those {LOOKUP_SHARE:.0%} of",
+        "all entries with the highest predicted scores:",
         "  layer   mean  KV heads",
     ]
     per_line = max(1, _WIDTH // 6)

@@ -30,7 +30,7 @@ def add_prompt_cache(group: argparse._ActionsContainer) -> None:
         "--prompt-cache-all", action="store_true", help="keep the answer in that file, too"
     )
     group.add_argument(
-        "--prompt-cache-ro", action="store_true", help="go on from that file, and never write it"
+        "--prompt-cache-ro", action="store_true", help="continue from that file, and never write it"
     )
 
 

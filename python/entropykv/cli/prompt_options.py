@@ -30,7 +30,7 @@ def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
         "--system",
         "--system-prompt",
         metavar="TEXT",
-        help=f"what stands before {where}, by the model's chat template",
+        help=f"text before {where}, in the model's chat template",
     )
     group.add_argument(
         "-sysf",

@@ -165,7 +165,9 @@ def _prompt_tokens(
     turn = None
     if not options.no_chat:
         if loaded and options.system is not None:
-            raise SettingsError("-sys stands before the first turn, which the saved session has")
+            raise SettingsError(
+                "-sys belongs before the first turn, which the saved session already has"
+            )
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
     if turn is None and options.system is not None:
         raise SettingsError("-sys needs a chat template, and there is none here; give it in -p")

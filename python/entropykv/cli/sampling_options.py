@@ -49,9 +49,9 @@ _FLOATS = (
 )
 _INTEGERS = (
     ("--top-k", "top_k", 0, "0: off"),
-    ("--repeat-last-n", "repeat_last_n", -1, "tokens that penalties look back at, -1: all"),
+    ("--repeat-last-n", "repeat_last_n", -1, "newest tokens that penalties consider, -1: all"),
     ("--dry-allowed-length", "dry_allowed_length", 0, "repetitions of this length are free"),
-    ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "tokens that it looks back at, -1: all"),
+    ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "newest tokens that it considers, -1: all"),
 )
 
 
@@ -65,7 +65,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         type=_n_predict,
         default=n_predict,
         metavar="N",
-        help="tokens of an answer at most (-1 or -2: until the model or the context ends; default: "
+        help="most tokens of an answer (-1 or -2: until the model or the context ends; default: "
         "%(default)s)",
     )
     group.add_argument(
@@ -77,7 +77,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         help="end an answer before this text; may be given several times",
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", help="go on where the model would end its answer"
+        "--ignore-eos", action="store_true", help="continue where the model would end its answer"
     )
     _add_samplers(parser.add_argument_group("sampling"))
     _add_grammars(parser.add_argument_group("what an answer may be"))
@@ -204,7 +204,7 @@ def _bias(text: str) -> tuple[int, float]:
                 return int(token), float(sign + bias)
             except ValueError:
                 break
-    raise SettingsError(f"--logit-bias {text} is no token with a bias; give one such as 15043-1")
+    raise SettingsError(f"--logit-bias {text} is not a token with a bias; give one such as 15043-1")
 
 
 def _grammar_of(options: argparse.Namespace) -> str | None:
@@ -220,6 +220,6 @@ def _grammar_of(options: argparse.Namespace) -> str | None:
         read = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise SettingsError(
-            f'the JSON schema is no JSON ({error}); give one such as \'{{"type": "object"}}\''
+            f'the JSON schema is not JSON ({error}); give one such as \'{{"type": "object"}}\''
         ) from None
     return grammar_of_schema(read)

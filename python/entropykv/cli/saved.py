@@ -23,8 +23,8 @@ def add_session_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     )
     add_load_option(
         group,
-        "go on with a saved session: the prompt comes after what it has read, as a new turn "
-        "where it is a chat; without a prompt, the answer goes on",
+        "continue a saved session: the prompt follows the text that it has read, as a new turn "
+        "if it is a chat; without a prompt, the answer is continued",
     )
     return group
 
@@ -55,7 +55,7 @@ def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
         return
     way_out = "leave --no-chat out" if contents.chat else "give --no-chat"
     kind = "a chat" if contents.chat else "plain text"
-    raise SettingsError(f"{path}: was saved as {kind}; {way_out} to go on with it")
+    raise SettingsError(f"{path}: was saved as {kind}; {way_out} to continue it")
 
 
 def save_session(session: Session, path: str, unread: list[int], *, chat: bool | None) -> None:

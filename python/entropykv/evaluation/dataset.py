@@ -122,7 +122,7 @@ def _question(line: str, where: str, name: str) -> Question:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise ContextError(f"{where} is no JSON object; give context, input and answers in it")
+        raise ContextError(f"{where} is not a JSON object; give context, input and answers in it")
     for key in ("context", "input"):
         if not isinstance(content.get(key), str):
             raise ContextError(f"{where} has no text under {key!r}; give context, input, answers")

@@ -82,7 +82,7 @@ class ResultLog:
         if lines and not lines[-1].endswith(b"\n"):
             cut = lines.pop()
             if not lines and not self._header_line().startswith(cut):
-                raise SettingsError(f"{path}: is no log of `entropykv eval`; {_OTHER}")
+                raise SettingsError(f"{path}: is not a log of `entropykv eval`; {_OTHER}")
         if not lines:
             return
         self._n_good = sum(map(len, lines))
@@ -98,7 +98,7 @@ class ResultLog:
 
     def _check_header(self, path: Path, header: Any) -> None:
         if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise SettingsError(f"{path}: is no log of `entropykv eval`; {_OTHER}")
+            raise SettingsError(f"{path}: is not a log of `entropykv eval`; {_OTHER}")
         if header.get("model") != self._header["model"]:
             raise SettingsError(f"{path}: has results of another model; {_OTHER}")
         theirs, ours = header.get("settings"), self._header["settings"]

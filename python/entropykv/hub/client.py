@@ -219,7 +219,7 @@ def _clear_errors(repo: str) -> Iterator[None]:
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.HTTPError):
         raise UnreachableError(
             f"{repo}: no answer from {constants.ENDPOINT}; check the network, and run it again: "
-            "what has come is kept"
+            "what was downloaded is kept"
         ) from None
     except OSError as error:
         raise HubError(_disk_error(repo, error)) from None
@@ -233,8 +233,8 @@ def _status_error(repo: str, status: int) -> HubError:
     """
     if status == 429 or status >= 500:
         return UnreachableError(
-            f"{repo}: {constants.ENDPOINT} answered with {status}; run it again later: what has "
-            "come is kept"
+            f"{repo}: {constants.ENDPOINT} answered with {status}; run it again later: what was "
+            "downloaded is kept"
         )
     if status in (401, 403):
         return HubError(
@@ -249,12 +249,12 @@ def _status_error(repo: str, status: int) -> HubError:
 def _disk_error(repo: str, error: OSError) -> str:
     # Without an errno, the error is huggingface_hub's, for a file of a wrong size.
     if error.errno is None:
-        return f"{repo}: did not come whole ({_in_a_line(error)}); run it again"
+        return f"{repo}: was not received completely ({_in_a_line(error)}); run it again"
     where = f"{error.filename}: " if error.filename else ""
     reason = error.strerror
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"{repo}: the disk is full ({reason}); make room and run it again, which goes on from "
+            f"{repo}: the disk is full ({reason}); make room and run it again: it continues from "
             "there, or set HF_HUB_CACHE to a folder on another disk"
         )
     return f"{repo}: cannot be kept ({where}{reason}); set HF_HUB_CACHE to a folder of yours"

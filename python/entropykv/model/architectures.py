@@ -77,7 +77,7 @@ class ArchitectureTable:
         wanted = set(names)
         for name in sorted(wanted - known):
             raise SettingsError(
-                f"{name!r} is no architecture that was checked; "
+                f"{name!r} is not one of the architectures that were checked; "
                 "`entropykv models --architectures` lists those that were"
             )
         rows = tuple(row for row in self.rows if row.architecture in wanted)

@@ -127,7 +127,7 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
     kv_heads = (*kv_heads[: layers - n_sharing], *(0,) * n_sharing)
     for n_head, n_head_kv in zip(heads, kv_heads, strict=True):
         if n_head_kv > 0 and n_head % n_head_kv != 0:
-            raise ValueError(f"head_count {n_head} is no multiple of head_count_kv {n_head_kv}")
+            raise ValueError(f"head_count {n_head} is not a multiple of head_count_kv {n_head_kv}")
     n_embd = required(reader, f"{architecture}.embedding_length")
     default_dim = n_embd // (heads[0] or max(heads)) if max(heads) > 0 else 0
     key_length = number(reader, f"{architecture}.attention.key_length")

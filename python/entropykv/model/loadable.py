@@ -79,5 +79,5 @@ def _length(reader: HeaderReader, name: str, kinds: tuple[GGUFValueType, ...]) -
         return None
     if field.types[0] != GGUFValueType.ARRAY or field.types[-1] not in kinds:
         wanted = " or ".join(kind.name.lower() for kind in kinds)
-        raise ValueError(f"{_PREFIX}{name} is no array of {wanted}")
+        raise ValueError(f"{_PREFIX}{name} is not an array of {wanted}")
     return int(field.parts[4][0])

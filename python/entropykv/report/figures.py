@@ -45,7 +45,7 @@ def profile_figure(profile: EntropyProfile) -> Any:
     if lookups is not None:
         axes = figure.add_subplot(grid[0, 4])
         image = axes.imshow(lookups, aspect="auto", vmin=0.0, vmax=1.0, interpolation="nearest")
-        axes.set_title("where things are looked up", fontsize=9)
+        axes.set_title("heads that look facts up", fontsize=9)
         axes.set_xlabel("KV head")
         _count_in_whole_numbers(axes.xaxis, axes.yaxis)
         label = f"share among the {LOOKUP_SHARE:.0%} of all entries"

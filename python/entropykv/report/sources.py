@@ -55,12 +55,12 @@ def _read(path: Path, name: str) -> ReportSource:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is no text"
+        why = error.strerror if isinstance(error, OSError) else "is not text"
         raise SettingsError(f"{path}: {why}; give JSON that {_WRITERS}") from None
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise SettingsError(f"{path}: is no JSON; give what {_WRITERS}") from None
+        raise SettingsError(f"{path}: is not JSON; give what {_WRITERS}") from None
     kind = _kind_of(data)
     if kind is None:
         raise SettingsError(f"{path}: is of no kind that a report shows; give what {_WRITERS}")

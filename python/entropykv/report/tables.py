@@ -142,7 +142,7 @@ _RUN: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("frozen now", lambda run: _count(run.get("frozen_entries"))),
     ("went to cold storage", lambda run: _count(run.get("entries_frozen"))),
     ("came back", lambda run: _count(run.get("entries_restored"))),
-    ("because queries looked for it", lambda run: _count(run.get("entries_recalled"))),
+    ("because queries needed it", lambda run: _count(run.get("entries_recalled"))),
     ("resident MiB, peak", lambda run: f"{run['peak_rss_bytes'] / _MIB:,.0f}"),
 )
 
