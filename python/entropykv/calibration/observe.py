@@ -17,7 +17,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.pooled import PooledStore
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
@@ -67,11 +67,9 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> PooledStore:
-        """Make a store that evicts nothing, and scores entries as the policies by attention mass
-        do.
-        """
-        store = PooledStore(self._model, resolve(options, self.geometry))
+    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
+        """Make a store that evicts nothing, and scores entries as policies by mass do."""
+        store = HeadwiseStore(self._model, resolve(options, self.geometry))
         store.sharing.keep_everything()
         return store
 
@@ -199,7 +197,7 @@ class ReadText:
     """
 
     def __init__(
-        self, store: PooledStore, position: int, predict: Callable[[Sequence[int], int], Logits]
+        self, store: HeadwiseStore, position: int, predict: Callable[[Sequence[int], int], Logits]
     ) -> None:
         """Use `store`, which holds the text; it ends at `position`, and `predict` reads tokens
         after it.
