@@ -64,6 +64,7 @@ public:
         return store_.shape(layer).n_head * store_.shape(layer).v_dim;
     }
     HeadStore& store() { return store_; }
+    const HeadStore& store() const { return store_; }
 
     // Counts the bytes besides the store: what was observed and is not committed yet, and the
     // scratch of the threads unless other sequences share it.

@@ -1,5 +1,6 @@
 #include "attention/attention_batch.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace entropykv {
@@ -32,6 +33,15 @@ void AttentionBatch::add(Attention& sequence, int n_text, std::int32_t base_posi
     parts_.push_back({&sequence, n_tokens_});
     n_tokens_ += n_tokens;
     n_pages_ += pages;
+}
+
+int AttentionBatch::most_drafts(const Attention& sequence, int wanted) const {
+    const Staging& staging = sequence.store().share().pool().staging();
+    // A sequence that is alone in its pool may use all of the staging area.
+    const int room = staging.single_pages() == 1
+                         ? static_cast<int>(staging.row_pages() - n_pages_) - 1
+                         : staging.n_drafts();
+    return sequence.most_drafts(std::min(wanted, std::max(room, 0)));
 }
 
 void AttentionBatch::stage_k(int layer, const RowsView& k, int thread, int n_threads) noexcept {

@@ -21,6 +21,10 @@ public:
     void add(Attention& sequence, int n_text, std::int32_t base_position,
              std::int32_t rope_position, int n_echo = 0, int n_drafts = 0);
 
+    // Returns how many drafts may follow the next token of a sequence, at most `wanted`, so that
+    // all other sequences still find room.
+    int most_drafts(const Attention& sequence, int wanted) const;
+
     int n_tokens() const { return n_tokens_; }
     int n_threads() const { return parts_.empty() ? 0 : parts_.front().sequence->n_threads(); }
 

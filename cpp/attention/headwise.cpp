@@ -21,8 +21,8 @@ const KernelTable& kernels_named(const std::optional<std::string>& name) {
 }
 
 SequencePool::SequencePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
-                           int n_sequences)
-    : store(std::make_shared<StorePool>(layers, type, max_tokens, n_sequences)) {}
+                           int n_sequences, int n_drafts)
+    : store(std::make_shared<StorePool>(layers, type, max_tokens, n_sequences, n_drafts)) {}
 
 Headwise::Headwise(const std::vector<LayerShape>& layers, const StoreSettings& settings,
                    int n_threads, const std::optional<std::string>& kernels_name,

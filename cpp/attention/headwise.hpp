@@ -18,7 +18,7 @@ const KernelTable& kernels_named(const std::optional<std::string>& name);
 // Holds what the sequences of one model share.
 struct SequencePool {
     SequencePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
-                 int n_sequences);
+                 int n_sequences, int n_drafts = 0);
 
     // Counts the bytes of the threads' scratch, of the predictor, and of the sums that it is fitted
     // to.

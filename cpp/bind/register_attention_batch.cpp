@@ -20,6 +20,12 @@ void register_attention_batch(py::module_& m) {
             },
             py::arg("store"), py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
             py::arg("n_echo") = 0, py::arg("n_drafts") = 0)
+        .def(
+            "most_drafts",
+            [](const AttentionBatch& self, const Headwise& store, int wanted) {
+                return self.most_drafts(store.attention, wanted);
+            },
+            py::arg("store"), py::arg("wanted"))
         .def_property_readonly("n_tokens", &AttentionBatch::n_tokens);
 }
 

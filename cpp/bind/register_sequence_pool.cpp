@@ -12,10 +12,12 @@ namespace entropykv::bind {
 void register_sequence_pool(py::module_& m) {
     py::class_<SequencePool>(m, "SequencePool")
         .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
-                         int max_tokens, int n_sequences) {
-                 return SequencePool(layers, kv_type_named(kv_type), max_tokens, n_sequences);
+                         int max_tokens, int n_sequences, int n_drafts) {
+                 return SequencePool(layers, kv_type_named(kv_type), max_tokens, n_sequences,
+                                     n_drafts);
              }),
-             py::arg("layers"), py::arg("kv_type"), py::arg("max_tokens"), py::arg("n_sequences"))
+             py::arg("layers"), py::arg("kv_type"), py::arg("max_tokens"), py::arg("n_sequences"),
+             py::arg("n_drafts") = 0)
         .def(
             "set_pages", [](SequencePool& self, std::size_t n) { self.store->set_pages(n); },
             py::arg("pages"))

@@ -14,12 +14,15 @@ std::size_t Staging::pages_of(int n_tokens) const {
 // layer with several readers has its own. The two sets have separate first pages, because single
 // tokens of two layers are staged at a time, and share the other pages.
 Staging::Staging(const std::vector<LayerShape>& layers, const std::vector<PageLayout>& layouts,
-                 std::size_t page_bytes, int max_tokens, int n_sequences)
+                 std::size_t page_bytes, int max_tokens, int n_sequences, int n_drafts)
     : least_entries_(layouts.front().entries),
+      n_drafts_(n_drafts),
       single_pages_(static_cast<std::size_t>(n_sequences)) {
     for (const PageLayout& layout : layouts)
         least_entries_ = std::min(least_entries_, layout.entries);
-    row_pages_ = pages_of(max_tokens) + single_pages_ - 1;
+    // Every token of a run with drafts has a page of its own.
+    row_pages_ = pages_of(max_tokens) + single_pages_ - 1 +
+                 single_pages_ * static_cast<std::size_t>(n_drafts);
     std::size_t most_heads = 0;
     for (const LayerShape& shape : layers)
         if (shape.readers == 1)

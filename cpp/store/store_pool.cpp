@@ -12,6 +12,7 @@
 namespace entropykv {
 namespace {
 
+constexpr int kMostDrafts = 63;
 constexpr int kMostSequences = 256;  // llama.cpp's limit for a llama_context
 
 int checked(int max_tokens) {
@@ -26,22 +27,28 @@ int checked_sequences(int n) {
     return n;
 }
 
+int checked_drafts(int n) {
+    if (n < 0 || n > kMostDrafts)
+        throw std::invalid_argument("a sequence reads from 0 to 63 drafts at a time");
+    return n;
+}
+
 }  // namespace
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
-                     int n_sequences, bool is_private)
+                     int n_sequences, int n_drafts, bool is_private)
     : pages_(pool_page_bytes(layers, type), 0),
       staging_(layers, page_layouts(layers, type), pages_.page_bytes(), checked(max_tokens),
-               checked_sequences(n_sequences)),
+               checked_sequences(n_sequences), checked_drafts(n_drafts)),
       predictor_(layers.size()),
       is_private_(is_private) {}
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens)
-    : StorePool(layers, type, max_tokens, 1, true) {}
+    : StorePool(layers, type, max_tokens, 1, 0, true) {}
 
 StorePool::StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
-                     int n_sequences)
-    : StorePool(layers, type, max_tokens, n_sequences, false) {}
+                     int n_sequences, int n_drafts)
+    : StorePool(layers, type, max_tokens, n_sequences, n_drafts, false) {}
 
 std::size_t StorePool::prediction_bytes() const {
     return predictor_.bytes() + (lessons ? lessons->bytes() : 0);

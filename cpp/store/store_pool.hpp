@@ -24,7 +24,9 @@ public:
     // Makes the pool of a single store: its budget is always the store's share.
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens);
     // Makes a pool for up to n_sequences sequences; set_pages() sets its budget.
-    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences);
+    // Each of them may read up to n_drafts drafts at a time.
+    StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
+              int n_drafts = 0);
 
     PagePool& pages() { return pages_; }
     const PagePool& pages() const { return pages_; }
@@ -69,7 +71,7 @@ public:
 
 private:
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
-              bool is_private);
+              int n_drafts, bool is_private);
 
     PagePool pages_;
     Staging staging_;

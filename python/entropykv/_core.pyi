@@ -381,11 +381,17 @@ class SequencePool:
     """What sequences of one model share: the pages of a hard budget, and a micro-batch's memory."""
 
     def __init__(
-        self, layers: Sequence[LayerShape], kv_type: str, max_tokens: int, n_sequences: int
+        self,
+        layers: Sequence[LayerShape],
+        kv_type: str,
+        max_tokens: int,
+        n_sequences: int,
+        n_drafts: int = 0,
     ) -> None:
         """Micro-batches have up to `max_tokens` tokens of one sequence, and one of each other.
 
-        ValueError for more than 256 sequences.
+        Each of them may be followed by up to `n_drafts` drafts: see AttentionBatch.add().
+        ValueError for more than 256 sequences, or more than 63 drafts.
         """
 
     def set_pages(self, pages: int) -> None:
@@ -436,6 +442,12 @@ class AttentionBatch:
         follow the decode. At most HeadwiseStore.most_drafts(); ValueError for more.
 
         ColdStorageError where cold storage has no room; nothing is added then.
+        """
+
+    def most_drafts(self, store: HeadwiseStore, wanted: int) -> int:
+        """Return how many drafts may follow the next token of a sequence, at most `wanted`.
+
+        Fewer than HeadwiseStore.most_drafts() where the micro-batch has no room for them.
         """
 
     @property

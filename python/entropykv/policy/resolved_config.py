@@ -66,6 +66,8 @@ class ResolvedConfig:
     n_ctx: int
     n_ubatch: int
     """The most tokens of text in a micro-batch."""
+    n_drafts: int
+    """How many drafts a sequence may have in a micro-batch."""
 
     @property
     def own_windows(self) -> bool:
@@ -269,6 +271,7 @@ def resolve(
         kv_type=kv_type,
         n_ctx=n_ctx,
         n_ubatch=_largest_micro_batch(options, geometry, n_ctx, policy, freezing),
+        n_drafts=0 if freezing or geometry.recurrent else options.n_drafts,
     )
     config.check_recovery(options.recovery)
     return config

@@ -10,6 +10,7 @@ right, and from what steps cost (DraftLengths).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -229,3 +230,48 @@ class OwnDrafter:
         return [int(token) for token in drafts[:most]], _NGRAM
 
 
+@dataclass
+class DraftCounts:
+    """Count what drafts were read, and how many of them were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    """Steps of written tokens, with drafts or without."""
+
+
+class Drafting:
+    """Draft for one text: with the drafter, as many tokens as pay."""
+
+    def __init__(self, drafter: Drafter, costs: StepCosts, most: int) -> None:
+        """Read up to `most` drafts at a time; `costs` are those of the steps of all sequences."""
+        self._drafter = drafter
+        self._lengths = DraftLengths(costs)
+        self._most = most
+        self._sureness = 0
+        self.counts = DraftCounts()
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that the drafter holds."""
+        return self._drafter.n_bytes
+
+    def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
+        """Return drafts of what follows the tokens, `most` at most.
+
+        `n_others`: tokens of other sequences that are read in the same step.
+        """
+        drafts, self._sureness = self._drafter.draft(tokens, min(most, self._most))
+        return drafts[: self._lengths.choose(len(drafts), self._sureness, n_others)]
+
+    def note(self, n_drafts: int, n_right: int) -> None:
+        """Take down how many drafts were read after propose(), and how many were right."""
+        self.counts.steps += 1
+        if n_drafts:
+            self.counts.drafted += n_drafts
+            self.counts.accepted += n_right
+            self._lengths.note(self._sureness, n_drafts, n_right)
+
+    def close(self) -> None:
+        """Free what the drafter holds."""
+        self._drafter.close()

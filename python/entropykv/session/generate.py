@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import llama_cpp
 import numpy as np
@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
+from entropykv.session.drafting import Drafting
 from entropykv.session.recovery import Recoverable, Watch
 from entropykv.session.sampling import SamplerChain, Sampling
 from entropykv.settings.options import at_least
+from entropykv.store.protocol import Logits
 
 
 class Decoder(Protocol):
@@ -103,6 +105,54 @@ def generate(
         chooser.close()
 
 
+@runtime_checkable
+class Drafts(Decoder, Protocol):
+    """Be a session that can read drafts behind a token, and keep those that are right."""
+
+    drafting: Drafting | None
+
+    def propose_drafts(self, token: int, most: int) -> list[int]:
+        """Return up to `most` guesses of what follows a token that is read next."""
+
+    def decode_drafts(
+        self, token: int, drafts: Sequence[int], verify: Callable[[Logits], int]
+    ) -> int:
+        """Read a token, and those of the drafts behind it that are right; see Session."""
+
+
+class _Verifier:
+    """Choose tokens by the logits of a run with drafts, as long as they are the drafts."""
+
+    def __init__(self, chooser: _Chooser, session: Decoder, drafts: Sequence[int]) -> None:
+        self._chooser = chooser
+        self._session = session
+        self._drafts = drafts
+        self.chosen: list[int | None] = []
+        """The tokens that were chosen: the drafts that are right, then another one."""
+        self.error: Exception | None = None
+        """What went wrong while the next one was chosen."""
+
+    @property
+    def accepted(self) -> list[int]:
+        """Return the drafts that are right."""
+        n = len(self.chosen) - (self.error is None)
+        return list(self._drafts[: max(0, n)])
+
+    def verify(self, rows: Logits) -> int:
+        """Return how many drafts are right; an error waits until the step has ended."""
+        for i, logits in enumerate(rows):
+            try:
+                token = self._chooser.choose(logits)
+            except Exception as error:
+                self.error = error
+                break
+            self.chosen.append(token)
+            is_draft = i < len(rows) - 1 and token == self._drafts[i]
+            if not is_draft or token is None or self._session.is_end(token):
+                break
+        return len(self.accepted)
+
+
 class _Generation:
     """Generate tokens, one after the other.
 
@@ -129,18 +179,14 @@ class _Generation:
         try:
             yield from self._generate()
         except BaseException:
-            if self._hold:
+            if self._hold or self._held:
                 self._forget_unyielded()
             raise
 
     def _generate(self) -> Iterator[int]:
         session = self._session
-        while True:
-            start = time.perf_counter()
-            token = self._chooser.choose(session.logits)
-            session.count_generated(0, time.perf_counter() - start)
-            if token is None or session.is_end(token):
-                break
+        token = self._choose(session.logits)
+        while token is not None and not session.is_end(token):
             self._held.append(token)
             yield from self._release(self._hold)
             if self._n_yielded + len(self._held) == self._max_tokens:
@@ -149,13 +195,25 @@ class _Generation:
                 break
             start = time.perf_counter()
             try:
-                self._read(token)
+                chosen = self._read(token)
                 self._recover()
             except Exception:
                 yield from self._release(0)
                 raise
             session.count_generated(0, time.perf_counter() - start)
+            if chosen:
+                *accepted, token = chosen
+                self._held.extend(accepted)
+                yield from self._release(self._hold)
+            else:
+                token = self._choose(session.logits)
         yield from self._release(0)
+
+    def _choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
+        start = time.perf_counter()
+        token = self._chooser.choose(logits)
+        self._session.count_generated(0, time.perf_counter() - start)
+        return token
 
     def _release(self, n_held: int) -> Iterator[int]:
         """Yield the oldest tokens, until no more than `n_held` are held back."""
@@ -166,9 +224,28 @@ class _Generation:
             self._session.count_generated(1, 0.0)
             yield token
 
-    def _read(self, token: int) -> None:
-        for _ in self._session.decode_micro_batches([token], all_logits=False):
+    def _read(self, token: int) -> list[int | None]:
+        """Read a token; returns those chosen after it, of which all but the last are read, too.
+
+        An empty list: nothing was chosen yet.
+        """
+        session = self._session
+        if self._watch is None and isinstance(session, Drafts) and session.drafting is not None:
+            return self._read_drafts(session, token)
+        for _ in session.decode_micro_batches([token], all_logits=False):
             pass
+        return []
+
+    def _read_drafts(self, session: Drafts, token: int) -> list[int | None]:
+        left = self._max_tokens - self._n_yielded - len(self._held) - 1
+        most = session.n_ctx if self._max_tokens < 0 else left
+        drafts = session.propose_drafts(token, most)
+        verifier = _Verifier(self._chooser, session, drafts)
+        session.decode_drafts(token, drafts, verifier.verify)
+        if verifier.error is not None:
+            self._held.extend(verifier.accepted)
+            raise verifier.error
+        return verifier.chosen
 
     def _recover(self) -> None:
         logits = self._session.logits
@@ -184,7 +261,8 @@ class _Generation:
         token = session.tokens[last]
         go_back(session, last)
         self._held.clear()
-        self._read(token)
+        for _ in session.decode_micro_batches([token], all_logits=False):
+            pass
         self._chooser.remember(session)
 
     def _forget_unyielded(self) -> None:

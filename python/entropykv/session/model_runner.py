@@ -25,6 +25,7 @@ from entropykv.llamacpp.threads import Threads
 from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import resolve
 from entropykv.session.checkpoints import Checkpoints
+from entropykv.session.drafting import StepCosts
 from entropykv.session.echo import Echo
 from entropykv.session.learning import Learner
 from entropykv.session.predictor_fit import PredictorFit
@@ -91,7 +92,9 @@ class ModelRunner:
         self.n_kv_heads = self._spare.n_kv_heads
         # All single tokens besides a piece of a prompt.
         n_tokens = self._most_tokens() + self.n_sequences - 1
+        n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
+        self.step_costs = StepCosts()
         self._threads = Threads(options, fixed=self.config.store == "flat")
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
@@ -325,17 +328,20 @@ class ModelRunner:
         self._in_step = True
         parts = [work.part for work in works]
         n_tokens = sum(len(part.tokens) + len(part.echo) for part in parts)
+        start = time.monotonic()
         try:
             with self._threads.step(parts[0].store.context, n_tokens):
                 decode_parts(parts, self._batch, self.model.name)
         finally:
             self._in_step = False
         now = time.monotonic()
+        if all(part.is_single and part.error is None for part in parts):
+            self.step_costs.note(sum(len(part.tokens) for part in parts), now - start)
         for work in works:
             slot = cast(SequenceSlot, work.owner)
             slot.last_step = now
             if work.part.error is None:
-                slot.position = work.part.position + len(work.part.tokens)
+                slot.position = work.part.position + work.part.n_read
         self._learn(sum(len(p.tokens) for p in parts if p.echo and p.error is None))
         if self.shared is not None:
             prompts = [work for work in works if not work.is_single and work.part.error is None]

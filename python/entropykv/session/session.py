@@ -17,6 +17,7 @@ from entropykv.errors import (
     EntropyKVError,
 )
 from entropykv.llamacpp.model import Model
+from entropykv.session.drafting import Drafting, NgramDrafter
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.generate import generate
 from entropykv.session.model_runner import ModelRunner
@@ -28,7 +29,7 @@ from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
 from entropykv.settings.options import at_least
 from entropykv.settings.recovery import Recovery, Rung
-from entropykv.store.protocol import Part
+from entropykv.store.protocol import Logits, Part
 
 
 class Session(Saving):
@@ -113,6 +114,9 @@ class Session(Saving):
         self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
         self._closed = False
         self._sequence = TokenSequence(self.config.n_ubatch)
+        self.drafting: Drafting | None = None
+        if n_drafts := self.config.n_drafts:
+            self.drafting = Drafting(NgramDrafter(self.n_ctx), runner.step_costs, n_drafts)
         self._clear_counts()
 
     def __enter__(self) -> Session:
@@ -186,6 +190,52 @@ class Session(Saving):
             yield self._decode_micro_batch(part, n_rows, echo, arrival)
             if ids:
                 self._note_interval(len(part))
+
+    def propose_drafts(self, token: int, most: int) -> list[int]:
+        """Return up to `most` guesses of what follows a token that is read next: see drafting.py."""
+        if self.drafting is None or most < 1:
+            return []
+        tokens = np.append(np.array(self._sequence.tokens, np.int32), np.int32(token))
+        return self.drafting.propose(tokens, most)
+
+    def decode_drafts(
+        self, token: int, drafts: Sequence[int], verify: Callable[[Logits], int]
+    ) -> int:
+        """Read a token, and those of the drafts behind it that are right; returns how many are.
+
+        `verify` gets the logits of all tokens that were read, (1 + drafts, n_vocab), and returns
+        how many of the drafts are right; it is called within a step, in any thread, and must not
+        raise. Fewer drafts are read, or none, where wrong ones could not be undone. Afterwards the
+        session is, bit by bit, as if the right tokens had been read one by one. Raises what
+        decode() raises.
+        """
+        self._check_usable()
+        self._check_room(1)
+        self._model.check_tokens([token, *drafts])
+        self.note_turn(writes=True)
+        position, slot = self._sequence.position, self._slot
+        slot.expected = max(slot.expected, position + 1)
+        room = min(self.n_ctx, slot.shared_for or self.n_ctx) - position - 1
+        n_drafts = max(0, min(len(drafts), self.config.n_drafts, room))
+        if self._echo is not None:
+            n_drafts = 0
+        tokens = [token, *drafts[:n_drafts]]
+        part = Part(self._store, tokens, position, len(tokens), n_drafts=n_drafts, verify=verify)
+        self._broken = True
+        try:
+            self._runner.read(slot, part, self._runner.scheduler.arrive())
+            logits = part.result()
+        except EntropyKVError:
+            self._broken = not part.untouched
+            raise
+        for i in range(part.n_read):
+            self._sequence.add([tokens[i]], logits[i].copy(), is_prompt=False)
+        if self.drafting is not None:
+            self.drafting.note(part.n_drafts, part.n_right)
+        self._sequence.note_evictions(self.evicted)
+        self._broken = False
+        self._store.check()
+        return part.n_right
 
     def _largest_chunk(self, n_tokens: int) -> int:
         """Return how many of so many tokens to read at once."""

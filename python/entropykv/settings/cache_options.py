@@ -35,6 +35,7 @@ MICRO_BATCH_OF_POOL = 128
 """Tokens of a prompt that a pool reads at a time: between two of them, others write a token."""
 SEQUENCES_OF_POOL = 4
 CHECKPOINTS = "64MiB"
+MOST_DRAFTS = 63
 MOST_SEQUENCES = 256
 """The most sequences that a llama_context takes."""
 
@@ -78,6 +79,7 @@ class SessionArguments(CacheArguments, total=False):
     n_threads: int
     n_threads_batch: int
     n_gpu_layers: int
+    n_drafts: int
 
 
 class PoolArguments(SessionArguments, total=False):
@@ -113,6 +115,9 @@ class CacheOptions:
     `n_threads`, `n_threads_batch`: threads that write, and that read prompts; 0: one for every core
     that this process may use, and as many. `n_gpu_layers`: layers on the GPU; -1: all.
 
+    `n_drafts`: the most tokens that are guessed at a time, and read together with the token before
+    them: see docs/background/drafts.md; 0: none.
+
     `n_sequences`: how many conversations of a pool hold entries at a time; None: one alone, without
     a pool. `swap`: where a pool keeps idle ones, "ram" or "disk:DIR", and `swap_limit`: how many
     bytes of them, such as "1GiB"; None: as many as there are. `checkpoints`: bytes besides the pool
@@ -135,6 +140,7 @@ class CacheOptions:
     n_threads: int = 0
     n_threads_batch: int = 0
     n_gpu_layers: int = 0
+    n_drafts: int = 0
     n_sequences: int | None = None
     swap: str = "ram"
     swap_limit: str | int | None = None
@@ -157,6 +163,7 @@ class CacheOptions:
         # Llama.cpp has this number for all layers.
         at_least("n_gpu_layers", self.n_gpu_layers, -1, 2**31 - 1)
         at_least("n_sinks", self.n_sinks, 0)
+        at_least("n_drafts", self.n_drafts, 0, MOST_DRAFTS)
         if self.learn and self.entropy_config is not None:
             raise SettingsError(
                 "--learn (learn) makes a profile where there is none, and --entropy-config "

@@ -132,7 +132,7 @@ class FlatStore(Store):
             let_hook_change(parameters, self.hook)
         return self._model.new_context(parameters)
 
-    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:  # noqa: ARG002
+    def before(self, n_tokens: int, position: int, n_echo: int = 0, n_drafts: int = 0) -> None:  # noqa: ARG002
         """Compact where holes would cost attention time; rotate keys where positions run out."""
         self._store.make_room(n_tokens)
         shift = self.rope.shift_for(self.shift, position, n_tokens)

@@ -115,7 +115,7 @@ class HeadwiseStore(Store):
         """Return the extension's store, for those who look at attention rows."""
         return self._store
 
-    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
+    def before(self, n_tokens: int, position: int, n_echo: int = 0, n_drafts: int = 0) -> None:
         """Reserve pages for all that the micro-batch can leave behind."""
         self.cold.check_file()
         shift = self.rope.shift_for(self.shift, position, n_tokens)
@@ -124,10 +124,30 @@ class HeadwiseStore(Store):
             self._store.rebase(ropes, self.rope.n_sinks, self.shift, shift)
             self.shift = shift
             self.rebases += 1
-        self.sharing.prepare(n_tokens, position, n_echo)
+        self.sharing.prepare(n_tokens - n_drafts, position, n_echo)
         with self.cold.growing():
             rope_position = self.rope_position(position)
-            self._shared_context.batch.add(self._store, n_tokens, position, rope_position, n_echo)
+            self._shared_context.batch.add(
+                self._store, n_tokens, position, rope_position, n_echo, n_drafts
+            )
+
+    def most_drafts(self, position: int, wanted: int) -> int:
+        """Return how many drafts may follow a token: only as long as nothing else would change.
+
+        Keys are moved to other positions, and budgets follow a longer text, before single tokens.
+        """
+        config = self._config
+        if self._recurrent or config.policy.importance.repeats or config.n_ubatch == 1:
+            return 0
+        while wanted and self.rope.shift_for(self.shift, position, 1 + wanted) != self.shift:
+            wanted -= 1
+        if (longest := self.sharing.longest_whole) > position:
+            wanted = min(wanted, longest - position - 1)
+        return self._shared_context.batch.most_drafts(self._store, wanted)
+
+    def settle(self, n_right: int) -> None:
+        """Undo what wrong drafts have changed, bit by bit."""
+        self._store.settle_drafts(n_right)
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many tokens to read before budgets are shared: see HeadwiseBudgets."""

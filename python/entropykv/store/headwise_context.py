@@ -35,9 +35,12 @@ class HeadwiseContext:
         self.n_sequences = options.n_sequences or 1
         self.n_ubatch = n_ubatch
         self.hook = _core.GraphHook(
-            relu2_layers(model, options), options.most_threads, batch_invariant=options.in_pool
+            relu2_layers(model, options),
+            options.most_threads,
+            batch_invariant=options.in_pool or config.n_drafts > 0,
         )
-        self.handle: Any = hooked_context(model, options, self.hook, n_ubatch, self.n_sequences)
+        n_tokens = n_ubatch + self.n_sequences * config.n_drafts
+        self.handle: Any = hooked_context(model, options, self.hook, n_tokens, self.n_sequences)
         self.recurrent = is_recurrent(model)
         """True where sequences have a state that llama.cpp keeps."""
         try:
@@ -46,7 +49,7 @@ class HeadwiseContext:
             """The pages that stores share; None where there is one store, with pages of its own."""
             if options.in_pool:
                 self.pool = _core.SequencePool(
-                    self.layers, config.kv_type, n_ubatch, self.n_sequences
+                    self.layers, config.kv_type, n_ubatch, self.n_sequences, config.n_drafts
                 )
         except BaseException:
             self.close()

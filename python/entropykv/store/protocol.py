@@ -17,6 +17,7 @@ from entropykv.llamacpp.positions import RopeRange
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Rung
 
+Logits = npt.NDArray[np.float32]
 Shares = npt.NDArray[np.uint8]
 CacheLook = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
 """Inspections at what a store holds when it is called: see Session.cache_map() for its
@@ -110,11 +111,22 @@ class Store(Protocol):
         """End the micro-batch after llama_decode, before the stores bring themselves in order."""
         return
 
-    def before(self, n_tokens: int, position: int, n_echo: int = 0) -> None:
+    def before(self, n_tokens: int, position: int, n_echo: int = 0, n_drafts: int = 0) -> None:
         """Make room for a micro-batch, below the positions that RoPE may see.
 
-        `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then.
+        `n_echo` more tokens follow, of which nothing is kept; `n_tokens` may be 0 then. The last
+        `n_drafts` of the tokens are drafts, at most most_drafts(): settle() follows the decode.
         """
+
+    def most_drafts(self, position: int, wanted: int) -> int:  # noqa: ARG002
+        """Return how many drafts may follow the next token, at `position`, at most `wanted`.
+
+        0 where what wrong drafts change could not be undone.
+        """
+        return 0
+
+    def settle(self, n_right: int) -> None:
+        """Undo what all drafts of the last micro-batch but the first `n_right` have changed."""
 
     def after(self, n_tokens: int, position: int) -> None:
         """Bring the store in order after llama_decode; raises where the graph was not as served."""
@@ -206,6 +218,12 @@ class Part:
     """How many of the last tokens get logits."""
     echo: Sequence[int] = ()
     """Tokens that follow, of which nothing is kept: their queries rank the entries."""
+    n_drafts: int = 0
+    """How many of the tokens, the last ones, are drafts; all tokens get logits then."""
+    verify: Callable[[Logits], int] | None = None
+    """Returns how many drafts are right, by the logits of all tokens; it must not raise."""
+    n_right: int = field(default=0, init=False)
+    """How many of the drafts were right, and are read."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
     """Logits, (n_rows, n_vocab); None for n_rows 0."""
     error: BaseException | None = field(default=None, init=False)
@@ -214,8 +232,28 @@ class Part:
 
     @property
     def is_single(self) -> bool:
-        """Tell whether it is one token, as those that are written."""
-        return len(self.tokens) + len(self.echo) == 1
+        """Tell whether it is one token, as those that are written, with its drafts."""
+        return len(self.tokens) - self.n_drafts + len(self.echo) == 1
+
+    @property
+    def n_read(self) -> int:
+        """Return how many tokens of the text were read: all but wrong drafts."""
+        return len(self.tokens) - self.n_drafts + self.n_right
+
+    def limit_drafts(self) -> None:
+        """Leave out the last drafts where the store could not undo so many."""
+        if self.n_drafts:
+            most = self.store.most_drafts(self.position, self.n_drafts)
+            self.tokens = self.tokens[: len(self.tokens) - self.n_drafts + most]
+            self.n_drafts, self.n_rows = most, 1 + most
+
+    def settle(self, logits: Logits | None) -> None:
+        """Take the logits, and bring the store in order after the decode."""
+        if self.n_drafts and self.verify is not None and logits is not None:
+            self.n_right = self.verify(logits)
+            self.store.settle(self.n_right)
+        self.store.after(self.n_read, self.position)
+        self.logits = logits
 
     def result(self) -> npt.NDArray[np.float32] | None:
         """Return the logits, or raise the error."""
@@ -231,7 +269,10 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
     """
     first = parts[0].store
     first.begin_step()
-    ready = [part for part in parts if _made_room(part, model_name)]
+    for part in parts:
+        part.limit_drafts()
+    in_order = sorted(parts, key=lambda part: (not part.is_single, part.n_drafts > 0))
+    ready = [part for part in in_order if _made_room(part, model_name)]
     if not ready:
         return
     try:
@@ -250,8 +291,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
         )
         first.end_step()
         for part, logits in zip(ready, rows, strict=True):
-            part.store.after(len(part.tokens), part.position)
-            part.logits = logits
+            part.settle(logits)
     except Exception as error:
         for part in ready:
             part.error = _as_ours(error, model_name)
@@ -259,7 +299,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
 
 def _made_room(part: Part, model_name: str) -> bool:
     try:
-        part.store.before(len(part.tokens), part.position, len(part.echo))
+        part.store.before(len(part.tokens), part.position, len(part.echo), part.n_drafts)
     except (FreezeError, PoolError) as error:
         part.error = error
     except Exception as error:
