@@ -142,7 +142,7 @@ class _Run:
         )
         require(left == (0,) * 5, f"sessions, live, swapped, its bytes, bytes of the pool: {left}")
         require(
-            runner.shared and len(runner.shared._free_numbers) == runner.n_sequences,
+            len(runner.shared._free_numbers) == runner.n_sequences,
             "slots are free",
         )
         if self._fresh is not None:

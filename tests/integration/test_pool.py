@@ -84,7 +84,6 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
         with pool_of(model, n_sequences=1, kv_budget=360, policy=policy) as single:
             session = single.session()
             shared = single.runner.shared
-            assert shared is not None
             run, left = single.runner.scheduler._run, list(had)
 
             def follow(works: Any, session: Any = session, run: Any = run, left: Any = left) -> Any:

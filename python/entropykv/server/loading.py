@@ -236,7 +236,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
-    if options.parallel > 1 and llama.pool is not None and llama.pool.runner.shared is not None:
+    if options.parallel > 1 and llama.pool is not None:
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
