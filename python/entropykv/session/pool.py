@@ -204,3 +204,10 @@ class Pool:
 
 def _sum(counters: Sequence[Mapping[str, Any]], name: str) -> int:
     return sum(each[name] for each in counters)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PoolSession":
+        warn_of_name("PoolSession", "Session")
+        return Session
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

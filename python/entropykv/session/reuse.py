@@ -33,7 +33,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return n
 
 
-class Source(Enum):
+class ReuseSource(Enum):
     """Name what a prompt goes on from."""
 
     NOTHING = "nothing"
@@ -54,7 +54,7 @@ class Reuse:
     """How many tokens of the prompt are not read again."""
     n_read: int
     """How many tokens of the prompt are left to read."""
-    source: Source
+    source: ReuseSource
     why: str
 
 
@@ -161,22 +161,22 @@ def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
     shared = common_prefix(held.tokens, tokens)
     has_end = shared < len(tokens) or held.has_logits or not demand.needs_logits
     if 0 < shared == held.position and has_end:
-        return _reuse(shared, tokens, Source.WHOLE, "the prompt begins with all that was read")
+        return _reuse(shared, tokens, ReuseSource.WHOLE, "the prompt begins with all that was read")
     if demand.knows_prompt and shared == len(tokens):
         end = shared if demand.end is None else demand.end
         if held.leads_back_to_prompt(shared, end):
-            return _reuse(shared, tokens, Source.PROMPT, "the prompt is the last one again")
+            return _reuse(shared, tokens, ReuseSource.PROMPT, "the prompt is the last one again")
     if demand.end is not None and not held.keeps_all_until(demand.end):
-        return _reuse(0, tokens, Source.NOTHING, "entries may be evicted before the end")
+        return _reuse(0, tokens, ReuseSource.NOTHING, "entries may be evicted before the end")
     place = min(shared, len(tokens) - 1)
     if demand.is_cut:
         place = held.parts.begin_before(place)
     if place <= 0:
-        return _reuse(0, tokens, Source.NOTHING, "the texts begin differently")
+        return _reuse(0, tokens, ReuseSource.NOTHING, "the texts begin differently")
     if not held.can_return_to(place):
-        return _reuse(0, tokens, Source.NOTHING, "what was held there is gone")
-    return _reuse(place, tokens, Source.PART, "the texts part after this place")
+        return _reuse(0, tokens, ReuseSource.NOTHING, "what was held there is gone")
+    return _reuse(place, tokens, ReuseSource.PART, "the texts part after this place")
 
 
-def _reuse(position: int, prompt: Sequence[int], source: Source, why: str) -> Reuse:
+def _reuse(position: int, prompt: Sequence[int], source: ReuseSource, why: str) -> Reuse:
     return Reuse(position, len(prompt) - position, source, why)
