@@ -1,4 +1,4 @@
-"""Draft tokens in a store: whatever was guessed wrong, it is as if the right ones were read alone."""
+"""Draft tokens in a store: wrong ones leave nothing behind, right ones are as if read alone."""
 
 from __future__ import annotations
 

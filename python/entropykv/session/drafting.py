@@ -140,6 +140,7 @@ class StepCosts:
     """Steps that this guess counts for."""
 
     def __init__(self) -> None:
+        """Begin without a step."""
         self._sums = np.zeros(5)
         """Of weights, tokens, seconds, tokens squared, and tokens x seconds."""
 
@@ -193,7 +194,7 @@ class DraftLengths:
         return float(right / (self._tried[i] + self._PRIOR_WEIGHT))
 
     def choose(self, n_drafts: int, sureness: int, n_others: int = 0) -> int:
-        """Return how many of the drafts to read; `n_others`: tokens that others have in the step."""
+        """Return how many drafts to read; `n_others`: tokens of others in the step."""
         self._right *= self._RECOVERY
         self._tried *= self._RECOVERY
         chance, best, n_best = self.chance(sureness), 0.0, 0
