@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.admission import arrival_of, too_late
 from entropykv.server.client_presence import CLIENT_GONE
-from entropykv.server.conversations import Conversations, CachedConversation
+from entropykv.server.conversations import CachedConversation, Conversations
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
