@@ -1,4 +1,4 @@
-"""Write an answer to stdout as it comes."""
+"""Write an answer to stdout while it is generated."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from entropykv.session.session import Session
 
 @dataclasses.dataclass
 class Answer:
-    """Keep what was generated; write_answer() fills it, so that it is known after an error, too."""
+    """Hold the generated answer; write_answer() fills it step by step, so that it is complete even
+    after an error.
+    """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     unread: list[int] | None = None
-    """The last token, where the session has not read it; None where not even the prompt is read."""
+    """The last token if the session has not read it yet; None if not even the prompt was read."""
     interrupted: bool = False
 
 
@@ -44,12 +46,13 @@ def write_answer(
     thought: ShownThought | None = None,
     keep_before: int = 0,
 ) -> None:
-    """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
+    """Read a prompt and write the answer to stdout as it is generated; Ctrl-C or one of `stops`
+    ends it.
 
-    With `to_question`, the answer continues no text, so that blanks before its first word, which
-    some tokenizers write, are left out. `when_read` is called where a prompt was read to its end.
-    `thought` shows what the model thinks. A checkpoint is kept before the last `keep_before` tokens
-    of the prompt, where the session can keep any.
+    With `to_question`, the answer does not continue a text. Therefore white space before its first
+    word, which some tokenizers write, is left out. `when_read` is called once the prompt has been
+    read. `thought` shows what the model thinks. A checkpoint is kept before the last `keep_before`
+    tokens of the prompt, if the session can keep any.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -74,7 +77,7 @@ def write_answer(
                 lambda done: on_prompt(n_first + done),
                 thought=None if thought is None else thought.counter,
             )
-            # Closed at once, or tokens would be read that nobody has seen.
+            # Close the generator at once; otherwise it would read tokens that were never shown.
             with contextlib.closing(stream):
                 begun = not to_question
                 bytes_of = session.token_bytes if thought is None else thought.piece
@@ -132,7 +135,9 @@ def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:
-    """Read tokens of an answer that are not read yet; returns False where there is no room."""
+    """Read the tokens of an answer that have not been read yet; returns False if the context is
+    full.
+    """
     if session.position + len(tokens) > session.n_ctx:
         return False
     for _ in session.decode_micro_batches(tokens, all_logits=False) if tokens else ():
@@ -143,9 +148,9 @@ def read_rest(session: Session, tokens: list[int]) -> bool:
 def _text_pieces(
     bytes_of: Callable[[int], bytes], stream: Iterator[int], tokens: list[int]
 ) -> Iterator[str]:
-    """Yield the text, maybe empty, of every token, and add the token to `tokens`.
+    """Yield the text of every token, which may be empty, and append the token to `tokens`.
 
-    A character may be spread over several tokens: it comes with the last one.
+    A character that is spread over several tokens is yielded with the last of them.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in stream:

@@ -1,4 +1,6 @@
-"""Declare options of how a model is run, by llama-cli's names, and make a session of them."""
+"""Declare the options of how a model is run, with llama-cli's names, and open a session
+from them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from entropykv.settings.options import KV_TYPES
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add options of how the model is run, and of what is frozen; open_engine() reads them."""
+    """Add options of how the model is run and what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
     add_learn_option(parser.add_argument_group("profile"), "later sessions use it")
@@ -84,14 +86,14 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _gpu_layers(text: str) -> int:
-    """Read a number of layers; `all` and `auto`, which llama-cli takes, become -1."""
+    """Read a number of layers; llama-cli's `all` and `auto` become -1."""
     return -1 if text in ("all", "auto") else integer(-1, 2**31 - 1)(text)
 
 
 def kv_type_of(options: argparse.Namespace) -> str:
-    """Return --kv-type, or what llama-cli's -ctk and -ctv say.
+    """Return --kv-type, or the type in llama-cli's -ctk and -ctv.
 
-    Raises SettingsError where they disagree.
+    Raises SettingsError if they differ.
     """
     kinds = {
         options.cache_type_k or options.cache_type_v,
@@ -125,7 +127,7 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
 
 
 def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
-    """Return the one session of a pool; one without checkpoints where the options have no pool."""
+    """Return the one session of a pool; one without checkpoints if the options have no pool."""
     if cache.freeze is None and cache.recovery is None and cache.store != "flat":
         pooled = dataclasses.replace(cache, n_sequences=1, checkpoints=CHECKPOINTS)
         with contextlib.suppress(UnsupportedModelError):
@@ -134,10 +136,10 @@ def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
 
 
 def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Session:
-    """Load the model, and say what the user should know of it.
+    """Load the model and open a session, and print notes for the user.
 
-    `goes_back`: where the model thinks, the session keeps checkpoints, from which a conversation
-    goes on once a thought is over.
+    `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
+    back when a thought is over.
     """
     _check_flash(options)
     kv_type = kv_type_of(options)
@@ -173,7 +175,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
             f"--kv-budget {3 * trained // 4} or less"
         )
     if session.fallback:
-        say(f"going on with the flat store: {session.fallback}")
+        say(f"using the flat store instead:  {session.fallback}")
     if note := session.other_file():
         say(note)
     say_obstacle(session.learner)

@@ -269,8 +269,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     """
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
-    path = _path_of(options)
-    cache = _cache_options(options)
+    path, cache = path_of(options), cache_options(options)
     arguments.update(
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
@@ -286,7 +285,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
             options.hf_pretrained_model_name_or_path
         )
     try:
-        llama = ServedLlama(path, _for_thoughts(cache, options, path), **arguments)
+        llama = ServedLlama(path, for_thoughts(cache, options, path), **arguments)
     except UnsupportedModelError:  # without checkpoints, turns are read again
         llama = ServedLlama(path, cache, **arguments)
     llama.served_name = options.served_name
@@ -303,8 +302,11 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     return llama
 
 
-def _path_of(options: ModelOptions) -> Path:
-    """Return the path of the model's file, which is fetched first where the hub has it."""
+def path_of(options: ModelOptions) -> Path:
+    """Return the path of the model's file, which is fetched first where the hub has it.
+
+    Raises HubError.
+    """
     if options.hf_repo is None:
         return Path(path_of_model(options.model))
     from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
@@ -317,8 +319,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _cache_options(options: ModelOptions) -> CacheOptions:
-    """Return what is asked of the cache; raises SettingsError."""
+def cache_options(options: ModelOptions) -> CacheOptions:
+    """Return what is asked of the cache; raises BudgetError or SettingsError."""
     if options.parallel == 1 and options.checkpoints is None:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:
@@ -335,10 +337,11 @@ def _cache_options(options: ModelOptions) -> CacheOptions:
     )
 
 
-def _for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:
-    """Return the options, with checkpoints where a model thinks and nothing speaks against them.
+def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:
+    """Return the options, with checkpoints if the model thinks and nothing is against them.
 
-    A turn goes on from before the last thought, which would otherwise be read again from 0.
+    The next turn continues from before the last thought; without a checkpoint there, it would read
+    its whole text again.
     """
     other = options.cache or options.logits_all or options.draft_model is not None
     if cache.in_pool or cache.checkpoints is not None or cache.freeze is not None or other:
