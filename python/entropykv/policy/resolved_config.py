@@ -16,7 +16,6 @@ from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.names import (
     AUTO,
-    Policy,
     learns_predictor,
     policy_named,
     schedules,
@@ -31,6 +30,7 @@ from entropykv.policy.plan import (
     plan_flat,
     plan_headwise,
 )
+from entropykv.policy.policy import Policy
 from entropykv.profile.find import find_profile
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions

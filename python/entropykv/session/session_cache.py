@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.errors import EntropyKVError
-from entropykv.policy.names import Policy
+from entropykv.policy.policy import Policy
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.belongs import other_file
 from entropykv.profile.profile import EntropyProfile

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.reference.attending import NEIGHBOURHOOD, SCORING_INTERVAL
+from tests.support.reference.attending import SCORING_INTERVAL
 from tests.support.reference.rope import Rope, rope_pairs, rotated
 from tests.support.reference.values import Bools, Floats, Ints
 
@@ -22,13 +22,11 @@ def updated_importance(
     window: int,
     first_position: int,
     *,
-    by_exposure: bool = False,
     interval: int = SCORING_INTERVAL,
 ) -> Floats:
     """After a micro-batch of n tokens that gave `observed` [n][T]: its last `window` queries count.
 
-    Of tokens that come one by one, every fourth (`interval`) counts, for four. What is divided by
-    an exposure decays within the micro-batch too.
+    Of tokens that come one by one, every fourth (`interval`) counts, for four.
     """
     n_tokens = len(observed)
     weights = np.ones(n_tokens)
@@ -36,22 +34,9 @@ def updated_importance(
         if first_position % interval != 0:
             return importance
         n_tokens, weights = interval, np.full(1, float(interval))
-    elif by_exposure and decay > 0.0:
-        weights = decay ** np.arange(n_tokens)[::-1]
     kept = decay**n_tokens if decay > 0.0 else 0.0
     updated: Floats = importance * kept + (weights[:, None] * observed)[-window:].sum(axis=0)
     return updated
-
-
-def exposure(age: int, decay: float, window: int) -> float:
-    """Queries that an entry could have been seen by at so many positions before the newest.
-
-    Decayed; with decay 0, those of the window of a micro-batch that holds it.
-    """
-    queries = max(age - NEIGHBOURHOOD + 1, 1)
-    if decay == 0.0:
-        return float(min(queries, window))
-    return float((decay ** np.arange(queries)).sum())
 
 
 @dataclass
