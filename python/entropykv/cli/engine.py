@@ -6,15 +6,24 @@ import argparse
 
 import llama_cpp
 
-from entropykv.cli.freeze_options import add_freeze_options, add_recovery_options
-from entropykv.cli.learning import add_learn_option, say_obstacle
+from entropykv.cli.learning import say_obstacle
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_store_options, fetch_named, integer, threads
+from entropykv.cli.options import (
+    add_freeze_options,
+    add_learn_option,
+    add_option,
+    add_recovery_options,
+    add_store_options,
+    add_threads_option,
+    fetch_named,
+    integer,
+)
 from entropykv.errors import SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
 from entropykv.session.session import Session
+from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_TYPES
 
@@ -34,14 +43,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         metavar="N",
         help="a micro-batch is never larger (default: %(default)s)",
     )
-    group.add_argument(
-        "-tb",
-        "--threads-batch",
-        type=threads,
-        default=0,
-        metavar="N",
-        help="threads that read the prompt (default: as -t)",
-    )
+    add_threads_option(group, "n_threads_batch")
     for flag, name in (("-ctk", "K"), ("-ctv", "V")):
         group.add_argument(
             flag,
@@ -58,15 +60,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def _add_device_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        dest="n_gpu_layers",
+    add_option(
+        group,
+        CacheOptions,
+        "n_gpu_layers",
         type=_gpu_layers,
-        default=0,
-        metavar="N",
-        help="layers on the GPU, or all; K and V stay in main memory (default: %(default)s)",
+        help="layers on the GPU, or all; K and V stay in main memory",
     )
     add_split_options(group)
     group.add_argument(

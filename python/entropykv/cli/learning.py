@@ -1,24 +1,10 @@
-"""Declare --learn, and say what came of it."""
+"""Say what came of --learn."""
 
 from __future__ import annotations
 
-import argparse
-
 from entropykv.cli.notes import say
-from entropykv.session.learning import LEAST_TOKENS, Learner
+from entropykv.session.learning import Learner
 from entropykv.session.session import Session
-
-
-def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
-    """Add --learn; `when` says from when on the profile is used."""
-    group.add_argument(
-        "--learn",
-        action="store_const",
-        const=True,
-        help="where the model has no entropy profile, leave one beside it, from what texts that "
-        "are read twice (--policy auto, longer than the budget) show of its heads: "
-        f"{LEAST_TOKENS} tokens of them; it has nothing of what they say, and {when}",
-    )
 
 
 def say_obstacle(learner: Learner | None) -> None:

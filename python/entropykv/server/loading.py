@@ -29,9 +29,10 @@ from entropykv.server.pool_totals import Totals
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.template_traits import TemplateTraits, traits_of
 from entropykv.server.users import SOMEBODY, Caller
-from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
+from entropykv.session.asked import cache_options_of
 from entropykv.session.pool_session import PoolSession
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.recovery import WITHOUT_REWALK
 
 _OF_DEVICES = ("split_mode", "main_gpu", "tensor_split")
 """Arguments that say how several devices share a model."""
