@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import Caller
 from entropykv.session.pool_session import PoolSession
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
 from tests.support.releases import write_known

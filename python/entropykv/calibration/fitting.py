@@ -22,8 +22,8 @@ from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import decode_inside
 
 Rows = npt.NDArray[np.float32]
@@ -94,7 +94,7 @@ class _EchoReader:
             raise
         self._batch = MicroBatch(self._echo.n_ubatch, self._model.n_vocab)
         try:
-            self._store = PooledStore(self._model, config, shared_context=self._context)
+            self._store = HeadwiseStore(self._model, config, shared_context=self._context)
             self._store.sharing.keep_everything()
             self._store.prediction.collect_lessons(True)
         except BaseException:

@@ -17,7 +17,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.pooled import PooledStore
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
@@ -67,9 +67,9 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> PooledStore:
+    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
         """Make a store that evicts nothing and ranks as the policies by attention mass do."""
-        store = PooledStore(self._model, resolve(options, self.geometry))
+        store = HeadwiseStore(self._model, resolve(options, self.geometry))
         store.sharing.keep_everything()
         return store
 
@@ -193,7 +193,7 @@ class ReadText:
     """A text that was read with everything kept, to go on from its end again and again."""
 
     def __init__(
-        self, store: PooledStore, position: int, predict: Callable[[Sequence[int], int], Logits]
+        self, store: HeadwiseStore, position: int, predict: Callable[[Sequence[int], int], Logits]
     ) -> None:
         """`store` holds the text, which ends at `position`; `predict` reads on."""
         self._store = store

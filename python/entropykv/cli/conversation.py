@@ -10,8 +10,7 @@ from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.session.file import check_target
-from entropykv.session.file_reader import open_session
+from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session

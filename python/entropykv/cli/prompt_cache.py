@@ -14,7 +14,7 @@ from entropykv.cli.notes import say
 from entropykv.cli.saved import load_session, save_session
 from entropykv.errors import SettingsError
 from entropykv.session.file import check_target
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
 from entropykv.session.session import Session
 
 

@@ -21,8 +21,8 @@ from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.weights import Weights
 from entropykv.session.pool_session import PoolSession
-from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
+from entropykv.session.reuse import common_prefix
 from entropykv.session.session import Session
 
 LEAST_SPARED = 32

@@ -15,7 +15,7 @@ from entropykv.server.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
 from entropykv.session.pool_session import PoolSession
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
 from entropykv.session.stats import SessionStats
 
 _WORTH_WAITING = 64

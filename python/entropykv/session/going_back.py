@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from entropykv.errors import ContextError
 from entropykv.session.checkpoints import INTERVAL
-from entropykv.session.counts import SessionCounts
 from entropykv.session.session_cache import SessionCache
+from entropykv.session.stats import SessionCounts
 
 
 class RollbackMixin(SessionCache):

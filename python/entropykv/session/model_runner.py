@@ -37,7 +37,6 @@ from entropykv.settings.options import Budget, is_number
 from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
@@ -133,9 +132,7 @@ class ModelRunner:
                 return FlatStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
-            config = self.config
-            kind = PooledStore if config.options.in_pool else HeadwiseStore
-            return kind(self.model, config, self.budget, shared_context=self._context)
+            return HeadwiseStore(self.model, self.config, self.budget, shared_context=self._context)
         except MemoryError:
             raise self.too_large(self.budget) from None
 

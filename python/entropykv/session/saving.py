@@ -1,16 +1,159 @@
-"""Save sessions to disk or into memory, and load them."""
+"""Gather a session for its file, and check what a file holds before a session takes it over."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from typing import BinaryIO
 
+import numpy as np
+
+from entropykv import _core
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+from entropykv._version import VERSION
 from entropykv.errors import FreezeError, PoolError, SessionFileError
-from entropykv.session.file import SavedContents, SavedSettings, new_session_file
-from entropykv.session.file_reader import SessionReader, open_session, reader_of
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.session.file import (
+    AGAIN,
+    SavedContents,
+    SavedSettings,
+    SessionReader,
+    check_settings,
+    new_session_file,
+    open_session,
+    reader_of,
+    write_session,
+)
 from entropykv.session.going_back import RollbackMixin
-from entropykv.session.state import load_state, saved_settings, write_state
+from entropykv.session.sequence import TokenSequence
+from entropykv.settings.options import Budget
+from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
+
+
+def saved_settings(
+    model: Model, config: ResolvedConfig, store: Store, budget: Budget
+) -> SavedSettings:
+    """Gather what a session was made with; `budget` is the one that it has now."""
+    freezing = config.freezing
+    return SavedSettings(
+        entropykv=VERSION,
+        llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
+        model=model.name,
+        fingerprint=model.identity,
+        store=store.name,
+        kv_type=config.kv_type,
+        policy=config.policy.name,
+        n_ctx=config.n_ctx,
+        kv_budget=str(budget),
+        n_sinks=config.options.n_sinks,
+        recent_window=config.options.recent_window,
+        freeze=None if freezing is None else freezing.kv_type,
+        sequence_state=(
+            _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None
+        ),
+    )
+
+
+def write_state(
+    file: BinaryIO,
+    settings: SavedSettings,
+    store: Store,
+    sequence: TokenSequence,
+    chat: bool | None,
+) -> SavedContents:
+    """Write a session to a binary file."""
+    state = store.state()
+    # Copy the array: an error that somebody keeps would keep it from growing.
+    tokens = np.array(sequence.tokens, "<i4")
+    logits = np.empty(0) if sequence.logits is None else sequence.logits
+    contents = SavedContents(
+        position=sequence.position,
+        echoed=sequence.echoed,
+        n_tokens=tokens.size,
+        n_logits=logits.size,
+        entries=state.entries,
+        evicted=state.evicted,
+        shift=store.shift,
+        recalls_now=state.recalls_now,
+        chat=chat,
+        sections=state.section_bytes,
+    )
+    own = (tokens.tobytes(), logits.astype("<f4").tobytes())
+    write_session(file, settings, contents, itertools.chain(own, state.sections))
+    return contents
+
+
+def load_state(
+    reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int, n_ubatch: int
+) -> TokenSequence:
+    """Replace what a store holds by a saved session, and return its text.
+
+    Raises SessionFileError where it does not fit or is damaged, and leaves the store as it was.
+    """
+    check_settings(reader.settings, settings, reader.where)
+    contents = reader.contents
+    if contents.position > settings.n_ctx:
+        raise SessionFileError(
+            f"{reader.where}: holds {contents.position} tokens, more than the context of "
+            f"{settings.n_ctx}; raise -c (n_ctx)"
+        )
+    _check_shift(reader, settings, store)
+    tokens, logits, *sections = reader.sections()
+    sequence = _sequence(reader, tokens, logits, n_vocab, n_ubatch)
+    state = SavedState(
+        contents.position,
+        contents.entries,
+        contents.evicted,
+        contents.shift,
+        sections,
+        contents.recalls_now,
+    )
+    try:
+        store.check_state(state)
+        store.load_state(state)
+    except DamagedState as error:
+        raise reader.damaged(str(error)) from None
+    except StateDoesNotFit as error:
+        raise SessionFileError(f"{reader.where}: {error}") from None
+    except (MemoryError, RuntimeError) as error:
+        raise SessionFileError(f"{reader.where}: cannot be loaded ({error}); {AGAIN}") from error
+    return sequence
+
+
+def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -> None:
+    shift, sinks = reader.contents.shift, reader.settings.n_sinks
+    if shift == 0:
+        return
+    if sinks != settings.n_sinks:
+        raise SessionFileError(
+            f"{reader.where}: goes beyond the trained context with {sinks} sinks, but this session "
+            f"has {settings.n_sinks}; use --sinks {sinks} (n_sinks={sinks})"
+        )
+    beyond = reader.contents.position - shift > store.rope.limit
+    if store.rope_obstacle or beyond or shift % store.rope.step != 0:
+        raise reader.damaged("an impossible shift")
+
+
+def _sequence(
+    reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab: int, n_ubatch: int
+) -> TokenSequence:
+    contents = reader.contents
+    ids = np.frombuffer(tokens, "<i4")
+    row = np.frombuffer(last, "<f4")
+    if contents.echoed > ids.size:
+        raise reader.damaged("echoes of text that it does not hold")
+    if contents.position > ids.size or not np.all((ids >= 0) & (ids < n_vocab)):
+        raise reader.damaged("tokens that cannot be")
+    if row.size not in (0, n_vocab) or np.isnan(row).any():
+        raise reader.damaged("logits that cannot be")
+    sequence = TokenSequence(n_ubatch, ids.tolist())
+    sequence.position = contents.position
+    sequence.logits = row if row.size else None
+    sequence.echoed = min(contents.echoed, contents.position)
+    return sequence
 
 
 class Saving(RollbackMixin):

@@ -6,7 +6,7 @@ from typing import cast
 
 from entropykv.policy.division import LossCurve
 from entropykv.session.swap_space import SwappedSequence
-from entropykv.store.pooled import PooledStore
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import Store
 
 IDLE_SECONDS = 1.0
@@ -53,6 +53,6 @@ class SequenceSlot:
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
-    def headwise(self) -> PooledStore:
-        """Return the store, which is a PooledStore: no other one shares a pool."""
-        return cast(PooledStore, self.store)
+    def headwise(self) -> HeadwiseStore:
+        """Return the store, which is a HeadwiseStore: no other one shares a pool."""
+        return cast(HeadwiseStore, self.store)

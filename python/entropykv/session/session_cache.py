@@ -12,7 +12,6 @@ from entropykv.policy.policy import Policy
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.belongs import other_file
 from entropykv.profile.profile import EntropyProfile
-from entropykv.session.counts import SessionCounts
 from entropykv.session.echo import Echo
 from entropykv.session.learning import Learner
 from entropykv.session.model_runner import ModelRunner
@@ -20,7 +19,7 @@ from entropykv.session.model_text import ModelText
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.session.stats import SessionStats, peak_rss_bytes
+from entropykv.session.stats import SessionCounts, SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import Budget
