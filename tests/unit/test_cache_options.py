@@ -24,8 +24,8 @@ from entropykv import (
 )
 from entropykv.cli import _parser, main
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.resolved_config import resolve
 from entropykv.server.options import ModelOptions
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import (
     CacheArguments,
     PoolArguments,
@@ -167,7 +167,7 @@ def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
         CacheOptions(n_ctx=96, kv_budget="1MiB", store="flat"),
         CacheOptions(policy="rolling-freeze", n_ubatch=9),
     ):
-        config = resolve(options, read_geometry(tiny_llama))
+        config = config_for(options, read_geometry(tiny_llama))
         with Session(tiny_llama, options) as session:
             assert session.config == config
             assert (session.store, session.policy) == (config.store, config.policy)
@@ -191,7 +191,7 @@ def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
         (CacheOptions(n_ctx=10_000, n_sinks=5_000), ContextError, "too many"),
     ):
         with pytest.raises(error, match=what):
-            resolve(options, geometry)
+            config_for(options, geometry)
 
 
 def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Read what the options of the command line and of the server say of the cache."""
+"""Read what is asked of the cache: from the options of a door, and from a model's profile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from entropykv.errors import SettingsError
-from entropykv.policy.names import schedules
+from entropykv.model.geometry import ModelGeometry
+from entropykv.policy.names import schedules, takes_profile
+from entropykv.policy.resolved_config import ResolvedConfig, resolve
+from entropykv.profile.find import find_profile, given_profile
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.declared import declared
 from entropykv.settings.freezing import RAM, Freezing
@@ -40,6 +43,18 @@ def cache_options_of(
         freeze=freezing_of(options),
         recovery=recovery_of(options, rungs),
     )
+
+
+def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig:
+    """Read the profile that the policy takes, and resolve the options with it.
+
+    It is the one that was given, or that of the model. Raises as resolve() does, and ProfileError
+    for a profile that cannot be read.
+    """
+    profile = given_profile(options.entropy_config)
+    if profile is None and takes_profile(options.policy):
+        profile = find_profile(geometry)
+    return resolve(options, geometry, profile)
 
 
 def freezing_of(options: Any) -> Freezing | None:

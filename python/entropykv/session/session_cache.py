@@ -10,7 +10,7 @@ import numpy.typing as npt
 from entropykv.errors import EntropyKVError
 from entropykv.policy.policy import Policy
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import other_file
+from entropykv.profile.find import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.echo import Echo
 from entropykv.session.learning import Learner
