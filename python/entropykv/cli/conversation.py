@@ -1,4 +1,4 @@
-"""Hold a conversation in one session: every turn reads only what is new."""
+"""Hold a conversation in one session; every turn reads only new tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entropykv.session.session import Session
 
 @dataclass(frozen=True)
 class Turn:
-    """Keep what the user said, and what came of it."""
+    """Hold what the user said, and the answer."""
 
     text: str
     answer: str
@@ -27,10 +27,11 @@ class Turn:
 
 
 class Conversation:
-    """Take turns by the model's chat template, or lines of plain text where it has none.
+    """Hold turns with the model's chat template, or lines of plain text if it has none.
 
-    `system` is read before the first turn. Between two turns everything that was shown is read, so
-    that a saved conversation goes on exactly as one that was not saved.
+    `system` is read before the first turn. Between two turns, everything that was shown has been
+    read. Therefore a conversation that was saved and loaded continues exactly like one that was
+    not.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class Conversation:
         system: str | None = None,
         use_template: bool = True,
     ) -> None:
-        """Take a session; raises ModelFileError where its template cannot be used."""
+        """Use a session; raises ModelFileError if the model's template cannot be used."""
         self.session = session
         self.turns: list[Turn] = []
         self.loaded_text = ""
-        """The text that a loaded session had read, with special tokens left out."""
+        """The text that a loaded session had read, without special tokens."""
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stops = stops
@@ -58,7 +59,7 @@ class Conversation:
     def ask(self, text: str) -> Answer:
         """Read the user's turn, and write the answer to stdout.
 
-        Where the turn was not read completely, it is taken back. Raises ContextError.
+        If the turn could not be read completely, it is removed again. Raises ContextError.
         """
         start = self.session.position
         answer = Answer()
@@ -73,7 +74,7 @@ class Conversation:
                 to_question=self._answers,
             )
         except EntropyKVError:
-            # A further error would tell the user no more than the one that is raised.
+            # A second error would not help the user; the first one is raised.
             with contextlib.suppress(EntropyKVError):
                 self._end_turn(start, text, answer)
             raise
@@ -98,12 +99,12 @@ class Conversation:
             read_rest(self.session, answer.unread)
 
     def undo(self) -> Turn:
-        """Take back the last turn, and return it; raises SettingsError where there is none.
+        """Remove the last turn, and return it; raises SettingsError if there is none.
 
-        Where something was evicted since, the text before it is read again.
+        If entries were evicted during the turn, the text before it is read again.
         """
         if not self.turns:
-            raise SettingsError("there is no turn to take back; say something first")
+            raise SettingsError("there is no turn to remove; say something first")
         turn = self.turns[-1]
         with noted_interrupts():
             if self.session.can_return_to(turn.start):
@@ -114,7 +115,7 @@ class Conversation:
         return turn
 
     def ask_again(self) -> Answer:
-        """Take back the last turn, and ask it again; raises what undo() and ask() raise."""
+        """Remove the last turn, and ask it again; raises the errors of undo() and ask()."""
         return self.ask(self.undo().text)
 
     def _read_again(self, tokens: list[int]) -> None:
@@ -122,19 +123,19 @@ class Conversation:
         read_rest(self.session, tokens)
 
     def begin_with(self, system: str) -> None:
-        """Forget all turns, and put this text before the next one; raises ModelFileError."""
+        """Remove all turns, and set the system message for the next one; raises ModelFileError."""
         if self._is_chat:
-            # Raises where the template refuses a system message.
+            # Raises if the template does not support a system message.
             self.session.chat_prompt("-", system)
         self._system = system
         self.reset()
 
     def was_cut(self, answer: Answer) -> bool:
-        """Tell whether an answer ended only because it had reached its greatest length."""
+        """Tell whether an answer ended only because it reached its maximum length."""
         return len(answer.tokens) == self._max_tokens
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Remove all turns."""
         self.session.reset()
         self.turns, self.loaded_text = [], ""
 
@@ -144,7 +145,7 @@ class Conversation:
         save_session(self.session, path, [], chat=self._is_chat)
 
     def load(self, path: str) -> None:
-        """Go on with a saved session, in place of this one; raises SessionFileError."""
+        """Replace this conversation by a saved session; raises SessionFileError."""
         with open_session(path) as reader:
             check_chat(reader.contents, self._is_chat, path)
         load_session(self.session, path)

@@ -208,7 +208,7 @@ def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
 
 
 def add_freeze_options(parser: argparse.ArgumentParser) -> None:
-    """Add where evicted entries are kept, and the schedule of policy rolling-freeze."""
+    """Add options of where evicted entries are kept, and of policy rolling-freeze's schedule."""
     group = parser.add_argument_group("freezing (headwise store)")
     add_option(group, CacheOptions, "freeze")
     schedule = parser.add_argument_group("schedule of policy rolling-freeze")
@@ -220,9 +220,9 @@ _REWALK = ", rewalk (and write the last tokens again; as many are held back)"
 
 
 def add_recovery_options(parser: argparse.ArgumentParser, *, rewalks: bool = True) -> None:
-    """Add options of what is done where the output grows uncertain.
+    """Add options of what is done when the output becomes uncertain.
 
-    Without `rewalks`, what was written stays: there are no options to write it again.
+    Without `rewalks`, written tokens are never replaced, so the options of rewalks are left out.
     """
     group = parser.add_argument_group("recovery (where entries are frozen)")
     add_option(

@@ -224,11 +224,11 @@ def resolve(
 ) -> ResolvedConfig:
     """Say what options mean for a model, before anything of it is loaded but the file's header.
 
-    It reads nothing: session/asked.py finds the profile, which is None where the policy takes none
-    or there is none. `flat_because`: why the flat store must serve the model, although headwise or auto was asked
-    for. `predictable`: the model's keys before RoPE are known, which only its graph can tell.
-    Raises SettingsError for options that do not go together or that the model or its store cannot
-    follow, and ContextError for too many sinks.
+    It reads nothing: session/asked.py finds the profile, which is None if the policy takes none or
+    there is none. `flat_because`: why the flat store must serve the model, although headwise or
+    auto was asked for. `predictable`: the model's keys before RoPE are known, which only its graph
+    can tell. Raises SettingsError for options that do not go together or that the model or its
+    store cannot follow, and ContextError for too many sinks.
     """
     flat = options.store == "flat" or flat_because is not None
     if flat and options.in_pool:

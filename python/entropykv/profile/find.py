@@ -15,13 +15,17 @@ from entropykv.profile.profile import EntropyProfile
 
 SUFFIX = ".entropy.json"
 MOST_PROFILE_BYTES = 64 << 20
-"""Bytes of a profile that nobody named; one of a model of 8B parameters has 451 KiB."""
+"""The largest profile in bytes that is read without being named; the profile of an 8B model has 451
+KiB.
+"""
 _MOST_PROFILES = 64
 _SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
 def profile_beside(model: str | os.PathLike[str]) -> Path:
-    """Return where `entropykv calibrate` leaves the profile of a model file, and sessions look."""
+    """Return the path at which `entropykv calibrate` saves the profile of a model file, and
+    sessions find it.
+    """
     return Path(model).with_suffix(SUFFIX)
 
 
@@ -35,17 +39,18 @@ def given_profile(
 
 
 def find_profile(geometry: ModelGeometry) -> EntropyProfile | None:
-    """Return a model's profile, or None where it has none.
+    """Return a model's profile, or None if there is none.
 
-    It is beside the model file; or in its folder, for another quantisation of the same weights; or
-    in this package. Raises ProfileError for one beside the file that cannot be read.
+    It is searched beside the model file, then in its folder as the profile of another quantisation
+    of the same weights, then in this package. Raises ProfileError if the one beside the file cannot
+    be read.
     """
     found = _find(geometry)
     return None if found is None else found[1]
 
 
 def profile_path(geometry: ModelGeometry) -> Path | None:
-    """Return the file of find_profile(); raises as it does."""
+    """Return the path of the profile that find_profile() reads; raises the same errors."""
     found = _find(geometry)
     return None if found is None else found[0]
 
@@ -62,13 +67,17 @@ def _find(geometry: ModelGeometry) -> tuple[Path, EntropyProfile] | None:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Return the files in a folder that may be profiles, some of very many; none of huge ones."""
+    """Return the files in a folder that may be profiles, up to a limit; very large files are left
+    out.
+    """
     found = sorted(islice(folder.glob(f"*{SUFFIX}"), _MOST_PROFILES))
     return [path for path in found if path.is_file() and path.stat().st_size <= MOST_PROFILE_BYTES]
 
 
 def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
-    """Return a profile of the same weights; None for others, and for files that are no profiles."""
+    """Return the profile at `path` if it is of the same weights; None for others, and for other
+    files.
+    """
     try:
         profile = EntropyProfile.load(path)
     except ProfileError:
@@ -78,7 +87,7 @@ def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
 
 
 def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
-    """Read the header of the model's file again, and its norms, and hash them."""
+    """Read the header and the norms of the model's file again, and return their hashes."""
     shape = shape_of(geometry, read_header(geometry.path))
     return Fingerprint(**shape, norms_sha256=norms_of(geometry.path))
 
@@ -86,11 +95,11 @@ def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
 def check_model(
     profile: EntropyProfile, geometry: ModelGeometry, heads: tuple[int, int, int] | None = None
 ) -> None:
-    """Raise ProfileError, naming the field, where the profile was made with another model.
+    """Raise ProfileError, naming the field, if the profile was made with another model.
 
-    Another quantisation of the same model is no other model: see other_file(). `heads`: attention
-    layers, and query and KV heads of each, by the graph; not every header tells which layers of a
-    hybrid attend.
+    Another quantisation of the same model is accepted: see other_file(). `heads`: the numbers of
+    attention layers, and of query and KV heads per layer, as llama.cpp's graph has them; not every
+    header tells which layers of a hybrid model attend.
     """
     n_attending = sum(n > 0 for n in geometry.kv_heads_per_layer)
     of_header = (n_attending, geometry.n_head, max(geometry.kv_heads_per_layer))
@@ -108,9 +117,9 @@ def check_model(
 
 
 def other_file(profile: EntropyProfile, geometry: ModelGeometry) -> str | None:
-    """Return a sentence for the user where a profile fits that may be of other weights; else None.
+    """Return a note for the user if a profile fits by shape but may be of other weights; else None.
 
-    Another quantisation of the same weights is told by their norms.
+    Another quantisation of the same weights is recognised by the norms.
     """
     if profile.fingerprint is None or profile.fingerprint.is_of_weights(fingerprint_of(geometry)):
         return None

@@ -65,7 +65,7 @@ class Recovery:
     calm: int = option(32, "tokens without a spike after which the ladder goes down", least=1)
     window: int = option(
         64,
-        "steps that a window reset looks back",
+        "newest steps that a window reset restores",
         "--recovery-window",
         metavar="N",
         kind=int,
