@@ -8,7 +8,6 @@ import argparse
 
 import llama_cpp
 
-from entropykv.cli.learning import say_obstacle
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
@@ -159,5 +158,17 @@ def open_engine(options: argparse.Namespace) -> Session:
         say(f"using the flat store instead: {session.fallback}")
     if note := session.other_file():
         say(note)
-    say_obstacle(session.learner)
+    if session.learner is not None and session.learner.obstacle is not None:
+        say(f"--learn: {session.learner.obstacle}")
     return session
+
+
+def say_learnt(session: Session) -> None:
+    """Print what was learnt at the end, but not an obstacle, which open_engine() has printed."""
+    learner, fit = session.learner, session.predictor_fit
+    if learner is not None and learner.obstacle is None:
+        report = learner.report()
+    else:
+        report = fit.report() if fit is not None else None
+    if report:
+        say(report)
