@@ -860,13 +860,6 @@ FLAGS: tuple[LlamaFlag, ...] = (
     ),
     *_flags(
         """
-        s 0 --no-models-autoload
-        """,
-        _OF_A_SERVER,
-        serve=noted("there is one model"),
-    ),
-    *_flags(
-        """
         s 0 --cors-credentials
         """,
         _OF_A_SERVER,
@@ -913,16 +906,11 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --models-preset
         s 1 --models-max
         s 0 --models-autoload
-        """,
-        _OF_A_SERVER,
-        serve=refused("a server has one model; give it with -m"),
-    ),
-    *_flags(
-        """
+        s 0 --no-models-autoload
         s 1 --sleep-idle-seconds
         """,
         _OF_A_SERVER,
-        serve=refused("the model stays loaded; leave it out", unless="-1"),
+        serve=TAKEN,
     ),
     *_flags(
         """

@@ -42,9 +42,14 @@ class Reference:
     def parse(cls, text: str) -> Reference:
         """Read user/model or user/model:quant; raises HubError for any other text."""
         found = _REFERENCE.fullmatch(text)
-        if found is None or ".." in text:
+        if found is None or not cls.is_one(text):
             raise HubError(f"{text[:120]!r} is not the name of a model of the hub; {_HOW}")
         return cls(found[1], found[2])
+
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Tell whether a text is user/model or user/model:quant."""
+        return _REFERENCE.fullmatch(text) is not None and ".." not in text
 
 
 @dataclass(frozen=True)

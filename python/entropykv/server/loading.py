@@ -219,7 +219,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
     arguments.update(
-        options=_cache_options(options),
+        options=cache_options(options),
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
     )
@@ -233,7 +233,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
         arguments["tokenizer"] = llama_tokenizer.LlamaHFTokenizer.from_pretrained(
             options.hf_pretrained_model_name_or_path
         )
-    llama = ServedLlama(_path_of(options), **arguments)
+    llama = ServedLlama(path_of(options), **arguments)
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
@@ -248,8 +248,11 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     return llama
 
 
-def _path_of(options: ModelOptions) -> Path:
-    """Return the path of the model's file, which is fetched first where the hub has it."""
+def path_of(options: ModelOptions) -> Path:
+    """Return the path of the model's file, which is fetched first where the hub has it.
+
+    Raises HubError.
+    """
     if options.hf_repo is None:
         return Path(path_of_model(options.model))
     from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
@@ -262,8 +265,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _cache_options(options: ModelOptions) -> CacheOptions:
-    """Return what is asked of the cache; raises SettingsError."""
+def cache_options(options: ModelOptions) -> CacheOptions:
+    """Return what is asked of the cache; raises BudgetError or SettingsError."""
     if options.parallel == 1 and options.checkpoints is None:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:
