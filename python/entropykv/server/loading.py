@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 import llama_cpp
@@ -30,7 +30,7 @@ from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.template_traits import TemplateTraits, traits_of
 from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.asked import cache_options_of
-from entropykv.session.pool_session import PoolSession
+from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.recovery import WITHOUT_REWALK
 
@@ -48,7 +48,7 @@ class ServedLlama(EntropyLlama):
     """What it has read and written, where it takes conversations from a prefix_cache."""
     prefix_cache: PrefixCache | None = None
     """Where conversations are between requests; None: it holds its own all the time."""
-    latest: PoolSession | None = None
+    latest: Session | None = None
     """The conversation that it answered last, which is on the prefix_cache unless that forgot
     it."""
     caller: Caller = SOMEBODY
@@ -94,7 +94,7 @@ class ServedLlama(EntropyLlama):
             if self.checkpoint is not None:
                 self.checkpoint()
             if self.prefix_cache is not None and self._session.position == self.n_tokens:
-                self.prefix_cache.reads(cast(PoolSession, self._session), len(tokens))
+                self.prefix_cache.reads(self._session, len(tokens))
             try:
                 return super().eval(tokens)
             except PoolError as error:
@@ -168,7 +168,7 @@ class ServedLlama(EntropyLlama):
         ):
             if self.generated == 0 and self.prefix_cache is not None:
                 self._session.note_turn(writes=True)
-                self.prefix_cache.has_read(cast(PoolSession, self._session))
+                self.prefix_cache.has_read(self._session)
             if self.generated == 0:
                 self.tell_what_is_learnt()
             self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
@@ -237,7 +237,7 @@ def load_llama(options: ModelOptions) -> ServedLlama:
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
-    if options.parallel > 1 and llama.pool is not None and llama.pool.runner.shared is not None:
+    if options.parallel > 1 and llama.pool is not None:
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)

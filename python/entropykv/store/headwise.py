@@ -156,6 +156,10 @@ class HeadwiseStore(Store):
         with self.cold.growing():
             self.sharing.take(plan)
 
+    def expect(self, n_tokens: int) -> None:
+        """Keep all of a text of so many tokens while the bytes hold it."""
+        self.sharing.expect(n_tokens)
+
     @property
     def sure_entries(self) -> int:
         """Return how long a text may get of which every KV head keeps everything.
@@ -176,9 +180,7 @@ class HeadwiseStore(Store):
         dropped what the tokens after it would see.
         """
         self.rollback.check(position)
-        if self._shared_context.pool is None:
-            self._shared_context.forget_cells()  # a decode that failed leaves some
-        elif self._recurrent:
+        if self._recurrent:
             self._recurrent.forget()
         self._store.truncate(position)
         self.sharing.expect(position)

@@ -144,6 +144,10 @@ class Store(ABC):
     def resize(self, budget: Budget) -> None:
         """Apply a new budget: a larger one holds at once, a smaller one evicts."""
 
+    def expect(self, n_tokens: int) -> None:  # noqa: ARG002
+        """Plan for a text of so many tokens: one that the bytes hold is kept whole."""
+        return  # a store whose budget is the same for every text has no other plan
+
     @property
     @abstractmethod
     def sure_entries(self) -> int:
