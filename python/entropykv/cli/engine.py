@@ -5,6 +5,8 @@ from them.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 
 import llama_cpp
 
@@ -20,11 +22,12 @@ from entropykv.cli.options import (
     fetch_named,
     integer,
 )
-from entropykv.errors import SettingsError
+from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
+from entropykv.session.pool import Pool
 from entropykv.session.session import Session
-from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_TYPES
 
@@ -120,8 +123,21 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
         say(f"this llama-cpp-python is built without a GPU: {what}")
 
 
-def open_engine(options: argparse.Namespace) -> Session:
-    """Load the model and open a session, and print notes for the user."""
+def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
+    """Return the one session of a pool; one without checkpoints if the options have no pool."""
+    if cache.freeze is None and cache.recovery is None and cache.store != "flat":
+        pooled = dataclasses.replace(cache, n_sequences=1, checkpoints=CHECKPOINTS)
+        with contextlib.suppress(UnsupportedModelError):
+            return Pool(model, pooled).session()
+    return Session(model, cache)
+
+
+def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Session:
+    """Load the model and open a session, and print notes for the user.
+
+    `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
+    back when a thought is over.
+    """
     _check_flash(options)
     kv_type = kv_type_of(options)
     _say_what_changes_nothing(options)
@@ -144,7 +160,8 @@ def open_engine(options: argparse.Namespace) -> Session:
         verbose=options.verbose,
         options=tuning,
     )
-    session = Session(model, cache)
+    thinks = goes_back and model.thought_tags is not None
+    session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
     trained = model.geometry.n_ctx_train
     budgets = [entries for layer in session.budgets() for entries in layer]
     mean = sum(budgets) // max(len(budgets), 1)

@@ -12,13 +12,19 @@ from typing_extensions import Self
 
 from entropykv.errors import SettingsError
 from entropykv.server.admission import Limits
-from entropykv.server.fields import MOST_STOP, MOST_STOPS
+from entropykv.server.fields import MOST_NAME, MOST_STOP, MOST_STOPS
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
 from entropykv.settings.declared import Option, declared
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
 from entropykv.settings.recovery import Recovery
+from entropykv.thinking.options import (
+    MOST_MESSAGE,
+    ThinkingOptions,
+    ThoughtFormat,
+    template_switch,
+)
 
 MOST_MODELS = 1000
 """The most models of one server: each is listed, and has figures."""
@@ -129,6 +135,33 @@ class ModelOptions(ModelSettings):
         max_length=MOST_TEMPLATE,
         description="Chat template in Jinja that takes the place of the model's own.",
     )
+    reasoning: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether the chat template is told to let the model think, or not to; auto: as "
+        "the template is.",
+    )
+    reasoning_format: ThoughtFormat = Field(
+        default="auto",
+        description="Where thoughts are shown: none leaves them in the answer, deepseek and auto "
+        "put them in reasoning_content, deepseek-legacy does both in answers that are no streams.",
+    )
+    reasoning_budget: int = Field(
+        default=-1,
+        ge=-1,
+        le=MOST_TOKENS,
+        description="Tokens of a thought at most; 0 ends it at once, -1 never.",
+    )
+    reasoning_budget_message: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_MESSAGE,
+        description="Text that ends a thought whose tokens are used up.",
+    )
+    reasoning_effort: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_NAME,
+        description="What the chat template is told as reasoning_effort, such as low; default: "
+        "nothing.",
+    )
     temperature: Optional[float] = Field(  # noqa: UP045
         default=None, ge=0, le=_MOST, description=_OF_REQUESTS
     )
@@ -213,6 +246,23 @@ class ModelOptions(ModelSettings):
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = None
         return given
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Return what the chat template is told besides the messages."""
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning != "auto":
+            arguments.update(template_switch(thinks=self.reasoning == "on"))
+        if self.reasoning_effort not in (None, "default"):
+            arguments["reasoning_effort"] = self.reasoning_effort
+        return arguments
+
+    @property
+    def thinking_options(self) -> ThinkingOptions:
+        """Return where thoughts are shown, and how long they may be."""
+        return ThinkingOptions(
+            self.reasoning_format, self.reasoning_budget, self.reasoning_budget_message or ""
+        )
 
     @property
     def served_name(self) -> str:
