@@ -1,4 +1,4 @@
-"""Read what is asked of the cache: from the options of a door, and from a model's profile."""
+"""Build cache settings from options of the command line and of the server, and resolve them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _IN_BOTH = (
     "n_sinks",
     "recent_window",
 )
-"""Fields of CacheOptions that the command line and the server have under the same name."""
+"""Fields of CacheOptions that the command line and the server have by the same name."""
 
 
 def cache_options_of(
     options: Any, *, rungs: Sequence[str] = tuple(RUNGS), **others: Any
 ) -> CacheOptions:
-    """Return what options say of the cache: those of the command line, or of the server.
+    """Return the cache options that options of the command line or of the server ask for.
 
-    `others` are fields of CacheOptions for which the two have names of their own. `rungs` are those
-    of the recovery ladder that may be asked for.
+    `others` are fields of CacheOptions that command line and server name differently. `rungs` are
+    the rungs of the recovery ladder that may be asked for.
     """
     names = declared(CacheOptions)
     same = {field: getattr(options, names[field].name) for field in _IN_BOTH}
@@ -58,9 +58,9 @@ def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig
 
 
 def freezing_of(options: Any) -> Freezing | None:
-    """Return what options say of freezing: those of the command line, or of the server.
+    """Return the settings of freezing that options of the command line or of the server ask for.
 
-    `options.policy` may be a list. Raises SettingsError for those that would change nothing.
+    `options.policy` may be a list. Raises SettingsError for options that would have no effect.
     """
     policies = [options.policy] if isinstance(options.policy, str) else options.policy
     given = _given(Freezing, options)
@@ -82,9 +82,10 @@ def freezing_of(options: Any) -> Freezing | None:
 
 
 def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
-    """Return the ladder, if one was asked for; raises SettingsError for its options without it.
+    """Return the recovery ladder if the options ask for one; raises SettingsError for its options
+    without it.
 
-    `rungs` are those that may be asked for; without the last there are no options of a rewalk.
+    `rungs` are those that may be asked for; without the last one, options of a rewalk do not exist.
     """
     given = _given(Recovery, options)
     if options.recovery is None:

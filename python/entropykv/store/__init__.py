@@ -1,1 +1,1 @@
-"""Hold K and V: what all stores do, the headwise and the flat one, and cold storage."""
+"""Hold K and V: the base class of stores, the headwise and the flat store, and cold storage."""
