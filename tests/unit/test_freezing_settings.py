@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import EntropyLlama, Freezing, Session, SettingsError, UnsupportedModelError
-from entropykv.cli.freeze_options import add_freeze_options
+from entropykv.cli.options import add_freeze_options
 from entropykv.session.asked import freezing_of
 from entropykv.settings.freezing import COLD_TYPES
 from entropykv.settings.options import MOST_TOKENS, Budget, parse_bytes
@@ -172,7 +172,7 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
             assert session.freezing == expected
             assert session.stats().freeze == (None if expected is None else "ram")
             assert (session.trajectory is None) == (expected is None)
-            assert session._saved_settings().freeze == (expected and expected.kv_type)
+            assert session._saver._settings().freeze == (expected and expected.kv_type)
     with Session(
         tiny_llama, n_ctx=64, kv_type="f16", policy="rolling-freeze", n_threads=1
     ) as session:
