@@ -60,6 +60,22 @@ def test_flat_plan_is_that_of_the_oracle(
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(removed))
 
 
+@given(
+    st.sets(st.integers(0, 2**20), min_size=1, max_size=80).map(sorted),
+    st.integers(0, 90),
+    st.floats(0.0, 2.0, width=32),
+)
+def test_the_recency_score_keeps_the_newest_as_streaming_does(
+    positions: list[int], keep: int, variation: float
+) -> None:
+    """README_ENTROPY_KV's score falls with the distance, its bonus included."""
+    plans = [
+        _core.plan_flat_eviction(positions, keep, kind, variation, n_sinks=1, recent_window=1)
+        for kind in (_core.ScoreKind.streaming, _core.ScoreKind.recency)
+    ]
+    assert plans[0][0].tolist() == plans[1][0].tolist()
+
+
 # reading a budget
 
 
