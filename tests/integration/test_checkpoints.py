@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
-from entropykv.drop_in.reading import LEAST_SPARED
 from entropykv.server.loading import ServedLlama
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import SOMEBODY
 from entropykv.session import rollback
+from entropykv.session.reuse import LEAST_SPARED
 from tests.architectures import ARCHITECTURES
 from tests.support.llamas import QUIET
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
