@@ -654,7 +654,6 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 --spec-draft-override-tensor -otd --override-tensor-draft
         cs 0 --spec-draft-cpu-moe -cmoed --cpu-moe-draft
         cs 1 --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft
-        cs 1 --spec-draft-n-max
         cs 1 --spec-draft-n-min
         cs 1 --spec-synth-len
         cs 1 --spec-synth-rates
@@ -664,7 +663,6 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 --spec-draft-device -devd --device-draft
         cs 1 --spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
         cs 1 --spec-draft-model -md --model-draft
-        cs 1 --spec-type
         cs 1 --spec-ngram-mod-n-min
         cs 1 --spec-ngram-mod-n-max
         cs 1 --spec-ngram-mod-n-match
@@ -677,57 +675,36 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 --spec-ngram-map-k4v-size-n
         cs 1 --spec-ngram-map-k4v-size-m
         cs 1 --spec-ngram-map-k4v-min-hits
-        cs 1 --draft --draft-n --draft-max
         cs 1 --draft-min --draft-n-min
         s 1 --spec-ngram-size-n
         s 1 --spec-ngram-size-m
         s 1 --spec-ngram-min-hits
         cs 0 --spec-default
         """,
-        refused("leave it out: nothing is drafted inside a KV budget"),
+        refused("drafts come from the text itself: use --spec-type ngram and --draft-max"),
     ),
     *_flags(
         """
         cs 0 --no-spec-draft-backend-sampling
         """,
-        noted("there are no drafts"),
+        noted("drafts come from the text itself"),
     ),
     *_flags(
         """
         csp 1 --reasoning-format
-        """,
-        refused("leave it out: reasoning is a part of the answer", unless="none"),
-    ),
-    *_flags(
-        """
         csp 1 -rea --reasoning
-        """,
-        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="auto on"),
-    ),
-    *_flags(
-        """
         csp 1 --reasoning-budget
-        """,
-        refused("leave it out: reasoning is a part of the answer", unless="-1"),
-    ),
-    *_flags(
-        """
         csp 1 --reasoning-effort
-        """,
-        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="default"),
-    ),
-    *_flags(
-        """
         csp 1 --reasoning-budget-message
-        csp 0 --reasoning-preserve
         """,
-        refused("leave it out: reasoning is a part of the answer"),
+        TAKEN,
     ),
     *_flags(
         """
+        csp 0 --reasoning-preserve
         csp 0 --no-reasoning-preserve
         """,
-        noted("reasoning is a part of the answer"),
+        noted("the chat template says which earlier thoughts are read again"),
     ),
     *_flags(
         """
