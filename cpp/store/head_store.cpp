@@ -127,8 +127,7 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
 
 int HeadStore::most_drafts(int wanted) const {
     const StoreCommon& common = components_.common;
-    if (settings().freezing || common.measures_losses() || components_.collects_lessons() ||
-        components_.query_tracker.tracks())
+    if (settings().freezing || common.measures_losses() || components_.query_tracker.tracks())
         return 0;
     int most = wanted;
     for (const StoreLayer& layer : components_.layers) {

@@ -185,8 +185,7 @@ class _Generation:
         try:
             yield from self._generate()
         except BaseException:
-            if self._hold or self._held:
-                self._forget_unyielded()
+            self._forget_unyielded()
             raise
 
     def _generate(self) -> Iterator[int]:

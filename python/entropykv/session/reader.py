@@ -80,11 +80,18 @@ class SequenceReader:
         """Read a token, and those of the drafts that are right: see Session.decode_drafts()."""
         runner, slot, text = self._runner, self._slot, self._slot.text
         runner.check_usable(slot)
+        drafts = drafts[: self._most_drafts()]
+        if not drafts:
+            for _ in self.read([token], all_logits=False, writes=True):
+                pass
+            if self.drafting is not None:
+                self.drafting.note(0, 0)
+            return 0
         self._check_room(1)
         runner.model.check_tokens([token, *drafts])
         self._rollback.note_turn(writes=True)
         slot.expected = max(slot.expected, text.position + 1)
-        tokens = [token, *drafts[: self._most_drafts()]]
+        tokens = [token, *drafts]
         part = Part(self._store, tokens, text.position, len(tokens))
         part.n_drafts, part.verify = len(tokens) - 1, verify
         logits = self._decode(part, runner.scheduler.arrive())
@@ -100,13 +107,15 @@ class SequenceReader:
     def _most_drafts(self) -> int:
         """Return how many drafts may follow the next token as far as the sequence is concerned.
 
-        Before a longer text changes the shares of a pool, a single token is read.
+        Before a longer text changes the shares of a pool, and while echoes are due, a single token
+        is read.
         """
         config, slot = self._runner.config, self._slot
-        if self._echo is not None:
-            return 0
         end = min(config.n_ctx, slot.shared_for or config.n_ctx)
-        return max(0, min(config.n_drafts, end - slot.text.position - 1))
+        most = max(0, min(config.n_drafts, end - slot.text.position - 1))
+        while most and self._awaits_echoes(1, ahead=most):
+            most -= 1
+        return most
 
     def _largest_chunk(self, n_tokens: int) -> int:
         """Return how many of n_tokens tokens to read at once."""
@@ -167,13 +176,15 @@ class SequenceReader:
         self._runner.foresee(self._slot)
         return self._slot.text.position + n_tokens > self._store.whole_entries
 
-    def _awaits_echoes(self, n_tokens: int) -> bool:
+    def _awaits_echoes(self, n_tokens: int, ahead: int = 0) -> bool:
         """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
-        if self._echo is None or n_tokens >= LEAST_TOKENS:
+        whole = self._store.whole_entries
+        if self._echo is None or n_tokens >= LEAST_TOKENS or whole >= self._runner.config.n_ctx:
             return False
         text = self._slot.text
-        room = self._store.whole_entries - text.position
-        return room <= self._echo.tokens_ahead(text.position - text.echoed)
+        position = text.position + ahead
+        room = whole - position
+        return room <= self._echo.tokens_ahead(position - text.echoed)
 
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
         """Read missing echoes, if there are enough, before `n_tokens` more evict the text.

@@ -228,8 +228,8 @@ class CacheOptions:
     )
     spec_type: str = option(
         "none",
-        "how tokens are guessed ahead; ngram: what followed the end of the text at an earlier place "
-        "of it",
+        "how tokens are guessed ahead; ngram: what followed the end of the text at an earlier "
+        "place of it",
         "--spec-type",
         choices=SPEC_TYPES,
     )
