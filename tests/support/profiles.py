@@ -1,4 +1,4 @@
-"""Profiles for tests."""
+"""Make entropy profiles for tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def example() -> EntropyProfile:
 
 
 def profile_of(model: Path) -> EntropyProfile:
-    """A profile of a model file, whose heads are all alike."""
+    """Return a profile for a model file, in which all heads are equal."""
     geometry = read_geometry(model)
     shape = (geometry.n_layer, geometry.n_head)
     return EntropyProfile(

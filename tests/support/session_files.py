@@ -1,4 +1,4 @@
-"""A saved session without a model: settings, contents, and the bytes of its file."""
+"""Make a saved session without a model: settings, contents, and the bytes of its file."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ CONTENTS = SavedContents(
     shift=0,
     chat=None,
     sections=[7, 0, 2],
+    recalls_now=False,
 )
 
 

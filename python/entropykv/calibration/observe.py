@@ -1,4 +1,4 @@
-"""Read texts with a full cache, and watch a GGUF model's attention rows as they are computed."""
+"""Read texts with a full cache, and record a GGUF model's attention rows as they are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, Rows, head_loss
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.pooled import PooledStore
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
@@ -27,10 +27,10 @@ Entropies = npt.NDArray[np.float32]
 class Observer:
     """Read one text after the other, with the model quantised as users run it.
 
-    `n_ctx`: the longest text, in tokens; `kv_type`: how K and V are stored while it reads. With a
-    `predictor`, the importance of entries is what it predicts; without one, it is the attention
-    mass. Memory: the weights, and one pool that holds n_ctx tokens. Raises ModelFileError and
-    UnsupportedModelError.
+    `n_ctx`: the longest text, in tokens; `kv_type`: the type in which K and V are stored meanwhile.
+    With a `predictor`, the importance of entries is what it predicts; without one, it is their
+    attention mass. Memory: the weights, and one pool that holds n_ctx tokens. Raises
+    ModelFileError and UnsupportedModelError.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Observer:
         n_ubatch: int = 512,
         predictor: ScorePredictor | None = None,
     ) -> None:
-        """Load the model and take over its attention."""
+        """Load the model and replace its attention by that of the headwise store."""
         options = CacheOptions(
             policy="uniform" if predictor is None else "uniform:predicted",
             kv_type=kv_type,
@@ -73,9 +73,9 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> PooledStore:
+    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
         """Make a store that evicts nothing."""
-        store = PooledStore(self._model, resolve(options, self.geometry))
+        store = HeadwiseStore(self._model, resolve(options, self.geometry))
         store.sharing.keep_everything()
         return store
 
@@ -91,11 +91,11 @@ class Observer:
         return (len(layers), *shapes.pop())
 
     def __enter__(self) -> Observer:
-        """Use the observer as a context manager: it closes at the end."""
+        """Return the observer itself; leaving the `with` block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Free the context and the model."""
         self.close()
 
     def close(self) -> None:
@@ -106,25 +106,25 @@ class Observer:
 
     @property
     def name(self) -> str:
-        """Return the model's name, or its file's."""
+        """Return the model's name, or the name of its file."""
         return self._model.name
 
     @property
     def predictable(self) -> bool:
         """Tell whether scores can be predicted from this model's keys and values.
 
-        They cannot where a text cannot be read twice, as with recurrent layers, and where keys are
-        not known as they were before RoPE.
+        They cannot if a text cannot be read twice, as with recurrent layers, or if the keys before
+        RoPE are not known.
         """
         recurrent = self.geometry.recurrent or is_recurrent(self._model)
         return not recurrent and not self._store.rope_obstacle
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text as a prompt has them, with BOS where the model wants it."""
+        """Return the tokens of a text as a prompt, with BOS if the model wants it."""
         return self._model.tokenize(text, add_bos=self._model.adds_bos, special=False)
 
     def tokenize_plainly(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands within another one."""
+        """Return the tokens of a text that stands within another one, without BOS."""
         return self._model.tokenize(text, add_bos=False, special=False)
 
     def entropies(self, tokens: Sequence[int]) -> Entropies:
@@ -139,7 +139,7 @@ class Observer:
         return rows
 
     def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
-        """Return what every KV head loses in a text of rules.length tokens: [layer][KV head]."""
+        """Return what every KV head loses in a text of rules.length tokens, as [layer][KV head]."""
         self._store.truncate(0)
         for first in range(0, rules.n_read, self.n_ubatch):
             self._read(tokens[first : min(first + self.n_ubatch, rules.n_read)], first)
@@ -185,7 +185,9 @@ class Observer:
 
     @contextmanager
     def reading(self, tokens: Sequence[int]) -> Iterator[ReadText]:
-        """Read a text, so that it can be gone on with several times."""
+        """Read a text, and keep it in the store, so that several continuations can be read after
+        it.
+        """
         self._store.truncate(0)
         for first in range(0, len(tokens), self.n_ubatch):
             self._read(tokens[first : first + self.n_ubatch], first)
@@ -213,33 +215,37 @@ class Observer:
 
 
 class ReadText:
-    """A text that was read with everything kept, to go on from its end again and again."""
+    """Hold a text that was read with all entries kept; several continuations can be read
+    after it.
+    """
 
     def __init__(
         self,
-        store: PooledStore,
+        store: HeadwiseStore,
         position: int,
         predict: Callable[[Sequence[int], int], Logits],
         attend: Callable[[Sequence[int], int], Iterator[tuple[int, int, Queries, Entries]]],
     ) -> None:
-        """`store` holds the text, which ends at `position`; `predict` and `attend` read on."""
+        """Use `store`, which holds the text; it ends at `position`, and `predict` and `attend` read
+        tokens after it.
+        """
         self._store = store
         self._position = position
         self._predict = predict
         self._attend = attend
         self._whole = store.checkpoint()
 
-    def go_back(self) -> None:
-        """Hold the whole text again, and nothing after it."""
+    def rollback(self) -> None:
+        """Restore the state in which the store holds the whole text, and nothing after it."""
         if self._whole is None or not self._store.go_on_from(self._whole, ends=False):
             raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
 
     def forget(self, layer: int, recent_window: int) -> None:
-        """Have the KV heads of a layer keep only the sinks and the newest tokens."""
+        """Drop all entries of a layer's KV heads except the sinks and the newest tokens."""
         self._store.sharing.limit_layer(layer, recent_window)
 
     def predictions(self, tokens: Sequence[int]) -> Logits:
-        """Read tokens after what is held; returns their logits, (len(tokens), n_vocab)."""
+        """Read tokens after the text that is held; returns their logits, (len(tokens), n_vocab)."""
         return self._predict(tokens, self._position)
 
     def attended(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, Queries, Entries]]:
@@ -251,6 +257,6 @@ class ReadText:
         return self._attend(tokens, self._position)
 
     def end(self) -> None:
-        """Give the pages back."""
+        """Give the store's pages back to the pool."""
         if self._whole is not None:
             self._whole.drop()

@@ -1,4 +1,4 @@
-"""Write an answer to stdout as it comes."""
+"""Write an answer to stdout while it is generated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from entropykv.cli.interrupts import InterruptionError, noted_interrupts
 from entropykv.cli.notes import say
+from entropykv.cli.shown_thought import ShownThought
 from entropykv.cli.stop_texts import until_stop
 from entropykv.session.generate import generate
 from entropykv.session.sampling import Sampling
@@ -21,11 +23,13 @@ from entropykv.session.session import Session
 
 @dataclasses.dataclass
 class Answer:
-    """Keep what was generated; write_answer() fills it, so that it is known after an error, too."""
+    """Hold the generated answer; write_answer() fills it step by step, so that it is complete even
+    after an error.
+    """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     unread: list[int] | None = None
-    """The last token, where the session has not read it; None where not even the prompt is read."""
+    """The last token if the session has not read it yet; None if not even the prompt was read."""
     interrupted: bool = False
 
 
@@ -39,11 +43,16 @@ def write_answer(
     stops: Sequence[str] = (),
     to_question: bool = False,
     when_read: Callable[[], object] | None = None,
+    thought: ShownThought | None = None,
+    keep_before: int = 0,
 ) -> None:
-    """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
+    """Read a prompt and write the answer to stdout as it is generated; Ctrl-C or one of `stops`
+    ends it.
 
-    With `to_question`, the answer continues no text, so that blanks before its first word, which
-    some tokenizers write, are left out. `when_read` is called where a prompt was read to its end.
+    With `to_question`, the answer does not continue a text. Therefore white space before its first
+    word, which some tokenizers write, is left out. `when_read` is called once the prompt has been
+    read. `thought` shows what the model thinks. A checkpoint is kept before the last `keep_before`
+    tokens of the prompt, if the session can keep any.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -58,12 +67,22 @@ def write_answer(
                     when_read()
             interrupts.check()
 
-        stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
-            # Closed at once, or tokens would be read that nobody has seen.
+            n_first = _read_before(session, tokens, keep_before, on_prompt)
+            stream = generate(
+                session,
+                tokens[n_first:],
+                max_tokens,
+                sampling if thought is None else thought.before_answer(sampling),
+                lambda done: on_prompt(n_first + done),
+                thought=None if thought is None else thought.counter,
+            )
+            # Close the generator at once; otherwise it would read tokens that were never shown.
             with contextlib.closing(stream):
                 begun = not to_question
-                for piece in until_stop(_text_pieces(session, stream, answer.tokens), stops):
+                bytes_of = session.token_bytes if thought is None else thought.piece
+                pieces = until_stop(_text_pieces(bytes_of, stream, answer.tokens), stops)
+                for piece in pieces if thought is None else _answer_of(thought, pieces):
                     shown = piece if begun else piece.lstrip(" ")
                     begun = begun or shown != ""
                     sys.stdout.write(shown)
@@ -82,6 +101,28 @@ def write_answer(
             sys.stdout.flush()
 
 
+def _read_before(
+    session: Session, tokens: list[int], last: int, on_prompt: Callable[[int], None]
+) -> int:
+    """Read a prompt but for its last tokens, keep a checkpoint, and return how many were read."""
+    n_first = len(tokens) - last
+    if last == 0 or n_first <= 0:
+        return 0
+    start, before = time.perf_counter(), session.position
+    for _ in session.decode_micro_batches(tokens[:n_first], all_logits=False):
+        on_prompt(session.position - before)
+    session.count_prompt(n_first, time.perf_counter() - start)
+    session.keep_checkpoint()
+    return n_first
+
+
+def _answer_of(thought: ShownThought, pieces: Iterator[str]) -> Iterator[str]:
+    """Yield what of the pieces of a text is no thought."""
+    for piece in pieces:
+        yield thought.take(piece)
+    yield thought.finish()
+
+
 def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
     return tqdm(
         total=n_tokens,
@@ -94,7 +135,9 @@ def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:
-    """Read tokens of an answer that are not read yet; returns False where there is no room."""
+    """Read the tokens of an answer that have not been read yet; returns False if the context is
+    full.
+    """
     if session.position + len(tokens) > session.n_ctx:
         return False
     for _ in session.decode_micro_batches(tokens, all_logits=False) if tokens else ():
@@ -102,13 +145,15 @@ def read_rest(session: Session, tokens: list[int]) -> bool:
     return True
 
 
-def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> Iterator[str]:
-    """Yield the text, maybe empty, of every token, and add the token to `tokens`.
+def _text_pieces(
+    bytes_of: Callable[[int], bytes], stream: Iterator[int], tokens: list[int]
+) -> Iterator[str]:
+    """Yield the text of every token, which may be empty, and append the token to `tokens`.
 
-    A character may be spread over several tokens: it comes with the last one.
+    A character that is spread over several tokens is yielded with the last of them.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in stream:
         tokens.append(token)
-        yield decoder.decode(session.token_bytes(token))
+        yield decoder.decode(bytes_of(token))
     yield decoder.decode(b"", final=True)

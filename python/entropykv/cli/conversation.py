@@ -1,37 +1,43 @@
-"""Hold a conversation in one session: every turn reads only what is new."""
+"""Hold a conversation in one session; every turn reads only new tokens."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
+from entropykv.cli.shown_thought import ShownThought
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.session.file import check_target
-from entropykv.session.file_reader import open_session
+from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
+from entropykv.thinking.options import ThinkingOptions
+from entropykv.thinking.tags import AnswerFrame
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Keep what the user said, and what came of it."""
+    """Hold what the user said, and the answer."""
 
     text: str
     answer: str
+    """Its text, without what was thought before it."""
     start: int
     """The position of the session before this turn."""
 
 
 class Conversation:
-    """Take turns by the model's chat template, or lines of plain text where it has none.
+    """Hold turns with the model's chat template, or lines of plain text if it has none.
 
-    `system` is read before the first turn. Between two turns everything that was shown is read, so
-    that a saved conversation goes on exactly as one that was not saved.
+    `system` is read before the first turn. Between two turns, everything that was shown has been
+    read. Therefore a conversation that was saved and loaded continues exactly like one that was
+    not. What a model thinks before an answer is no part of the conversation: the session goes back
+    to before it, and reads the answer as the chat template shows it in later turns.
     """
 
     def __init__(
@@ -43,99 +49,153 @@ class Conversation:
         stops: Sequence[str] = (),
         system: str | None = None,
         use_template: bool = True,
+        thinking: ThinkingOptions | None = None,
+        folds: bool = True,
     ) -> None:
-        """Take a session; raises ModelFileError where its template cannot be used."""
+        """Use a session; raises ModelFileError if the model's template cannot be used."""
         self.session = session
         self.turns: list[Turn] = []
         self.loaded_text = ""
-        """The text that a loaded session had read, with special tokens left out."""
+        """The text that a loaded session had read, without special tokens."""
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stops = stops
         self._system = system
         self._answers = use_template
+        self._thinking = thinking or ThinkingOptions()
+        self._folds = folds
         self._is_chat = use_template and session.chat_prompt("-", system) is not None
 
     def ask(self, text: str) -> Answer:
         """Read the user's turn, and write the answer to stdout.
 
-        Where the turn was not read completely, it is taken back. Raises ContextError.
+        If the turn could not be read completely, it is removed again. Raises ContextError.
         """
         start = self.session.position
         answer = Answer()
+        prompt = self._prompt_of(text)
+        tokens = self._tokens_of(prompt, text)
+        thought = None
+        if prompt is not None:
+            thought = ShownThought.of(self.session, self._thinking, prompt, folded=self._folds)
+        leave = 0 if thought is None else self._tokens_left_out(tokens)
+        place = start + len(tokens) - leave
         try:
             write_answer(
                 self.session,
-                self._tokens_of(text),
+                tokens,
                 self._max_tokens,
                 self._sampling,
                 answer,
                 stops=self._stops,
                 to_question=self._answers,
+                thought=thought,
+                keep_before=leave,
             )
         except EntropyKVError:
-            # A further error would tell the user no more than the one that is raised.
+            # A second error would not help the user; the first one is raised.
             with contextlib.suppress(EntropyKVError):
-                self._end_turn(start, text, answer)
+                self._end_turn(start, text, answer, place, thought)
             raise
-        self._end_turn(start, text, answer)
+        self._end_turn(start, text, answer, place, thought)
         return answer
 
-    def _tokens_of(self, text: str) -> list[int]:
+    def _prompt_of(self, text: str) -> str | None:
+        """Return what the chat template makes of a turn; None for plain text."""
+        if not self._is_chat:
+            return None
+        session = self.session
+        if session.position == 0:
+            return session.chat_prompt(text, self._system)
+        return session.chat_turn(text)
+
+    def _tokens_of(self, prompt: str | None, text: str) -> list[int]:
         session, first = self.session, self.session.position == 0
-        if self._is_chat:
-            turn = session.chat_prompt(text, self._system) if first else session.chat_turn(text)
-            return session.tokenize(turn or "", add_bos=False)
+        if prompt is not None:
+            return session.tokenize(prompt, add_bos=False)
         before = ([] if self._system is None else [self._system]) if first else [""]
         return session.tokenize("\n".join([*before, text]), add_bos=None if first else False)
 
-    def _end_turn(self, start: int, text: str, answer: Answer) -> None:
+    def _tokens_left_out(self, tokens: list[int]) -> int:
+        """Return how many tokens at the end of a prompt later turns of the conversation lack."""
+        opening, text, count = self.session.answer_frame.opening, "", 0
+        while len(text) < len(opening) and count < len(tokens):
+            count += 1
+            text = self.session.detokenize(tokens[-count:], special=True)
+        return count if text.endswith(opening) else 0
+
+    def _end_turn(
+        self, start: int, text: str, answer: Answer, place: int, thought: ShownThought | None
+    ) -> None:
+        """Keep the turn; `place` is where the text of an answer begins that has no thought."""
         with noted_interrupts():
             if answer.unread is None:
                 if self.session.position > start:
                     go_back(self.session, start)
                 return
-            self.turns.append(Turn(text, self.session.detokenize(answer.tokens), start))
-            read_rest(self.session, answer.unread)
+            if thought is None:
+                self.turns.append(Turn(text, self.session.detokenize(answer.tokens), start))
+                read_rest(self.session, answer.unread)
+                return
+            self.turns.append(Turn(text, thought.answer, start))
+            self._forget_thought(place, answer, thought)
+
+    def _forget_thought(self, place: int, answer: Answer, thought: ShownThought) -> None:
+        """Read the answer as later turns have it, from before what was thought."""
+        session, frame = self.session, self.session.answer_frame
+        if frame == AnswerFrame() and thought.counter.n_tokens == 0:
+            read_rest(session, answer.unread or [])
+            return
+        self._return_to(place)
+        said = session.tokenize(frame.lead, add_bos=False) if frame.lead else []
+        said += session.tokenize(thought.answer, add_bos=False, special=False)
+        start = time.perf_counter()
+        if read_rest(session, said):
+            session.count_prompt(len(said), time.perf_counter() - start)
+
+    def _return_to(self, position: int) -> None:
+        """Go back to a position; where something was evicted since, from a checkpoint before it."""
+        session = self.session
+        if session.can_return_to(position):
+            session.truncate(position)
+            return
+        tokens = session.tokens[:position]
+        if not session.return_to_checkpoint(tokens):
+            session.truncate(0)
+        read_rest(session, tokens[session.position :])
 
     def undo(self) -> Turn:
-        """Take back the last turn, and return it; raises SettingsError where there is none.
+        """Remove the last turn, and return it; raises SettingsError if there is none.
 
-        Where something was evicted since, the text before it is read again.
+        If entries were evicted during the turn, the text before it is read again, from the last
+        checkpoint on if there is one.
         """
         if not self.turns:
-            raise SettingsError("there is no turn to take back; say something first")
+            raise SettingsError("there is no turn to remove; say something first")
         turn = self.turns[-1]
         with noted_interrupts():
-            if self.session.can_return_to(turn.start):
-                self.session.truncate(turn.start)
-            else:
-                self._read_again(self.session.tokens[: turn.start])
+            self._return_to(turn.start)
         self.turns.pop()
         return turn
 
     def ask_again(self) -> Answer:
-        """Take back the last turn, and ask it again; raises what undo() and ask() raise."""
+        """Remove the last turn, and ask it again; raises the errors of undo() and ask()."""
         return self.ask(self.undo().text)
 
-    def _read_again(self, tokens: list[int]) -> None:
-        self.session.truncate(0)
-        read_rest(self.session, tokens)
-
     def begin_with(self, system: str) -> None:
-        """Forget all turns, and put this text before the next one; raises ModelFileError."""
+        """Remove all turns, and set the system message for the next one; raises ModelFileError."""
         if self._is_chat:
-            # Raises where the template refuses a system message.
+            # Raises if the template does not support a system message.
             self.session.chat_prompt("-", system)
         self._system = system
         self.reset()
 
     def was_cut(self, answer: Answer) -> bool:
-        """Tell whether an answer ended only because it had reached its greatest length."""
+        """Tell whether an answer ended only because it reached its maximum length."""
         return len(answer.tokens) == self._max_tokens
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Remove all turns."""
         self.session.reset()
         self.turns, self.loaded_text = [], ""
 
@@ -145,7 +205,7 @@ class Conversation:
         save_session(self.session, path, [], chat=self._is_chat)
 
     def load(self, path: str) -> None:
-        """Go on with a saved session, in place of this one; raises SessionFileError."""
+        """Replace this conversation by a saved session; raises SessionFileError."""
         with open_session(path) as reader:
             check_chat(reader.contents, self._is_chat, path)
         load_session(self.session, path)

@@ -1,8 +1,12 @@
-"""Declare options of how a model is run, by llama-cli's names, and make a session of them."""
+"""Declare the options of how a model is run, with llama-cli's names, and open a session
+from them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 
 import llama_cpp
 
@@ -11,16 +15,18 @@ from entropykv.cli.learning import add_learn_option, say_obstacle
 from entropykv.cli.model_options import add_model_tuning, add_split_options, model_options_of
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_store_options, fetch_named, integer, threads
-from entropykv.errors import SettingsError
+from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.llamacpp.model import Model
 from entropykv.session.asked import cache_options_of
+from entropykv.session.pool import Pool
 from entropykv.session.session import Session
+from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_TYPES
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add options of how the model is run, and of what is frozen; open_engine() reads them."""
+    """Add options of how the model is run and what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
     add_learn_option(parser.add_argument_group("profile"), "later sessions use it")
@@ -80,14 +86,14 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _gpu_layers(text: str) -> int:
-    """Read a number of layers; `all` and `auto`, which llama-cli takes, become -1."""
+    """Read a number of layers; llama-cli's `all` and `auto` become -1."""
     return -1 if text in ("all", "auto") else integer(-1, 2**31 - 1)(text)
 
 
 def kv_type_of(options: argparse.Namespace) -> str:
-    """Return --kv-type, or what llama-cli's -ctk and -ctv say.
+    """Return --kv-type, or the type in llama-cli's -ctk and -ctv.
 
-    Raises SettingsError where they disagree.
+    Raises SettingsError if they differ.
     """
     kinds = {
         options.cache_type_k or options.cache_type_v,
@@ -120,8 +126,21 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
         say(f"this llama-cpp-python is built without a GPU: {what}")
 
 
-def open_engine(options: argparse.Namespace) -> Session:
-    """Load the model, and say what the user should know of it."""
+def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
+    """Return the one session of a pool; one without checkpoints if the options have no pool."""
+    if cache.freeze is None and cache.recovery is None and cache.store != "flat":
+        pooled = dataclasses.replace(cache, n_sequences=1, checkpoints=CHECKPOINTS)
+        with contextlib.suppress(UnsupportedModelError):
+            return Pool(model, pooled).session()
+    return Session(model, cache)
+
+
+def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Session:
+    """Load the model and open a session, and print notes for the user.
+
+    `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
+    back when a thought is over.
+    """
     _check_flash(options)
     kv_type = kv_type_of(options)
     _say_what_changes_nothing(options)
@@ -144,7 +163,8 @@ def open_engine(options: argparse.Namespace) -> Session:
         verbose=options.verbose,
         options=tuning,
     )
-    session = Session(model, cache)
+    thinks = goes_back and model.thought_tags is not None
+    session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
     trained = model.geometry.n_ctx_train
     budgets = [entries for layer in session.budgets() for entries in layer]
     mean = sum(budgets) // max(len(budgets), 1)
@@ -155,7 +175,7 @@ def open_engine(options: argparse.Namespace) -> Session:
             f"--kv-budget {3 * trained // 4} or less"
         )
     if session.fallback:
-        say(f"going on with the flat store: {session.fallback}")
+        say(f"using the flat store instead:  {session.fallback}")
     if note := session.other_file():
         say(note)
     say_obstacle(session.learner)

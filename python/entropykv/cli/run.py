@@ -1,4 +1,4 @@
-"""`entropykv run`: read a prompt and write a text, inside the budget."""
+"""`entropykv run`: read a prompt and continue it, inside the budget."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ from entropykv.cli.saved import (
     load_session,
     save_session,
 )
+from entropykv.cli.shown_thought import (
+    ShownThought,
+    add_thinking_options,
+    thinking_options_of,
+    use_in_template,
+)
 from entropykv.cli.table import format_rows, stats_rows
 from entropykv.errors import ContextError, SettingsError
 from entropykv.session.asked import freezing_of
@@ -30,6 +36,8 @@ from entropykv.session.file import SavedContents, check_target
 from entropykv.session.session import Session
 
 EXIT_INTERRUPTED = 130
+_LAST_TOKENS = 32
+"""Tokens at the end of a prompt, more than any tag of thoughts has."""
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,6 +52,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_budget_options(parser)
     _add_prompt_options(parser)
     add_sampling_options(parser, n_predict=-1)
+    add_thinking_options(parser)
     engine = add_engine_options(parser)
     engine.add_argument("--stats-json", metavar="FILE", help="write the final figures as JSON")
     engine.add_argument(
@@ -65,6 +74,8 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     sampling = sampling_of(options)
+    thinking = thinking_options_of(options)
+    use_in_template(options)
     asked = _use_demo(options)
     text = _prompt_text(options)
     check_writable(options.stats_json)
@@ -80,6 +91,9 @@ def run(options: argparse.Namespace) -> int:
         tokens, chat = _prompt_tokens(session, text, options, loaded)
         if cache is not None:
             tokens = cache.go_on_from(session, tokens)
+        thought = None
+        if chat and tokens:
+            thought = ShownThought.of(session, thinking, _end_of(session, tokens))
         answer = Answer()
         write_answer(
             session,
@@ -90,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
             stops=options.reverse_prompt,
             to_question=bool(chat) or options.demo is not None,
             when_read=None if cache is None else lambda: cache.keep_prompt(session, chat=chat),
+            thought=thought,
         )
         _report(session, options.stats_json)
         if options.plot is not None and session.trajectory:
@@ -102,6 +117,11 @@ def run(options: argparse.Namespace) -> int:
             say("the saved answer was complete; give a new prompt with -p")
         say_learnt(session)
     return EXIT_INTERRUPTED if answer.interrupted else 0
+
+
+def _end_of(session: Session, tokens: list[int]) -> str:
+    """Return the end of a prompt's text, where a template may begin the thought."""
+    return session.detokenize(tokens[-_LAST_TOKENS:], special=True)
 
 
 def _save(session: Session, path: str, answer: Answer, *, chat: bool | None) -> None:
@@ -129,9 +149,9 @@ def _report(session: Session, path: str | None) -> None:
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
-    """Take -f and -p of the demo where only --demo is given; returns the demo's question.
+    """Use -f and -p of the demo if only --demo is given; returns the demo's question.
 
-    With -f alone, the file is the prompt. A loaded session has read a document already.
+    With -f alone, the file is the prompt. A loaded session has already read a document.
     """
     demo = demo_of(options)
     if demo is None or options.load_session is not None:
@@ -157,7 +177,7 @@ def _prompt_text(options: argparse.Namespace) -> str:
 def _prompt_tokens(
     session: Session, text: str, options: argparse.Namespace, loaded: SavedContents | None
 ) -> tuple[list[int], bool | None]:
-    """Return the tokens to read, and whether the session is a chat (None: nobody knows)."""
+    """Return the tokens to read, and whether the session is a chat (None if unknown)."""
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
@@ -165,7 +185,9 @@ def _prompt_tokens(
     turn = None
     if not options.no_chat:
         if loaded and options.system is not None:
-            raise SettingsError("-sys stands before the first turn, which the saved session has")
+            raise SettingsError(
+                "-sys belongs before the first turn, which the saved session already has"
+            )
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
     if turn is None and options.system is not None:
         raise SettingsError("-sys needs a chat template, and there is none here; give it in -p")

@@ -1,4 +1,4 @@
-"""Give the engine's figures, as JSON and as Prometheus reads them."""
+"""Return the figures of models, as JSON and in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from entropykv.server.engine import Engine
+from entropykv.server.model_registry import HeldModel, ModelRegistry
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,9 +33,9 @@ _METRICS = (
 
 
 def as_json(engine: Engine, user: str) -> dict[str, Any]:
-    """Return all figures: those of SessionStats, and requests by their outcome.
+    """Return all figures: those of SessionStats, and the numbers of requests by outcome.
 
-    They are sums of all users; of conversations, only those of `user` are listed.
+    They are sums over all users; only conversations of `user` are listed.
     """
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
     figures: dict[str, Any] = {
@@ -54,26 +55,75 @@ def as_json(engine: Engine, user: str) -> dict[str, Any]:
     return figures
 
 
-def as_prometheus(engine: Engine) -> str:
-    """Return the figures in the text format of Prometheus."""
+@dataclasses.dataclass
+class _Metric:
+    """Hold the values of one metric, each with its labels."""
+
+    kind: str
+    text: str
+    values: list[tuple[dict[str, str], float]] = dataclasses.field(default_factory=list)
+
+
+def as_prometheus(models: ModelRegistry) -> str:
+    """Return the figures of all models in the text format of Prometheus.
+
+    If there are several models, every value has the label `model`; the detailed figures exist only
+    for loaded models.
+    """
+    metrics: dict[str, _Metric] = {}
+    for held, engine in models.loaded():
+        label = {"model": held.name} if models.has_several else {}
+        for name, kind, text, own, value in _figures(engine):
+            metrics.setdefault(name, _Metric(kind, text)).values.append(({**label, **own}, value))
+    if models.has_several:
+        for held in models.all():
+            for name, kind, text, value in _of_model(held):
+                found = metrics.setdefault(name, _Metric(kind, text))
+                found.values.append(({"model": held.name}, value))
     lines = []
-    for name, kind, field, text in _METRICS:
-        lines += _head(name, kind, text)
-        lines.append(f"entropykv_{name} {getattr(engine.stats, field)}")
-    lines += _head("requests_total", "counter", "Requests that generate, by outcome.")
-    lines += [
-        f'entropykv_requests_total{{outcome="{outcome}"}} {count}'
-        for outcome, count in engine.outcomes.items()
-    ]
-    lines += _head("requests_waiting", "gauge", "Requests that wait or run.")
-    lines.append(f"entropykv_requests_waiting {engine.waiting}")
-    for name, kind, value, text in _more(engine):
-        lines += [*_head(name, kind, text), f"entropykv_{name} {value}"]
+    for name, metric in metrics.items():
+        lines += [
+            f"# HELP entropykv_{name} {metric.text}",
+            f"# TYPE entropykv_{name} {metric.kind}",
+            *(f"entropykv_{name}{_labels(labels)} {value}" for labels, value in metric.values),
+        ]
     return "\n".join(lines) + "\n"
 
 
+def _labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    escaped = (
+        (name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        for name, value in labels.items()
+    )
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}"
+
+
+def _of_model(held: HeldModel) -> Iterator[tuple[str, str, str, float]]:
+    """Yield name, kind, meaning and value of a model's figures that exist even if it is
+    not loaded.
+    """
+    yield "model_loaded", "gauge", "Whether the model is loaded.", int(held.engine is not None)
+    yield "model_loads_total", "counter", "How often the model was loaded.", held.loads
+    size = 0 if held.engine is None or held.estimate is None else held.estimate.total
+    yield "model_memory_bytes", "gauge", "Estimated bytes that the model takes.", size
+
+
+def _figures(engine: Engine) -> Iterator[tuple[str, str, str, dict[str, str], float]]:
+    """Yield name, kind, meaning, labels and value of the figures of one loaded model."""
+    for name, kind, field, text in _METRICS:
+        yield name, kind, text, {}, getattr(engine.stats, field)
+    text = "Requests that generate, by outcome."
+    for outcome, count in engine.outcomes.items():
+        yield "requests_total", "counter", text, {"outcome": str(outcome)}, count
+    yield "requests_waiting", "gauge", "Requests that wait or run.", {}, engine.waiting
+    for name, kind, value, text in _more(engine):
+        yield name, kind, text, {}, value
+
+
 def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
-    """Yield name, kind, value and meaning of figures that are the server's own."""
+    """Yield name, kind, value and meaning of the figures that the server itself counts."""
     running = len(engine.running)
     yield "requests_running", "gauge", running, "Requests that run."
     waiting = max(0, engine.waiting - running)
@@ -114,7 +164,3 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
         prefix_cache.forgotten,
         "Conversations dropped to make room.",
     )
-
-
-def _head(name: str, kind: str, text: str) -> list[str]:
-    return [f"# HELP entropykv_{name} {text}", f"# TYPE entropykv_{name} {kind}"]

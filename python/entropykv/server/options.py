@@ -10,12 +10,22 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
+from entropykv.errors import SettingsError
 from entropykv.policy.names import AUTO
 from entropykv.server.admission import Limits
-from entropykv.server.fields import MOST_STOP, MOST_STOPS
+from entropykv.server.fields import MOST_NAME, MOST_STOP, MOST_STOPS
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
+from entropykv.settings.options import MOST_BYTES, MOST_THREADS, MOST_TOKENS, parse_bytes
+from entropykv.thinking.options import (
+    MOST_MESSAGE,
+    ThinkingOptions,
+    ThoughtFormat,
+    template_switch,
+)
 
+MOST_MODELS = 1000
+"""The most models of one server: each is listed, and has figures."""
+MOST_SECONDS = 10**9
 MOST_TEMPLATE = 2**20
 """The most characters of a chat template."""
 _MOST = 1000.0
@@ -102,6 +112,13 @@ class ModelOptions(ModelSettings):
         description="Bytes besides the budget for places in texts that turns can go back to, such "
         "as 64MiB, which --parallel has unless it is given; 0: none.",
     )
+    sleep_idle_seconds: int = Field(
+        default=-1,
+        ge=-1,
+        le=MOST_SECONDS,
+        description="Seconds without a request after which the model is unloaded until the next "
+        "one; -1: never.",
+    )
     recovery: Literal["soft", "window", "full"] | None = None
     """The highest rung; no rewalk, since an answer that was sent cannot be taken back."""
     recovery_deviations: float | None = None
@@ -111,6 +128,33 @@ class ModelOptions(ModelSettings):
         default=None,
         max_length=MOST_TEMPLATE,
         description="Chat template in Jinja that takes the place of the model's own.",
+    )
+    reasoning: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether the chat template is told to let the model think, or not to; auto: as "
+        "the template is.",
+    )
+    reasoning_format: ThoughtFormat = Field(
+        default="auto",
+        description="Where thoughts are shown: none leaves them in the answer, deepseek and auto "
+        "put them in reasoning_content, deepseek-legacy does both in answers that are no streams.",
+    )
+    reasoning_budget: int = Field(
+        default=-1,
+        ge=-1,
+        le=MOST_TOKENS,
+        description="Tokens of a thought at most; 0 ends it at once, -1 never.",
+    )
+    reasoning_budget_message: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_MESSAGE,
+        description="Text that ends a thought whose tokens are used up.",
+    )
+    reasoning_effort: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        max_length=MOST_NAME,
+        description="What the chat template is told as reasoning_effort, such as low; default: "
+        "nothing.",
     )
     temperature: Optional[float] = Field(  # noqa: UP045
         default=None, ge=0, le=_MOST, description=_OF_REQUESTS
@@ -196,6 +240,23 @@ class ModelOptions(ModelSettings):
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = None
         return given
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Return what the chat template is told besides the messages."""
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning != "auto":
+            arguments.update(template_switch(thinks=self.reasoning == "on"))
+        if self.reasoning_effort not in (None, "default"):
+            arguments["reasoning_effort"] = self.reasoning_effort
+        return arguments
+
+    @property
+    def thinking_options(self) -> ThinkingOptions:
+        """Return where thoughts are shown, and how long they may be."""
+        return ThinkingOptions(
+            self.reasoning_format, self.reasoning_budget, self.reasoning_budget_message or ""
+        )
 
     @property
     def served_name(self) -> str:
@@ -297,9 +358,47 @@ class ServerOptions(ServerSettings):
         description="Directory where POST /slots/{id}?action=save keeps conversations, and "
         "action=restore finds them; each API key has a folder of its own there.",
     )
+    models_dir: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="Directory of GGUF files, each of which is a model that requests can name.",
+    )
+    models_preset: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="File in llama-server's INI format that names models and their options.",
+    )
+    models_max: int = Field(
+        default=4,
+        ge=0,
+        le=MOST_MODELS,
+        description="Models that may be loaded at a time; beyond it, the least recently used one "
+        "that is idle makes room. 0: any number.",
+    )
+    models_memory: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        description="Bytes that all loaded models may take, such as 8GiB, estimated before they "
+        "are loaded; none unless it is given.",
+    )
+    models_autoload: bool = Field(
+        default=True, description="Whether a request loads the model that it names."
+    )
     web: bool = Field(default=True, description="Whether the page at / is served.")
     log_requests: bool = Field(
         default=True,
         description="One line on stderr for every request: time, client, path, status, seconds and "
         "tokens; nothing of what was said.",
     )
+
+    @property
+    def models_memory_bytes(self) -> int | None:
+        """Return how many bytes loaded models may take; None: any. SettingsError: it is no size."""
+        if self.models_memory is None:
+            return None
+        size = parse_bytes(self.models_memory)
+        if size is None or not 0 < size <= MOST_BYTES:
+            raise SettingsError(
+                f"the memory for models cannot be {self.models_memory!r}; give bytes such as 8GiB "
+                "(--models-memory)"
+            )
+        return size

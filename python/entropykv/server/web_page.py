@@ -1,4 +1,4 @@
-"""Route the page at /, and say what a conversation of it begins with."""
+"""Define the routes of the page at /, and the initial settings of its conversations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from entropykv.server.engine import Engine
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.web_files import page_file, page_files
 
 
 class WebDefaults(BaseModel):
-    """Say what the page begins a conversation with; None: as the server's routes have it."""
+    """Hold the initial settings of a conversation in the page; None: the defaults of the server's
+    routes.
+    """
 
     system: str | None = None
     question: str | None = None
@@ -23,15 +25,18 @@ class WebDefaults(BaseModel):
     """The fields of a request for a chat completion."""
 
 
-def web_routes(engine: Engine, defaults: WebDefaults) -> APIRouter:
-    """Return the routes of the page, which need no key, and of what it begins with, which does."""
+def web_routes(models: ModelRegistry, defaults: WebDefaults) -> APIRouter:
+    """Return the routes of the page, which need no key, and of its initial settings, which need
+    one.
+    """
     router = APIRouter(include_in_schema=False)
     for path in page_files():
         router.add_api_route(path, _route(path), response_model=None)
 
     @router.get("/v1/web/defaults")
     async def begin_with() -> dict[str, Any]:
-        return {"model": engine.llama.served_name, **defaults.model_dump()}
+        first = models.catalog.default or models.catalog.models[0].name
+        return {"model": first, **defaults.model_dump()}
 
     return router
 

@@ -1,4 +1,4 @@
-"""Read what the options of the command line and of the server say of the cache."""
+"""Build cache settings from options of the command line and of the server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from entropykv.settings.freezing import RAM, Freezing
 from entropykv.settings.recovery import Recovery, Rung
 
 RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
-"""The rungs of the recovery ladder, by what options call them."""
+"""The rungs of the recovery ladder, by their names in options."""
 WITHOUT_REWALK = tuple(name for name, rung in RUNGS.items() if rung is not Rung.REWALK)
-"""The rungs where tokens that were written cannot be taken back."""
+"""The rungs that never replace written tokens."""
 
 _SAME = ("kv_budget", "policy", "kv_type", "store", "entropy_config", "recent_window")
-"""Fields of CacheOptions that options have under the same name."""
+"""Fields of CacheOptions that the options have under the same name."""
 _OPTIONS = {
     "freeze_limit": "limit",
     "freeze_type": "kv_type",
@@ -39,10 +39,10 @@ _RECOVERY_OPTIONS = {
 def cache_options_of(
     options: Any, *, rungs: Sequence[str] = tuple(RUNGS), **others: Any
 ) -> CacheOptions:
-    """Return what options say of the cache: those of the command line, or of the server.
+    """Return the cache options that options of the command line or of the server ask for.
 
-    `others` are fields of CacheOptions for which the two have names of their own. `rungs` are those
-    of the recovery ladder that may be asked for.
+    `others` are fields of CacheOptions that command line and server name differently. `rungs` are
+    the rungs of the recovery ladder that may be asked for.
     """
     same = {name: getattr(options, name) for name in _SAME}
     return CacheOptions(
@@ -55,9 +55,9 @@ def cache_options_of(
 
 
 def freezing_of(options: Any) -> Freezing | None:
-    """Return what options say of freezing: those of the command line, or of the server.
+    """Return the settings of freezing that options of the command line or of the server ask for.
 
-    `options.policy` may be a list. Raises SettingsError for those that would change nothing.
+    `options.policy` may be a list. Raises SettingsError for options that would have no effect.
     """
     policies = [options.policy] if isinstance(options.policy, str) else options.policy
     names = {**_OPTIONS, **_SCHEDULE_OPTIONS}
@@ -82,9 +82,10 @@ def freezing_of(options: Any) -> Freezing | None:
 
 
 def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
-    """Return the ladder, if one was asked for; raises SettingsError for its options without it.
+    """Return the recovery ladder if the options ask for one; raises SettingsError for its options
+    without it.
 
-    `rungs` are those that may be asked for; without the last there are no options of a rewalk.
+    `rungs` are those that may be asked for; without the last one, options of a rewalk do not exist.
     """
     given: dict[str, Any]
     given = {name: getattr(options, option, None) for option, name in _RECOVERY_OPTIONS.items()}

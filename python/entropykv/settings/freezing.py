@@ -1,4 +1,4 @@
-"""Say what freezes in a session, where cold storage is kept, and when entries come back."""
+"""Define which entries freeze, where cold storage is kept, and when entries are restored."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from entropykv.settings.options import MOST_BYTES, at_least, is_number, one_of, 
 RAM = "ram"
 DISK = "disk:"
 COLD_TYPES = ("f16", "q8_0", "q4_0")
-"""The types of frozen entries, the widest first."""
+"""The types of frozen entries; the widest is first."""
 COLD_CHOICES = ("auto", *COLD_TYPES)
 WHERE = "ram|disk:DIR"
 RECALL_MICRO_BATCH = 16
-"""The most tokens of a prompt that are read at a time where frozen entries are looked for: these
-tokens share what is found.
+"""The most tokens of a prompt that are read at a time if frozen entries are recalled; these tokens
+share the recalled entries.
 """
 
 LIMITS_OF_RATE = (1e-6, 1e6)
@@ -26,19 +26,19 @@ MOST_THRESHOLD = 1e9
 class Freezing:
     """Keep evicted entries in cold storage, out of attention; raises SettingsError.
 
-    `where`: `ram`, or `disk:DIR`: a file of this process in a directory. `limit`: bytes of cold
-    storage, such as `1GiB`; None: as much as the context needs. `kv_type`: of frozen entries; auto:
-    that of the store. `recall_interval`: frozen entries are looked through with every so many
-    generated tokens, and with every micro-batch of a prompt (of RECALL_MICRO_BATCH tokens at most);
-    0: never.
+    `where`: `ram`, or `disk:DIR` for a file of this process in a directory. `limit`: bytes of cold
+    storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
+    entries; auto: that of the store. `recall_interval`: frozen entries are searched with every
+    N-th generated token, and with every micro-batch of a prompt (of at most RECALL_MICRO_BATCH
+    tokens); 0: never.
 
-    The rest is the schedule of policy rolling-freeze (the freeze document, section 3): entries
-    older than the `window` newest tokens are detected where the attention that they get in a step
-    is below `threshold` even shares of it, and frozen for sqrt(detections) / `rate` steps, rounded
-    down. `history`: steps within which detections are counted; 0: over the whole text (the document
-    gives no value). With policy rolling-freeze:products, |q.k| below `threshold` detects, as in the
-    document: what is low depends on the model. `threshold` None: 1, and 0.5 for |q.k|, as in the
-    document.
+    The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
+    Entries older than the `window` newest tokens are detected if their attention in a step is below
+    `threshold` even shares, and frozen for sqrt(detections) / `rate` steps, rounded down.
+    `history`: the number of latest steps whose detections count; 0: the whole text (the document
+    gives no value). With policy rolling-freeze:products, entries with |q.k| below `threshold` are
+    detected, as in the document; which values are low depends on the model. `threshold` None: 1,
+    and 0.5 for |q.k|, as in the document.
     """
 
     where: str = RAM
@@ -68,12 +68,12 @@ class Freezing:
 
     @staticmethod
     def parse(value: Freezing | str | None) -> Freezing | None:
-        """Read `ram` or `disk:DIR`, with defaults for all else; None says that nothing freezes."""
+        """Read `ram` or `disk:DIR`, with defaults for the other fields; None freezes nothing."""
         return Freezing(value) if isinstance(value, str) else _checked(value)
 
     @property
     def directory(self) -> str | None:
-        """Return where the file of cold storage is made; None where it is kept in memory."""
+        """Return the directory of cold storage's file; None if it is kept in memory."""
         where: object = self.where
         if not isinstance(where, str) or not where.startswith(DISK):
             return None
@@ -81,13 +81,13 @@ class Freezing:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Return the `limit` in bytes; None where there is none."""
+        """Return the `limit` in bytes; None without a limit."""
         return None if self.limit is None else _bytes(self.limit)
 
     def type_for(self, kv_type: str) -> str:
-        """Return the type of frozen entries in a store whose entries are of `kv_type`.
+        """Return the type of frozen entries in a store with entries of type `kv_type`.
 
-        Raises SettingsError for a wider one: what is not there cannot be kept.
+        Raises SettingsError for a wider type, which would only waste bytes.
         """
         if self.kv_type == "auto":
             return kv_type
@@ -100,7 +100,7 @@ class Freezing:
 
 
 def check_freezing(freezing: Freezing | None, store: str, kv_type: str) -> None:
-    """Raise SettingsError where the store has no cold storage, or another type than it needs."""
+    """Raise SettingsError if the store has no cold storage, or does not support the type."""
     if freezing is None:
         return
     freezing.type_for(kv_type)

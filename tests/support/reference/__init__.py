@@ -1,4 +1,4 @@
-"""The numpy oracle: every algorithm of the C++ core, written to be read, in float64.
+"""Define the numpy oracle: every algorithm of the C++ core in readable float64 code.
 
 Arrays are named as in cpp/: n tokens of a micro-batch, T entries, `group` query heads per KV head.
 """

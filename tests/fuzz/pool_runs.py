@@ -1,9 +1,10 @@
-"""Random operations on the sessions of a pool, beside a fresh reading of the same tokens.
+"""Run random operations on the sessions of a pool, and compare with fresh readings of the same
+texts.
 
-With a budget that holds everything, a session that was forked, swapped, saved, and brought back
-from a checkpoint must give the logits of one that has read its text from the start. With a small
-budget, the logits of a token are those over the entries that its KV heads hold: see oracle.py. In
-the end no page, slot or byte may be left.
+With a budget that holds everything, a session that was forked, swapped, saved, and restored from a
+checkpoint must give the logits of one that has read its text from the start. With a small budget,
+the logits of a token are computed over the entries that its KV heads hold: see oracle.py. At the
+end no page, slot or byte may be left.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ from typing import Any
 
 from entropykv import EntropyKVError, Pool, Session
 from entropykv.errors import UnsupportedModelError
-from entropykv.session.pool_session import PoolSession
-from tests.fuzz.checks import check_refusal, require
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import topic
 from tests.fuzz.oracle import Oracle
-from tests.fuzz.run import say
+from tests.fuzz.promises import check_refusal, require
+from tests.fuzz.session_runs import say
 from tests.support.logits import relative_error
 
 N_CTX = 400
 MOST_SESSIONS = 6
 _LIMITS = ("0", "4KiB", "200KiB", "64MiB")
-"""Of checkpoints: none, hardly one, some, all."""
+"""Limits of checkpoints: none, hardly one, some, all."""
 
 
 def run_pool(seed: int, folder: Path) -> str:
-    """Do one run; returns what it was in a line. Raises where a promise is broken."""
+    """Execute one run; returns a one-line description. Raises if a promise is broken."""
     chance = random.Random(f"pool {seed}")
     ample = chance.random() < 0.6
     model = random_model(chance, folder) if ample else _model_of_oracle(chance, folder)
@@ -40,7 +40,8 @@ def run_pool(seed: int, folder: Path) -> str:
     except UnsupportedModelError as error:
         check_refusal(error)
         return f"refused: {model.name}"
-    except EntropyKVError as error:  # a budget that is too small for two conversations
+    # For example, a budget that is too small for two conversations.
+    except EntropyKVError as error:
         check_refusal(error)
         return f"refused: {model.name}"
     with pool:
@@ -73,7 +74,7 @@ def _options(chance: random.Random, folder: Path, *, ample: bool) -> dict[str, A
 
 
 class _Run:
-    """A pool, its sessions, and what was read of each."""
+    """Hold a pool, its sessions, and the text that each has read."""
 
     def __init__(
         self,
@@ -87,9 +88,9 @@ class _Run:
         self._chance = chance
         self._model = model
         self._pool = pool
-        self._sessions: list[PoolSession] = []
+        self._sessions: list[Session] = []
         self._texts: dict[int, list[int]] = {}
-        """By the number of a session: what it must say that it has read."""
+        """For each session number, the text that it must report as read."""
         self._saved: list[tuple[list[int], bytes]] = []
         self._fresh: Session | None = None
         if ample:
@@ -98,10 +99,10 @@ class _Run:
             self._fresh = Session(model.path, kv_budget=1.0, store="headwise", **chosen)
         self.n_done = self.n_refused = self.n_compared = 0
         self._moved = False
-        """Whether keys of a session were moved to other positions."""
+        """True once keys of a session were moved to other positions."""
 
     def step(self) -> None:
-        """Do something with a session by chance; what is refused must leave it as it was."""
+        """Run a random operation on a session; a refused one must change nothing."""
         if not self._sessions:
             self._add(self._pool.session(), [])
         session = self._chance.choice(self._sessions)
@@ -127,7 +128,7 @@ class _Run:
         self._check()
 
     def finish(self) -> None:
-        """Close all sessions, drop the checkpoints, and look for what is left."""
+        """Close all sessions, drop the checkpoints, and check that nothing is left."""
         while self._sessions:
             self._close(self._sessions[-1], [])
         runner = self._pool.runner
@@ -143,7 +144,7 @@ class _Run:
         )
         require(left == (0,) * 5, f"sessions, live, swapped, its bytes, bytes of the pool: {left}")
         require(
-            runner.shared and len(runner.shared._free_numbers) == runner.n_sequences,
+            len(runner.shared._free_numbers) == runner.n_sequences,
             "slots are free",
         )
         if self._fresh is not None:
@@ -151,16 +152,16 @@ class _Run:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def _add(self, session: PoolSession, text: list[int]) -> None:
+    def _add(self, session: Session, text: list[int]) -> None:
         self._sessions.append(session)
         self._texts[session.number] = text
 
-    def _read(self, session: PoolSession, text: list[int]) -> None:
+    def _read(self, session: Session, text: list[int]) -> None:
         n_tokens = min(self._chance.randrange(1, 90), N_CTX - session.position)
         if n_tokens:
             self._decode(session, text, list(topic(self._chance, n_tokens, self._model)))
 
-    def _write(self, session: PoolSession, text: list[int]) -> None:
+    def _write(self, session: Session, text: list[int]) -> None:
         for _ in range(self._chance.randrange(1, 6)):
             if session.position < N_CTX:
                 token = list(topic(self._chance, 1, self._model))
@@ -172,7 +173,7 @@ class _Run:
                     require(error < Oracle.rounding, f"{error:.3g} from the logits of the oracle")
                     self.n_compared += 1
 
-    def _decode(self, session: PoolSession, text: list[int], tokens: list[int]) -> None:
+    def _decode(self, session: Session, text: list[int], tokens: list[int]) -> None:
         before = session.position
         try:
             session.decode(tokens)
@@ -181,27 +182,27 @@ class _Run:
             text += tokens[: session.position - before]
         self._compare(session, text)
 
-    def _truncate(self, session: PoolSession, text: list[int]) -> None:
+    def _truncate(self, session: Session, text: list[int]) -> None:
         position = self._chance.randrange(session.position + 1)
         if self._fresh is not None and not session.can_return_to(position):
             return
         session.truncate(position)
         del text[position:]
 
-    def _fork(self, session: PoolSession, text: list[int]) -> None:
+    def _fork(self, session: Session, text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
             self._add(session.fork(), list(text))
 
-    def _park(self, session: PoolSession, text: list[int]) -> None:
+    def _park(self, session: Session, text: list[int]) -> None:
         session.swap_out()
         session.pool_status()
         require(session.position == len(text), "swap_space changes no position")
 
-    def _checkpoint(self, session: PoolSession, text: list[int]) -> None:
+    def _checkpoint(self, session: Session, text: list[int]) -> None:
         session.keep_checkpoint()
         require(session.position == len(text), "a checkpoint changes no position")
 
-    def _go_back(self, session: PoolSession, text: list[int]) -> None:
+    def _go_back(self, session: Session, text: list[int]) -> None:
         other = self._texts[self._chance.choice(self._sessions).number]
         asked = other[: self._chance.randrange(len(other) + 1)]
         repeatable = self._chance.random() < 0.5
@@ -209,36 +210,36 @@ class _Run:
             text[:] = asked[: session.position]
             self._compare(session, text)
 
-    def _begin_as_another(self, _session: PoolSession, text: list[int]) -> None:
+    def _begin_as_another(self, _session: Session, text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
             begun = self._pool.session_for(text)
             self._add(begun, text[: begun.position])
 
-    def _save(self, session: PoolSession, text: list[int]) -> None:
+    def _save(self, session: Session, text: list[int]) -> None:
         if text:
             self._saved = [*self._saved[-3:], (list(text), session.save_state())]
 
-    def _load(self, session: PoolSession, text: list[int]) -> None:
+    def _load(self, session: Session, text: list[int]) -> None:
         if self._saved:
             saved, data = self._chance.choice(self._saved)
             session.load_state(data)
             text[:] = saved
             self._compare(session, text)
 
-    def _new(self, _session: PoolSession, _text: list[int]) -> None:
+    def _new(self, _session: Session, _text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
             self._add(self._pool.session(weight=self._chance.choice((0.5, 1.0, 2.0))), [])
 
-    def _reset(self, session: PoolSession, text: list[int]) -> None:
+    def _reset(self, session: Session, text: list[int]) -> None:
         session.reset()
         text.clear()
 
-    def _close(self, session: PoolSession, _text: list[int]) -> None:
+    def _close(self, session: Session, _text: list[int]) -> None:
         self._sessions.remove(session)
         del self._texts[session.number]
         session.close()
 
-    def _resize(self, _session: PoolSession, _text: list[int]) -> None:
+    def _resize(self, _session: Session, _text: list[int]) -> None:
         if self._fresh is None:
             self._pool.resize(self._chance.choice((60, 90, 150, 400, 1.0, "40KiB", "1MiB")))
 
@@ -254,11 +255,12 @@ class _Run:
             text = self._texts[session.number]
             require(session.tokens == text, f"session {session.number} has read what it was given")
 
-    def _compare(self, session: PoolSession, text: list[int]) -> None:
-        """Compare the logits with those of a fresh reading, where nothing may be evicted.
+    def _compare(self, session: Session, text: list[int]) -> None:
+        """Compare the logits with those of a fresh reading, if nothing may be evicted.
 
-        Once a text of the pool was longer than the trained context they are others: keys that were
-        moved, and moved back, are rounded, and what was read meanwhile has seen them elsewhere.
+        Once a text of the pool was longer than the trained context, this is not possible: keys that
+        were moved and moved back are rounded, and tokens read meanwhile have seen them at other
+        positions.
         """
         fresh = self._fresh
         if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
@@ -274,13 +276,13 @@ class _Run:
         require(error < limit, f"the logits are {error:.3g} from those of a fresh reading")
         self.n_compared += 1
 
-    def _by_oracle(self, session: PoolSession, token: int) -> Any:
-        """Return what the next token's logits must be, where a budget may have evicted."""
+    def _by_oracle(self, session: Session, token: int) -> Any:
+        """Return the expected logits of the next token, if a budget may have evicted entries."""
         if self._fresh is not None or not session.position:
             return None
         slot, runner = session._slot, session._runner
         slot.expected = max(slot.expected, session.position + 1)
         with runner.live_store(slot):
-            runner.note_growth(slot)  # as its step will, before it attends
+            runner.note_growth(slot)  # The step does the same before it attends.
             oracle = Oracle.of(self._model, session)
             return None if oracle is None else oracle.next_logits(token)
