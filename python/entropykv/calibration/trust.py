@@ -99,7 +99,7 @@ def _pieces(text: Sequence[int], rules: CurveRules) -> list[Sequence[int]]:
 
 def _losses(read: ReadText, tokens: Sequence[int], shares: Sequence[Sequence[Rows]]) -> FloatArray:
     """Return what heads lose of what `tokens` look at: (without and with predictions, ...)."""
-    read.go_back()
+    read.rollback()
     n_read = len(shares[0][0])
     rules = CurveRules(
         length=n_read + len(tokens),
