@@ -31,8 +31,8 @@ from entropykv.profile.curves import (
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.session.echo import OVERLAP, REQUEST
 
-COMPARED = slice(2, 5)
-"""Of KEEP_FRACTIONS: those of small budgets, from 1/32 to 1/8, which have to choose."""
+COMPARED = KEEP_FRACTIONS[2:5]
+"""What is kept, as fractions of the text: from 1/32 to 1/8, as small budgets do."""
 MARGIN = 0.02
 """By how much of its loss a head must lose more with predictions to go without: less is noise."""
 REPETITIONS = 3
@@ -106,7 +106,7 @@ def _losses(read: ReadText, tokens: Sequence[int], shares: Sequence[Sequence[Row
         queries=len(tokens),
         n_sinks=N_SINKS,
         recent_window=max(1, int(RECENT_FRACTION * n_read)),
-        keep=tuple(sorted({int(fraction * n_read) for fraction in KEEP_FRACTIONS[COMPARED]})),
+        keep=tuple(sorted({int(fraction * n_read) for fraction in COMPARED})),
     )
     losses = np.zeros((2, len(shares), len(shares[0])))
     for layer, head, queries, entries in read.attended(tokens):
