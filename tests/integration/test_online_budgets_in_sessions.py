@@ -1,4 +1,4 @@
-"""Budgets that follow the text, in sessions: inside the pool, and repeatable."""
+"""Budgets that follow the text stay inside the pool in sessions, and are repeatable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from entropykv.model.shipped import DEMOS
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.command import entropykv
 from tests.support.logits import tokens_for
-from tests.support.online_sessions import BY_LAYER, MEASURED, ONLINE, are_equal, check, each_policy
+from tests.support.online_sessions import BY_LAYER, ONLINE, are_equal, check, each_policy
 from tests.support.saved_sessions import (
     all_entries,
     future,
@@ -36,7 +36,8 @@ def test_small_micro_batches_say_what_large_ones_do(
             check(session)
             assert not are_equal(session)
             budgets.append(np.array(session.budgets()).ravel())
-    assert np.abs(np.subtract(*budgets)).max() <= 32  # two pages: they also evict sooner
+    # Two pages, because small micro-batches also evict sooner.
+    assert np.abs(np.subtract(*budgets)).max() <= 32
 
 
 @pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
@@ -59,7 +60,7 @@ def test_small_micro_batches_keep_step_after_a_load(
 
 @pytest.mark.parametrize("n_ubatch", [16, 24])
 def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -> None:
-    """What is lost shows only where several entries are at stake together."""
+    """Losses can be measured only if several entries compete."""
     with session_of(uneven_llama, policy="adaptive", n_ubatch=n_ubatch) as session:
         session.decode(tokens_for(300))
         check(session)
@@ -71,7 +72,7 @@ def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -
 def test_a_recent_window_that_is_given_is_that_of_every_layer(
     uneven_llama: Path, policy: str, recent_window: int
 ) -> None:
-    """Without one, half of a layer's own budget is for sinks and the newest."""
+    """Without a given window, half of a layer's own budget is for sinks and the newest entries."""
     runs = []
     for window in (recent_window, None):
         with session_of(uneven_llama, policy=policy, recent_window=window) as session:
@@ -100,10 +101,7 @@ def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type:
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
         assert not are_equal(session)
         assert stats.evictions > 0
-        totals = [sum(layer) for layer in session.budgets()]
-        assert sum(totals) <= 96 * 6
-        if policy == "adaptive-heads":
-            assert min(totals) > 96 * 2 - 2 * 32
+        assert sum(map(sum, session.budgets())) <= 96 * 6
         for budget in (48, 200, 0.5):
             session.resize(budget)
             check(session)
@@ -172,7 +170,7 @@ def test_every_number_of_threads_gives_the_same_numbers(uneven_llama: Path, poli
             rows = session.decode(tokens_for(200), all_logits=True)
             assert isinstance(session._store, HeadwiseStore)
             losses = session._store.core.losses()
-            assert losses.any() == (policy in MEASURED)
+            assert losses.any() == (policy == "adaptive")
             results.append(
                 (rows.tobytes(), losses.tobytes(), session.budgets(), all_entries(session))
             )

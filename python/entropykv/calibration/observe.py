@@ -14,11 +14,12 @@ from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
-from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, Rows, head_loss
 from entropykv.profile.predictor import ScorePredictor
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseStore
+from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
@@ -58,9 +59,7 @@ class Observer:
         self._model = Model(path, n_gpu_layers=0, verbose=False)
         self.geometry = self._model.geometry
         try:
-            self._store = self._full_store(options)
-            if predictor is not None:
-                self._store.prediction.adopt(predictor)
+            self._store = self._full_store(options, predictor)
         except BaseException:
             self._model.close()
             raise
@@ -73,9 +72,17 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
-        """Make a store that evicts nothing."""
-        store = HeadwiseStore(self._model, resolve(options, self.geometry))
+    def _full_store(self, options: CacheOptions, predictor: ScorePredictor | None) -> HeadwiseStore:
+        """Make a store that evicts nothing, with the predictor if there is one."""
+        config = config_for(options, self.geometry)
+        self._context = HeadwiseContext(self._model, config, config.n_ubatch)
+        try:
+            store = HeadwiseStore(self._model, config, self._context)
+            if predictor is not None:
+                store.prediction.adopt(predictor)
+        except BaseException:
+            self._context.close()
+            raise
         store.sharing.keep_everything()
         return store
 
@@ -102,6 +109,7 @@ class Observer:
         """Free the context and the model."""
         self._batch.close()
         self._store.close()
+        self._context.close()
         self._model.close()
 
     @property

@@ -8,10 +8,9 @@ from pathlib import Path
 from entropykv.errors import ProfileError
 from entropykv.llamacpp.model import Model
 from entropykv.policy.lessons import Lessons, uniform_heads
-from entropykv.policy.names import BudgetRule
+from entropykv.policy.policy import BudgetRule
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import fingerprint_of
-from entropykv.profile.find import find_profile, profile_beside
+from entropykv.profile.find import find_profile, fingerprint_of, profile_beside
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import LEARNT, EntropyProfile
 from entropykv.store.headwise import HeadwiseStore

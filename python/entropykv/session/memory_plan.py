@@ -9,8 +9,9 @@ from typing import Any
 from entropykv.errors import ModelFileError
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers
-from entropykv.policy.resolved_config import ResolvedConfig, resolve
-from entropykv.profile.belongs import check_model
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.profile.find import check_model
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import CacheOptions
 
 _Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale.
@@ -111,7 +112,7 @@ def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan
     can serve the model. Raises ModelFileError, ProfileError, BudgetError, SettingsError.
     """
     geometry = read_geometry(path)
-    config = resolve(options, geometry)
+    config = config_for(options, geometry)
     if config.profile is not None:
         check_model(config.profile, geometry)
     if not attention_layers(geometry):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
-from entropykv.settings.options import MOST_BYTES, at_least, is_number, one_of, parse_bytes
+from entropykv.settings.declared import check_declared, option
+from entropykv.settings.options import MOST_BYTES, is_number, parse_bytes
 
 RAM = "ram"
 DISK = "disk:"
@@ -42,13 +43,66 @@ class Freezing:
     """
 
     where: str = RAM
-    limit: str | int | None = None
-    kv_type: str = "auto"
-    recall_interval: int = 1
-    window: int = 32
-    threshold: float | None = None
-    rate: float = 2.0
-    history: int = 0
+    limit: str | int | None = option(
+        None,
+        "bytes of frozen entries, such as 1GiB",
+        "--freeze-limit",
+        metavar="SIZE",
+        instead="what the context needs",
+    )
+    kv_type: str = option(
+        "auto",
+        "type of frozen entries; auto: that of --kv-type",
+        "--freeze-type",
+        choices=COLD_CHOICES,
+        label="the type of frozen entries",
+    )
+    recall_interval: int = option(
+        1,
+        "look for frozen entries that matter again with every N-th generated token; 0: never",
+        "--recall-interval",
+        metavar="N",
+        kind=int,
+        least=0,
+    )
+    window: int = option(
+        32,
+        "newest tokens that are not frozen",
+        "--freeze-window",
+        metavar="K",
+        kind=int,
+        least=1,
+        label="the window of freezing",
+        of_schedule=True,
+    )
+    threshold: float | None = option(
+        None,
+        "older ones are detected if they get less than so many even shares of the attention, or, "
+        "with rolling-freeze:products, less |q.k|",
+        "--freeze-threshold",
+        metavar="T",
+        kind=float,
+        instead="1; 0.5 for |q.k|",
+        of_schedule=True,
+    )
+    rate: float = option(
+        2.0,
+        "freeze for sqrt(detections) / R steps, rounded down",
+        "--freeze-rate",
+        metavar="R",
+        kind=float,
+        of_schedule=True,
+    )
+    history: int = option(
+        0,
+        "detections of the last W steps count; 0: all",
+        "--freeze-history",
+        metavar="W",
+        kind=int,
+        least=0,
+        label="the history of freezing",
+        of_schedule=True,
+    )
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -58,10 +112,7 @@ class Freezing:
             raise SettingsError(
                 f"the limit of frozen entries cannot be {self.limit!r}; give bytes such as 1GiB"
             )
-        one_of("the type of frozen entries", self.kv_type, COLD_CHOICES)
-        at_least("recall_interval", self.recall_interval, 0)
-        at_least("the window of freezing", self.window, 1)
-        at_least("the history of freezing", self.history, 0)
+        check_declared(self)
         if self.threshold is not None:
             _check_number("threshold", self.threshold, (0.0, MOST_THRESHOLD))
         _check_number("rate", self.rate, LIMITS_OF_RATE)

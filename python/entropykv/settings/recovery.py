@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from entropykv.errors import SettingsError
-from entropykv.settings.options import at_least
+from entropykv.settings.declared import check_declared, option
 
 
 class Rung(IntEnum):
@@ -26,6 +26,12 @@ class Rung(IntEnum):
     """Restore all frozen entries, and forget their timers."""
     REWALK = 4
     """Restore everything as FULL does, then generate the last tokens again."""
+
+
+RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
+"""The rungs by the names that options have for them."""
+WITHOUT_REWALK = tuple(name for name, rung in RUNGS.items() if rung is not Rung.REWALK)
+"""The rungs where tokens that were written cannot be taken back."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +50,29 @@ class Recovery:
     many tokens a rewalk generates again, and therefore are held back; 0 never generates any again.
     """
 
-    deviations: float = 3.0
-    smooth: int = 4
-    warm_up: int = 16
-    memory: int = 128
-    refractory: int = 4
-    calm: int = 32
-    window: int = 64
-    rewalk: int = 8
+    deviations: float = option(
+        3.0,
+        "deviations above the running mean that count as a spike",
+        "--recovery-deviations",
+        metavar="D",
+        kind=float,
+    )
+    smooth: int = option(4, "tokens over which uncertainty is smoothed", least=1)
+    warm_up: int = option(16, "tokens before which nothing counts", least=2)
+    memory: int = option(128, "tokens whose mean and deviation count", least=2)
+    refractory: int = option(4, "tokens after a climb in which there is no other", least=0)
+    calm: int = option(32, "tokens without a spike after which the ladder goes down", least=1)
+    window: int = option(
+        64,
+        "newest steps that a window reset restores",
+        "--recovery-window",
+        metavar="N",
+        kind=int,
+        least=1,
+    )
+    rewalk: int = option(
+        8, "tokens that a rewalk writes again", "--rewalk", metavar="K", kind=int, least=0
+    )
     highest: Rung = Rung.REWALK
 
     def __post_init__(self) -> None:
@@ -60,16 +81,7 @@ class Recovery:
             raise SettingsError(
                 f"deviations cannot be {self.deviations}; use a number above 0, such as 3"
             )
-        for name, least in (
-            ("smooth", 1),
-            ("warm_up", 2),
-            ("memory", 2),
-            ("refractory", 0),
-            ("calm", 1),
-            ("window", 1),
-            ("rewalk", 0),
-        ):
-            at_least(name, getattr(self, name), least)
+        check_declared(self)
         if not isinstance(self.highest, Rung) or self.highest is Rung.NONE:
             rungs = ", ".join(f"Rung.{rung.name}" for rung in Rung if rung)
             raise SettingsError(f"highest cannot be {self.highest!r}; use one of {rungs}")

@@ -12,7 +12,7 @@ from entropykv import _core
 from entropykv.errors import BudgetError, FreezeError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.model.identity import identity_of
-from entropykv.policy.names import Policy
+from entropykv.policy.policy import Policy
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.recovery import Rung
 from entropykv.store.cold_file import ColdFile

@@ -21,7 +21,7 @@ from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.llamacpp.windows import layer_windows
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import check_model
+from entropykv.profile.find import check_model
 from entropykv.settings.cache_options import CacheOptions
 
 

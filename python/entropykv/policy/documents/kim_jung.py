@@ -1,4 +1,11 @@
-"""Share budgets per layer by the entropy of its attention in this text: the layer document."""
+"""Share budgets per layer by the entropy of its attention in this text: Kim and Jung 2025.
+
+Heekyum Kim and Yuchul Jung: *Entropy-Guided KV Caching for Efficient LLM Inference*. Mathematics
+2025, 13(15), 2366, https://doi.org/10.3390/math13152366. Layer l gets k_l = floor(B * I_l / sum I),
+where I_l is the mean entropy of its heads. Half of k_l keeps the positions with most attention from
+all queries and heads of the layer, the other half sinks and the newest tokens: own_windows() in
+policy/plan.py.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +16,67 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.policy.division import LossCurve
-from entropykv.policy.names import BudgetRule
+from entropykv.policy.importance import Importance
 from entropykv.policy.plan import HeadwisePlan, by_layer
+from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.readings import StoreReadings
 
 LAYER_RANGE = (8, 128)
-"""The budgets of the layers with the lowest and the highest entropy in the layer document."""
+"""Budgets of the layers with the lowest and the highest entropy, as in the paper."""
 MOST_BITS = 32
 """The largest possible entropy of a row in bits, since it has fewer than 2^32 entries."""
 
 Floats = npt.NDArray[np.float64]
+
+_BY_ATTENTION = Importance("attention", (), decay=1.0)
+
+LAYER = Policy(
+    "layer",
+    "Kim and Jung (2025): budgets per layer by entropy in this text, half of them for what "
+    "gets most attention in the layer",
+    _BY_ATTENTION,
+    rule=BudgetRule.LAYER_ENTROPY,
+)
+LAYER_IN_RANGE = Policy(
+    "layer-range",
+    "the same with budgets from 8 to 128 by entropy, scaled to the budget",
+    _BY_ATTENTION,
+    rule=BudgetRule.LAYER_RANGE,
+)
 
 
 class LayerEntropies:
     """Compute budgets per layer from the mean entropy of its query heads in the text so far.
 
     The budgets follow what observe() has added up to the micro-batch after which they last changed.
-    In the layer document (Mathematics 2025, 13, 2366) they are in proportion to the entropy, or
-    between a least and a largest budget; here both are scaled to the total budget, which is a hard
-    limit.
+    They are in proportion to the entropy, or between a least and a largest budget; both are scaled
+    to the total budget, which is a hard limit.
     """
+
+    tracks_entropies = True
 
     def __init__(
         self,
-        store: _core.HeadwiseStore,
+        store: StoreReadings,
         layers: Sequence[_core.LayerShape],
         n_ctx: int,
         rule: BudgetRule,
     ) -> None:
-        """Track entropies of a store; see online_budgets()."""
+        """Read entropies from a store; see online_budgets()."""
         self._store = store
         self._layers = layers
         self._n_ctx = n_ctx
         self._in_range = rule is BudgetRule.LAYER_RANGE
         self._seen: Floats
         self._followed: Floats
-        store.track_entropy(True)
         self.forget()
 
     def expect(self, plan: HeadwisePlan) -> None:
         """Do nothing: entropies are measured with any budgets."""
 
-    def prepare(self, *, budgets_change: bool, growth: float) -> None:
-        """Do nothing: entropies are measured in every micro-batch."""
+    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
+        """Return an empty list, because no losses are needed."""
+        return []
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
         """Add the entropies of the micro-batch's rows."""
