@@ -11,97 +11,35 @@ import contextlib
 import ctypes
 import gc
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.errors import SettingsError
 from entropykv.server.admission import Admission, Limits, arrival_of, too_late
 from entropykv.server.client_presence import CLIENT_GONE, unless_gone
+from entropykv.server.daemon_threads import DaemonThreads
 from entropykv.server.engine import Engine, shutting_down
 from entropykv.server.errors import RequestError
 from entropykv.server.fields import MOST_NAME
+from entropykv.server.held_model import HeldModel, ModelState, again, failure_of, not_loaded
 from entropykv.server.loading import path_of
-from entropykv.server.memory_estimate import MemoryEstimate, estimate_memory
+from entropykv.server.memory_estimate import estimate_memory
 from entropykv.server.model_catalog import ModelCatalog, ServedModel
 from entropykv.server.options import ModelOptions
 
 _logger = logging.getLogger("entropykv.server")
 _LEASES = "entropykv.leases"
-_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s]+/)+")
-"""The folders of a path, which clients need not know."""
 _MOST_NAMED = 20
 """How many models an error names."""
 Result = TypeVar("Result")
-
-
-class ModelState(Enum):
-    """Say whether a model is in memory, by llama-server's words."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    LOADED = "loaded"
-    SLEEPING = "sleeping"
-    """It was unloaded because nobody asked for it; the next request loads it again."""
-
-
-@dataclass(eq=False)
-class HeldModel:
-    """Hold what a server knows of one of its models at the moment."""
-
-    served: ServedModel
-    state: ModelState = ModelState.UNLOADED
-    engine: Engine | None = None
-    """What answers requests; None: the model is not in memory, or about to leave it."""
-    failure: RequestError | None = None
-    """Why the latest attempt to load it failed; None: it did not."""
-    estimate: MemoryEstimate | None = None
-    """What it takes while it is loaded, as far as it was asked."""
-    about: dict[str, Any] | None = None
-    """What its routes told of it when it was loaded last."""
-    users: int = 0
-    """How many requests it answers, or is about to."""
-    waiting: int = 0
-    """How many requests wait until it is loaded."""
-    leaves: bool = False
-    """Whether it is unloaded once its last request has its answer, and takes no new one."""
-    last_used: float = field(default_factory=time.monotonic)
-    loads: int = 0
-    """How often it was loaded."""
-    opening: asyncio.Task[None] | None = None
-    """What loads it."""
-    wanted: bool = False
-    """Whether it is to be loaded also where no request waits for it."""
-    timer: asyncio.TimerHandle | None = None
-    """What lets it sleep after a while without requests."""
-
-    @property
-    def name(self) -> str:
-        """Return what clients call it."""
-        return self.served.name
-
-    @property
-    def is_idle(self) -> bool:
-        """Tell whether no request uses it, and none that waited for it is about to."""
-        return self.users == 0 and (self.waiting == 0 or self.leaves)
-
-    def count_bytes(self) -> int:
-        """Return the estimated bytes that it takes, with what it has swapped out to memory.
-
-        It may wait for a step of the model: call it outside of the event loop.
-        """
-        total = 0 if self.estimate is None else self.estimate.total
-        pool = None if self.engine is None else self.engine.moment().pool
-        return total + (pool.swapped_bytes if pool is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -149,7 +87,7 @@ class ModelRegistry:
         self._closing = False
         self._opened = threading.Lock()
         """Held while it is decided who frees a model that was loaded during the shutdown."""
-        self._threads: set[threading.Thread] = set()
+        self._threads = DaemonThreads("entropykv-load")
 
     # --- which models there are -------------------------------------------------------------------
 
@@ -169,7 +107,7 @@ class ModelRegistry:
     @property
     def is_loading(self) -> bool:
         """Tell whether a thread is loading a model, which cannot be stopped."""
-        return bool(self._threads)
+        return self._threads.are_busy
 
     def find(self, name: str | None) -> HeldModel:
         """Return the model of a name or alias, or the default; raises RequestError (400, 404)."""
@@ -209,7 +147,7 @@ class ModelRegistry:
         """
         held = self.find(name)
         if held.engine is None:
-            raise _not_loaded(held)
+            raise not_loaded(held)
         return held.engine
 
     # --- requests that use a model ----------------------------------------------------------------
@@ -225,7 +163,7 @@ class ModelRegistry:
         stack: ExitStack = request.scope[_LEASES]
         if held.engine is None or held.leaves:
             if not self._loads(request):
-                raise _not_loaded(held)
+                raise not_loaded(held)
             await self._wait_until_loaded(held, request, stack)
         else:
             stack.enter_context(self._lease(held))
@@ -269,12 +207,11 @@ class ModelRegistry:
         while held.engine is None or held.leaves:
             if self._closing:
                 raise shutting_down()
-            if held.engine is not None:  # it is about to leave
-                await self._changed.wait()
-                continue
-            await asyncio.wait({self._begin_loading(held)})
-            if held.failure is not None:
-                raise _again(held.failure)
+            # One that is about to leave is loaded again once it has left.
+            attempt = self._begin_loading(held) if held.engine is None else None
+            await self._changed.wait()
+            if attempt not in (None, held.opening) and held.failure is not None:
+                raise again(held.failure)
         stack.enter_context(self._lease(held))
 
     # --- loading ----------------------------------------------------------------------------------
@@ -318,8 +255,8 @@ class ModelRegistry:
     async def _load(self, held: HeldModel) -> None:
         """Load a model into the room for models; where it fails, note why."""
         try:
-            options = await self._in_thread(lambda: _with_path(held.served.options))
-            held.estimate = await self._in_thread(
+            options = await self._threads.call(lambda: _with_path(held.served.options))
+            held.estimate = await self._threads.call(
                 lambda: estimate_memory(Path(options.model), options)
             )
             if (refusal := self._too_large(held)) is not None:
@@ -328,9 +265,9 @@ class ModelRegistry:
                 if not await self._make_room(held) or self._closing:
                     return
                 served = ServedModel(held.name, options, held.served.aliases)
-                self._adopt(held, await self._in_thread(lambda: self._open_for(served)))
+                self._adopt(held, await self._threads.call(lambda: self._open_for(served)))
         except Exception as error:  # it is that of one model, whatever it is
-            held.failure = _failure_of(held, error)
+            held.failure = failure_of(held, error)
         finally:
             held.opening = None
             held.wanted = False
@@ -381,8 +318,9 @@ class ModelRegistry:
                 if idle is not None:
                     await self._free(idle, ModelState.UNLOADED)
                     continue
-                if leaving is None:
-                    leaving = next((each for each in there if not each.leaves), None)
+                if leaving is None:  # those that were just loaded first answer who waited for them
+                    busy = (each for each in there if each.users and not each.leaves)
+                    leaving = next(busy, None)
                     if leaving is not None:
                         leaving.leaves = True
                 await self._changed.wait()
@@ -416,12 +354,16 @@ class ModelRegistry:
     async def _unload_when_idle(self, held: HeldModel) -> None:
         if held.opening is not None:
             await asyncio.wait({held.opening})
-        held.leaves = True
+        engine = held.engine
+        held.leaves = engine is not None
         try:
-            while not held.is_idle and not self._closing:
-                await self._changed.wait()
-            async with self._turn:
-                await self._free(held, ModelState.UNLOADED)
+            while engine is not None and held.engine is engine and not self._closing:
+                if not held.is_idle:
+                    await self._changed.wait()
+                    continue
+                async with self._turn:
+                    if held.engine is engine and held.is_idle:
+                        await self._free(held, ModelState.UNLOADED)
         finally:
             held.leaves = False
             self._tell()
@@ -451,9 +393,10 @@ class ModelRegistry:
         engine = held.engine
         if engine is None or self._closing:
             return
-        held.engine = None
-        held.state = state
-        await asyncio.to_thread(_close, engine)
+        held.engine, held.state = None, state
+        await asyncio.to_thread(engine.close)
+        del engine  # what it held is given back only once nobody refers to it
+        await asyncio.to_thread(_give_memory_back)
         self._tell()
 
     # --- the end ----------------------------------------------------------------------------------
@@ -471,8 +414,8 @@ class ModelRegistry:
             self._closing = True
         for _, engine in self.loaded():
             engine.close()
-        for thread in list(self._threads) if wait else ():
-            thread.join()
+        if wait:
+            self._threads.join()
 
     # --- how all of this takes place --------------------------------------------------------------
 
@@ -486,34 +429,6 @@ class ModelRegistry:
         self._tasks.add(task)  # the event loop alone would not keep it
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function in a daemon thread: the process ends without waiting for it."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Result] = loop.create_future()
-
-        def finish(result: Any, error: BaseException | None) -> None:
-            self._threads.discard(thread)
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(error)
-
-        def run() -> None:
-            result, failed = None, None
-            try:
-                result = function()
-            except BaseException as error:  # the task that waits raises it
-                failed = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(finish, result, failed)
-
-        thread = threading.Thread(target=run, name="entropykv-load", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-        return await done
 
 
 class Leases:
@@ -536,40 +451,12 @@ def _with_path(options: ModelOptions) -> ModelOptions:
     return options.model_copy(update={"model": str(path), "hf_repo": None, "hf_file": None})
 
 
-def _close(engine: Engine) -> None:
-    """Free a model, and give the memory back that it took."""
-    engine.close()
+def _give_memory_back() -> None:
+    """Let the system have what was freed, of objects that refer to each other, too."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)
-
-
-def _failure_of(held: HeldModel, error: Exception) -> RequestError:
-    """Return what clients are told, without the paths of this machine."""
-    if isinstance(error, RequestError):
-        return error
-    if not isinstance(error, EntropyKVError):
-        _logger.error("the model %s cannot be loaded", held.name, exc_info=error)
-    said = _FOLDERS.sub("", str(error))
-    return RequestError(
-        500, f"the model {held.name!r} cannot be loaded: {said}", code="model_load_failed"
-    )
-
-
-def _again(error: RequestError) -> RequestError:
-    """Return an error anew for each request that it answers: a traceback belongs to one."""
-    details = error.body["error"]
-    return RequestError(error.status_code, str(details["message"]), code=details["code"])
-
-
-def _not_loaded(held: HeldModel) -> RequestError:
-    return RequestError(
-        400,
-        f"the model {held.name!r} is not loaded; ask it for an answer, or POST /models/load",
-        param="model",
-        code="model_not_loaded",
-    )
 
 
 def _mib(size: int) -> str:
