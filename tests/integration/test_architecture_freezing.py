@@ -1,4 +1,4 @@
-"""Freezing in models whose layers have windows: what has none freezes."""
+"""In models with windows, layers without a window freeze."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.architecture_models import (
     written,
 )
 from tests.support.architecture_reading import read
-from tests.support.freezing import freeze_and_restore, frozen_entries
+from tests.support.freeze_and_restore import freeze_and_restore, frozen_entries
 from tests.support.logits import tokens_for
 
 

@@ -1,4 +1,4 @@
-"""Pools of tiny models, what their steps read, and texts for them."""
+"""Open pools of tiny models, record their steps, and make texts for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def pool_of(model: Path, **options: Any) -> Pool:
 
 
 def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
-    """Logits of a prompt's last token, and of every token that is written greedily after it."""
+    """Return the logits of a prompt's last token, and of every token that is written greedily after
+    it.
+    """
     rows = [session.decode(prompt)[-1]]
     for _ in range(n):
         rows.append(session.decode([int(rows[-1].argmax())])[-1])
@@ -35,14 +37,13 @@ def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
 
 
 class Steps:
-    """The sizes of the parts of every step of a pool, and its bytes after each."""
+    """Record the sizes of the parts of every step of a pool, and its bytes after each step."""
 
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []
         self.most_bytes = 0
-        scheduler, shared = pool.runner.scheduler, pool.runner.shared
-        assert shared is not None
-        core = shared.core
+        scheduler, core = pool.runner.scheduler, pool.runner.shared.core
+        assert core is not None
         run = scheduler._run
 
         def noted(works: Any) -> None:
@@ -55,7 +56,7 @@ class Steps:
 
 
 def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:
-    """The same as written(), of several conversations at a time."""
+    """Return what written() returns, for several conversations that run at the same time."""
     return in_threads(
         [
             lambda s=session, p=prompt: written(s, p, n)

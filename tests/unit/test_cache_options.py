@@ -1,4 +1,6 @@
-"""CacheOptions: what every door takes, checked once, and what follows from it for a model."""
+"""CacheOptions accepts the same options at every entry point, checks them once, and resolves them
+for a model.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,62 @@ from entropykv import (
     SettingsError,
     attach,
 )
-from entropykv.cli import main
+from entropykv.cli import _parser, main
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.resolved_config import resolve
+from entropykv.server.options import ModelOptions
+from entropykv.session.asked import config_for
 from entropykv.settings.cache_options import (
     CacheArguments,
     PoolArguments,
     SessionArguments,
 )
+from entropykv.settings.declared import declared
 from entropykv.settings.options import Budget
 
 NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}
 
 
 def test_the_names_of_arguments_are_those_of_the_fields() -> None:
-    """PoolArguments is written by hand, for type checkers: it has all fields, of their types."""
+    """PoolArguments is written by hand, for type checkers: it has all fields with their types."""
     fields = get_type_hints(CacheOptions)
     arguments = get_type_hints(PoolArguments)
     assert arguments == {name: fields[name] for name in NAMES}
+
+
+def test_every_field_declares_its_help() -> None:
+    assert declared(CacheOptions).keys() == NAMES
+    for owner in (CacheOptions, Freezing, Recovery):
+        for name, option in declared(owner).items():
+            assert option.help, name
+            assert option.default == getattr(owner(), name)
+
+
+def test_the_command_line_has_every_flag_and_its_default() -> None:
+    (commands,) = (a for a in _parser(serving=False)._actions if a.dest == "command" or a.choices)
+    run = {flag: a for a in commands.choices["run"]._actions for flag in a.option_strings}
+    plan = {flag: a for a in commands.choices["plan"]._actions for flag in a.option_strings}
+    for name, option in declared(CacheOptions).items():
+        for flag in option.flags:
+            action = (run | {"-np": plan["-np"], "--parallel": plan["--parallel"]})[flag]
+            said = {"kv_budget": "1.0", "n_ubatch": 512, "learn": None}
+            assert action.default == said.get(name, option.default), flag
+    for owner in (Freezing, Recovery):
+        for option in declared(owner).values():
+            for flag in option.flags:
+                assert run[flag].default is None
+                assert run[flag].help == f"{option.help} (default: {option.shown_default})"
+
+
+def test_the_server_has_every_option_and_its_default() -> None:
+    fields = ModelOptions.model_fields
+    of_llama = ("n_ctx", "n_ubatch", "n_gpu_layers")  # llama_cpp.server's own, with its defaults
+    for name, option in declared(CacheOptions).items():
+        assert option.server_name in fields
+        if name not in of_llama:
+            assert fields[option.server_name].default == option.server_default, name
+    for option in (*declared(Freezing).values(), *declared(Recovery).values()):
+        if option.flags and option.name != "rewalk":
+            assert fields[option.name].default is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +140,8 @@ def test_checkpoints_of_one_conversation_need_a_pool_of_one(tiny_llama: Path) ->
         read.append(llm.kv_stats().prompt_tokens - before)
         assert texts[0] == texts[1]
         llm.close()
-    assert read == [80, 0]  # evicted since, so that one without any reads all of it again
+    # Entries were evicted since, so that a session without checkpoints reads everything again.
+    assert read == [80, 0]
 
 
 def test_options_reach_a_session_whole(tiny_llama: Path) -> None:
@@ -122,14 +163,14 @@ def test_attach_leaves_to_the_model_what_is_its_own() -> None:
 
 
 def test_a_recipe_says_what_a_session_follows(tiny_llama: Path) -> None:
-    """Every figure of the config, before anything is loaded, is that of the session."""
+    """Every figure of the config, known before anything is loaded, equals that of the session."""
     for options in (
         CacheOptions(n_ctx=96, kv_budget=0.5),
         CacheOptions(n_ctx=96, kv_budget=48, freeze="ram"),
         CacheOptions(n_ctx=96, kv_budget="1MiB", store="flat"),
         CacheOptions(policy="rolling-freeze", n_ubatch=9),
     ):
-        config = resolve(options, read_geometry(tiny_llama))
+        config = config_for(options, read_geometry(tiny_llama))
         with Session(tiny_llama, options) as session:
             assert session.config == config
             assert (session.store, session.policy) == (config.store, config.policy)
@@ -153,11 +194,11 @@ def test_a_recipe_refuses_what_does_not_go_together(tiny_llama: Path) -> None:
         (CacheOptions(n_ctx=10_000, n_sinks=5_000), ContextError, "too many"),
     ):
         with pytest.raises(error, match=what):
-            resolve(options, geometry)
+            config_for(options, geometry)
 
 
 def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Entries that are frozen change the policy that auto stands for, and the micro-batch."""
+    """Frozen entries change the policy that auto chooses, and the micro-batch."""
     common = ["plan", "-m", str(tiny_llama), "-c", "96", "--kv-budget", "0.5", "--json"]
     assert main(common) == 0
     alone = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Notes to the user: where lines end, and what is said of a busy machine."""
+"""Notes to the user are wrapped, and mention a busy machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 import pytest
 
 from entropykv.cli.notes import say
-from entropykv.evaluation.part import Values
+from entropykv.evaluation.metrics import disagreement, disagreement_note
+from entropykv.evaluation.reading import Values
 from entropykv.evaluation.results import Record
-from entropykv.evaluation.rounds import disagreement, disagreement_note
 from entropykv.evaluation.rows import summarize
 
 NOTE = "the answer was cut after 1024 tokens; raise -n for longer ones, or ask again in other words"
 
 
 class Screen(io.StringIO):
-    """A terminal."""
+    """Fake a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -89,7 +89,6 @@ def test_random_operations_keep_what_the_oracle_keeps(
     todo=operations,
     decay=st.sampled_from([0.0, 0.9, 0.99, 1.0]),
     observation_window=st.sampled_from([16, 128]),
-    by_exposure=st.booleans(),
     by_values=st.booleans(),
     distinct=st.booleans(),
     rope=st.sampled_from(ROPES),
@@ -101,7 +100,6 @@ def test_random_operations_keep_what_the_oracle_keeps(
     todo=[("attend", 96), ("decode", 20)],
     decay=0.9,
     observation_window=16,
-    by_exposure=False,
     by_values=True,
     distinct=True,
     rope=ROPES[1],
@@ -115,7 +113,6 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     todo: list[tuple[Any, ...]],
     decay: float,
     observation_window: int,
-    by_exposure: bool,
     by_values: bool,
     distinct: bool,
     rope: Rope,
@@ -123,10 +120,9 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
     seed: int,
 ) -> None:
     if measure == "expected":
-        assume(decay > 0.0 and not by_exposure)
+        assume(decay > 0.0)
     if measure not in ("mass", "attention"):
         expected_lookups = 0.0
-    assume(not by_exposure or (measure != "predicted" and expected_lookups == 0.0))
     rules = Rules(
         measure,
         kv_type,
@@ -134,7 +130,6 @@ def test_every_measure_and_modifier_keeps_what_the_oracle_keeps(
         RECENT,
         decay=decay,
         observation_window=observation_window,
-        by_exposure=by_exposure,
         by_values=by_values,
         distinct=distinct,
         rope=rope,
@@ -164,7 +159,7 @@ def test_memory_goes_back_after_a_large_shrink() -> None:
     page_bytes, (per_page,) = _core.page_geometry([shape], "f16")
     pages = _core.pages_for(20_000, per_page)
     store.set_budgets([20_000], pages, N_SINKS, RECENT)
-    assert store.mapped_bytes == 0  # nothing is taken before it is needed
+    assert store.mapped_bytes == 0  # No memory is used before it is needed.
     rows = np.ones((512, 1, 128), np.float32)
     for position in range(0, 16_384, 512):
         store.attend(0, rows, rows, rows, 0.0, position=position)
@@ -210,7 +205,7 @@ def test_a_micro_batch_of_impossible_length_is_refused(n_tokens: int) -> None:
 
 
 def test_pages_of_every_layer_have_the_same_bytes() -> None:
-    """A layer with smaller entries has more groups of 16 in a page; the largest has one."""
+    """A layer with smaller entries has more groups of 16 in a page; the largest layer has one."""
     page_bytes, per_page = _core.page_geometry(LAYERS, "f16")
     assert min(per_page) == per_page[1] == 16
     sizes = [2 * (32 + 32) + 8, 2 * (48 + 64) + 8, 2 * (16 + 32) + 8]

@@ -1,114 +1,48 @@
-"""Say what the names given to `--policy` mean."""
+"""Define the names that `--policy` accepts."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 
 from entropykv.errors import SettingsError
+from entropykv.policy.documents.kim_jung import LAYER, LAYER_IN_RANGE
+from entropykv.policy.documents.metinov import ROLLING_FREEZE
+from entropykv.policy.documents.readme_entropy_kv import ENTROPY, RECENCY
 from entropykv.policy.importance import MEASURES, MODIFIERS, Importance
+from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.profile.curves import EARLIER_IMPORTANCES, IMPORTANCES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
-"""The default: `profile` where the model has one with loss curves, else `adaptive`. Entries are
-ranked by a predictor, in the way that the profile says: that of the profile, or one that is fitted
-to the first texts, which are read twice for it. Where a model's keys before RoPE are not known,
-nothing can be predicted, and all texts are read twice. `uniform` where entries are frozen: what a
-head needs comes back, and every head needs room for it; `recency` on the flat store."""
+"""The default policy. It is `profile` if the model has a profile with loss curves, else `adaptive`.
+Entries are ranked by a predictor, with the measure that the profile names: the profile's predictor,
+or one that is fitted to the first texts, which are read twice for it. If a model's keys before RoPE
+are not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
+`uniform`, because needed entries return and every head needs room for them; on the flat store it is
+`recency`.
+"""
 FAST = "fast"
-"""The default without predictions and echoes: what queries of the text give ranks entries."""
-EARLIER_NAMES = {"freeze": "rolling-freeze"}
-"""Names that policies had before version 0.2.0; they are taken for one more release."""
+"""The default without predictions and echoes: only the queries of the text rank entries."""
+EARLIER_NAMES = {"freeze": "rolling-freeze", "adaptive-heads": "adaptive"}
+"""Names of policies before version 0.2.0, which work for one more release."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
-"""What takes the place of a measure of IMPORTANCES where nothing can be predicted."""
-ENTROPY_CLAMP = (0.3, 2.5)
-"""The limits of entropy / mean entropy in a head's budget, as in the BitNet document."""
+"""The measure that replaces each of IMPORTANCES if nothing can be predicted."""
 
-
-class BudgetRule(Enum):
-    """Name the ways to share a budget among the KV heads."""
-
-    EQUAL = auto()
-    PROFILE_ENTROPY = auto()
-    """Share by the entropies of a profile."""
-    PROFILE_CURVES = auto()
-    """Share by the loss curves of a profile."""
-    LAYER_ENTROPY = auto()
-    """Share per layer, in proportion to its mean entropy in this text."""
-    LAYER_RANGE = auto()
-    """Share per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
-    LOSSES = auto()
-    """Share by what heads lose in this text."""
-    LOSSES_WITHIN_LAYER = auto()
-    """Share by what heads lose in this text, with equal budgets for all layers."""
-    OWN = auto()
-    """Share as an object of the user's says: see settings/own_policy.py."""
-    OWN_BY_LAYER = auto()
-    """Share as an object of the user's says, with one choice for all heads of a layer."""
-
-    @property
-    def by_profile(self) -> bool:
-        """Tell whether it needs an entropy profile."""
-        return self in (BudgetRule.PROFILE_ENTROPY, BudgetRule.PROFILE_CURVES)
-
-    @property
-    def by_layer(self) -> bool:
-        """Tell whether all heads of a layer keep the same positions."""
-        ours = (BudgetRule.LAYER_ENTROPY, BudgetRule.LAYER_RANGE, BudgetRule.OWN_BY_LAYER)
-        return self in ours
-
-    @property
-    def by_text(self) -> bool:
-        """Tell whether budgets change as a text is read."""
-        return self.by_layer or self.by_losses
-
-    @property
-    def by_losses(self) -> bool:
-        """Tell whether budgets follow what heads lose in this text."""
-        return self in (BudgetRule.LOSSES, BudgetRule.LOSSES_WITHIN_LAYER)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Say how budgets are shared and which entries are kept."""
-
-    name: str
-    summary: str
-    importance: Importance = field(default_factory=Importance)
-    flat: bool = False
-    """True where the flat store can follow it: it needs no choice of its own per head."""
-    rule: BudgetRule = BudgetRule.EQUAL
-    schedule: bool = False
-    """True where entries below a threshold are frozen for a while, whatever the budget."""
-    own: OwnPolicy | None = None
-    """The user's object that shares the budget; None for a policy of entropykv's."""
-
-
-_BY_AGE = Importance("streaming", ())
-_BY_ATTENTION = Importance("attention", (), decay=1.0)
 
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("streaming", "sinks and the most recent tokens", _BY_AGE, flat=True),
         Policy(
-            "recency",
-            "README_ENTROPY_KV's position score: exponential decay, a bonus for the newest tenth",
-            Importance("recency", ()),
-            flat=True,
+            "streaming", "sinks and the most recent tokens", Importance("streaming", ()), flat=True
         ),
+        RECENCY,
         Policy(
             "uniform",
             "the same budget for every KV head, each keeping what gets most attention",
         ),
-        Policy(
-            "entropy",
-            "budgets per KV head from an entropy profile, each keeping what gets most attention",
-            rule=BudgetRule.PROFILE_ENTROPY,
-        ),
+        ENTROPY,
         Policy(
             "profile",
             "budgets per KV head that lose least by the profile's loss curves, each keeping what "
@@ -121,32 +55,9 @@ POLICIES = {
             "attention",
             rule=BudgetRule.LOSSES,
         ),
-        Policy(
-            "adaptive-heads",
-            "the same, with equal budgets for all layers",
-            rule=BudgetRule.LOSSES_WITHIN_LAYER,
-        ),
-        Policy(
-            "layer",
-            "Kim and Jung (2025): budgets per layer by entropy in this text, half of them for what "
-            "gets most attention in the layer",
-            _BY_ATTENTION,
-            rule=BudgetRule.LAYER_ENTROPY,
-        ),
-        Policy(
-            "layer-range",
-            "the same with budgets from 8 to 128 by entropy, scaled to the budget",
-            _BY_ATTENTION,
-            rule=BudgetRule.LAYER_RANGE,
-        ),
-        Policy(
-            "rolling-freeze",
-            "ASR-KF-EGR's schedule: what gets less attention than a share of the mean is "
-            "frozen, each time for longer, and comes back by itself "
-            "(rolling-freeze:products: less |q.k| than a threshold, as in its paper)",
-            Importance("attention", ()),
-            schedule=True,
-        ),
+        LAYER,
+        LAYER_IN_RANGE,
+        ROLLING_FREEZE,
     )
 }
 
@@ -179,13 +90,14 @@ def policy_named(
     recurrent: bool = False,
     predictable: bool = True,
 ) -> Policy:
-    """Return the policy of that name, which may be `auto` or `fast`, or that of an own policy.
+    """Return the policy with this name, which may be `auto` or `fast`, or the policy of a user's
+    object.
 
-    `freezes`: what is evicted is frozen. `recurrent`: the model has recurrent layers, which cannot
-    read a text twice. `predictable`: its keys before RoPE are known, which predictors need.
-    `name`: NAME[:MEASURE[+MODIFIER...]]; the policy's name is the same with its modifiers in the
-    order of MODIFIERS, and without a measure that is the default. Raises SettingsError for a name
-    that does not exist or that the store cannot follow.
+    `freezes`: evicted entries are frozen. `recurrent`: the model has recurrent layers, which cannot
+    read a text twice. `predictable`: its keys before RoPE are known, which predictors need. `name`:
+    NAME[:MEASURE[+MODIFIER...]]; the policy's own name has its modifiers in the order of MODIFIERS,
+    and no measure if it is the default. Raises SettingsError for an unknown name, and for one that
+    the store does not support.
     """
     if not isinstance(name, str):
         policy = _own(name)
@@ -211,23 +123,22 @@ def policy_named(
 
 
 def current_name(text: str) -> str:
-    """Return the name of a policy today, where `text` may begin with an earlier one."""
+    """Return the current name of a policy, where `text` may begin with an earlier name."""
     base, colon, measure = text.partition(":")
     return f"{EARLIER_NAMES.get(base, base)}{colon}{measure}"
 
 
 def learns_predictor(policy: Policy, profile: EntropyProfile | None) -> bool:
-    """Tell whether a policy predicts, and nobody has fitted a predictor to the model yet."""
+    """Tell whether a policy needs a predictor that has not been fitted to the model yet."""
     known = profile is not None and profile.predictor is not None
     return policy.importance.predicts and not known
 
 
 def takes_profile(name: str | OwnPolicy) -> bool:
-    """Tell whether a policy of that name goes by the model's profile, if it has one.
+    """Tell whether a policy uses the model's profile, if the model has one.
 
-    It shares budgets by the profile's heads, or ranks entries by the profile's predictor.
-
-    An own policy does not count: it may use the profile that it is given.
+    It uses the profile to share the budget, or its predictor to rank entries. A user's own policy
+    does not count: it gets the profile that is given with it.
     """
     if not isinstance(name, str):
         return False
@@ -239,7 +150,7 @@ def takes_profile(name: str | OwnPolicy) -> bool:
 
 
 def schedules(name: str | OwnPolicy) -> bool:
-    """Tell whether a policy of that name freezes and restores by the freeze document's schedule."""
+    """Tell whether a policy freezes and restores by the freeze document's schedule."""
     if not isinstance(name, str):
         return False
     base = current_name(name).partition(":")[0]
@@ -261,7 +172,7 @@ def _check_choice_of_layers(name: str, importance: Importance) -> None:
         raise SettingsError(
             f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
             f"them by what each head has stored; use --policy {name}, or measure mass, attention "
-            "or products with modifier window or exposure"
+            "or products"
         )
 
 
@@ -273,9 +184,9 @@ def _chosen(
     foresees: bool,
     predictable: bool,
 ) -> str:
-    """Return the policy that `auto` or `fast` stands for.
+    """Return the policy that `auto` or `fast` chooses.
 
-    `foresees`: whether entries are ranked by what a repetition of the text would look up, too.
+    `foresees`: entries are also ranked by what a repetition of the text would attend to.
     """
     if store == "flat":
         return "recency"
@@ -317,7 +228,7 @@ def _parsed(text: str) -> Policy:
             f"policy {name} goes by what each step's queries find, and {importance} does not; use "
             f"--policy {name}, or measure mass, attention or products"
         )
-    # The policy's decay stays, whatever the measure: one may add up all that queries gave.
+    # Keep the policy's decay with any measure, because a policy may need the sum over all queries.
     importance = replace(importance, decay=policy.importance.decay)
     if importance == policy.importance:
         return policy

@@ -1,4 +1,4 @@
-"""Call functions in threads that the end of the process does not wait for."""
+"""Call functions in daemon threads, for which the process does not wait at its end."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class DaemonThreads:
             result, failed = None, None
             try:
                 result = function()
-            except BaseException as error:  # who waits raises it
+            except BaseException as error:  # The waiting task raises it again.
                 failed = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # The loop was closed meanwhile.
                 loop.call_soon_threadsafe(finish, result, failed)
 
         thread = threading.Thread(target=run, name=self._name, daemon=True)

@@ -1,7 +1,7 @@
-"""Load the models of a server when requests ask for them, and unload those that nobody uses.
+"""Load the models of a server when requests need them, and unload unused ones.
 
-The event loop alone changes what is loaded. Loading and freeing take place in threads, one at a
-time, while the other models go on answering.
+Only the event loop changes which models are loaded. Loading and freeing take place in threads, one
+at a time, while the other models continue to answer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from entropykv.server.options import ModelOptions
 _logger = logging.getLogger("entropykv.server")
 _LEASES = "entropykv.leases"
 _MOST_NAMED = 20
-"""How many models an error names."""
+"""The most models that an error names."""
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Room:
-    """Say how many models may be in memory, and how many bytes they may take; None: any."""
+    """Hold how many models may be in memory, and their most bytes; None: no limit."""
 
     models: int | None = None
     memory: int | None = None
@@ -63,14 +63,15 @@ class ModelRegistry:
         limits: Limits,
         autoload: bool = True,
     ) -> None:
-        """Load nothing yet. `open_model` loads a model, and `describe` says what is kept of it.
+        """Create the registry without loading. `open_model` loads a model, `describe` returns what
+        is kept of it.
 
-        `autoload`: whether a request loads the model that it asks for.
+        `autoload`: whether a request loads the model that it names.
         """
         self.catalog = catalog
         self.created = int(time.time())
         self.admission = Admission(limits, 0)
-        """Counts the bodies of all requests."""
+        """Limits the bodies of all requests."""
         self.room = room
         self.autoload = autoload
         self._open_model = open_model
@@ -80,28 +81,28 @@ class ModelRegistry:
             alias: self._held[model.name] for model in catalog.models for alias in model.aliases
         }
         self._turn = asyncio.Lock()
-        """Held by who loads or unloads: one model at a time."""
+        """Held while a model is loaded or unloaded, one at a time."""
         self._changed = asyncio.Event()
-        """Set, and replaced, whenever a model may have become another state."""
+        """Set and replaced whenever the state of a model may have changed."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._opened = threading.Lock()
-        """Held while it is decided who frees a model that was loaded during the shutdown."""
+        """Held to decide which thread frees a model that was loaded during the shutdown."""
         self._threads = DaemonThreads("entropykv-load")
 
     # --- which models there are -------------------------------------------------------------------
 
     @property
     def has_several(self) -> bool:
-        """Tell whether requests say which model they want, as at llama-server's router."""
+        """Tell whether requests must name a model, as with llama-server's router."""
         return not self.catalog.any_name
 
     def all(self) -> list[HeldModel]:
-        """Return all models, in the order of the catalog."""
+        """Return all models in the order of the catalog."""
         return list(self._held.values())
 
     def loaded(self) -> list[tuple[HeldModel, Engine]]:
-        """Return the models that are in memory, with what answers for them."""
+        """Return the models in memory, with their engines."""
         return [(each, each.engine) for each in self._held.values() if each.engine is not None]
 
     @property
@@ -110,7 +111,7 @@ class ModelRegistry:
         return self._threads.are_busy
 
     def find(self, name: str | None) -> HeldModel:
-        """Return the model of a name or alias, or the default; raises RequestError (400, 404)."""
+        """Return the model with a name or alias, or the default; raises RequestError (400, 404)."""
         if self.catalog.any_name or (name is None and self.catalog.default is not None):
             return self._held[str(self.catalog.default)]
         if name is None:
@@ -122,7 +123,7 @@ class ModelRegistry:
         return self.named(name)
 
     def named(self, name: str) -> HeldModel:
-        """Return the model that has exactly this name or alias; raises RequestError (404)."""
+        """Return the model with exactly this name or alias; raises RequestError (404)."""
         held = self._held.get(name) or self._by_alias.get(name)
         if held is None:
             verb = "is" if len(self._held) == 1 else "are"
@@ -141,9 +142,9 @@ class ModelRegistry:
         return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
     def engine_of(self, name: str | None) -> Engine:
-        """Return what answers for a model that is in memory; raises RequestError for others.
+        """Return the engine of a model that is in memory; raises RequestError for others.
 
-        Nothing is loaded, and nothing keeps the model from being unloaded: for those who watch.
+        It loads nothing, and does not keep the model from being unloaded: it is meant for viewers.
         """
         held = self.find(name)
         if held.engine is None:
@@ -153,11 +154,11 @@ class ModelRegistry:
     # --- requests that use a model ----------------------------------------------------------------
 
     async def use(self, request: Request, name: str | None) -> Engine:
-        """Return what answers for a model, which stays in memory until the response was sent.
+        """Return the engine of a model, which stays in memory until the response was sent.
 
-        It is loaded where it is not; the request waits, as long as its client does. Raises
-        RequestError for an unknown model, one that cannot be loaded, too many that wait (429), or
-        too long a time (504).
+        If necessary, the model is loaded; the request waits as long as its client is connected.
+        Raises RequestError for an unknown model, one that cannot be loaded, too many waiting
+        requests (429), or a timeout (504).
         """
         held = self.find(name)
         stack: ExitStack = request.scope[_LEASES]
@@ -203,11 +204,11 @@ class ModelRegistry:
             raise RequestError(CLIENT_GONE, "the client has gone")
 
     async def _until_loaded(self, held: HeldModel, stack: ExitStack) -> None:
-        """Wait for a model, and take it before anybody else can unload it again."""
+        """Wait for a model, and count as its user before it can be unloaded again."""
         while held.engine is None or held.leaves:
             if self._closing:
                 raise shutting_down()
-            # One that is about to leave is loaded again once it has left.
+            # A model that is about to be unloaded is loaded again after that.
             attempt = self._begin_loading(held) if held.engine is None else None
             await self._changed.wait()
             if attempt not in (None, held.opening) and held.failure is not None:
@@ -217,7 +218,7 @@ class ModelRegistry:
     # --- loading ----------------------------------------------------------------------------------
 
     def load(self, name: str) -> None:
-        """Begin to load a model; raises RequestError for one that is loaded already, or unknown."""
+        """Start loading a model; raises RequestError for one that is already loaded, or unknown."""
         held = self.named(name)
         if held.engine is not None or held.opening is not None:
             raise RequestError(400, f"the model {held.name!r} is already loaded, or loading")
@@ -225,9 +226,9 @@ class ModelRegistry:
         self._begin_loading(held)
 
     def load_now(self) -> None:
-        """Load the one model of the catalog in this thread, before requests come.
+        """Load the only model of the catalog in this thread, before requests arrive.
 
-        Raises what loading raises, and SettingsError where it takes more than the room for models.
+        Raises the errors of loading, and SettingsError if it takes more than the room for models.
         """
         (held,) = self._held.values()
         if self.room.memory is not None:
@@ -237,7 +238,7 @@ class ModelRegistry:
         self._adopt(held, self._open_model(held.served))
 
     def begin(self) -> None:
-        """Load what is to be loaded on startup, and let idle models sleep; in the event loop."""
+        """Load the models for startup, and start the sleep timers; called in the event loop."""
         for held in self._held.values():
             if held.engine is not None:
                 self._sleep_later(held)
@@ -253,7 +254,7 @@ class ModelRegistry:
         return held.opening
 
     async def _load(self, held: HeldModel) -> None:
-        """Load a model into the room for models; where it fails, note why."""
+        """Load a model into the room for models; if it fails, record why."""
         try:
             options = await self._threads.call(lambda: _with_path(held.served.options))
             held.estimate = await self._threads.call(
@@ -266,7 +267,7 @@ class ModelRegistry:
                     return
                 served = ServedModel(held.name, options, held.served.aliases)
                 self._adopt(held, await self._threads.call(lambda: self._open_for(served)))
-        except Exception as error:  # it is that of one model, whatever it is
+        except Exception as error:  # An error of any kind concerns only this model.
             held.failure = failure_of(held, error)
         finally:
             held.opening = None
@@ -277,7 +278,7 @@ class ModelRegistry:
             self._sleep_later(held)
 
     def _open_for(self, served: ServedModel) -> Engine:
-        """Load a model, in a thread; it is freed again where the server was closed meanwhile."""
+        """Load a model, in a thread; it is freed again if the server was closed meanwhile."""
         engine = self._open_model(served)
         with self._opened:
             if self._closing:
@@ -303,10 +304,10 @@ class ModelRegistry:
         )
 
     async def _make_room(self, held: HeldModel) -> bool:
-        """Unload idle models until another one fits; False: nobody waits for it any more.
+        """Unload idle models until another one fits; returns False if nobody waits for it any more.
 
-        Where all are busy, the least recently used one takes no new requests, so that its turn to
-        leave comes.
+        If all are busy, the least recently used one accepts no new requests, so that it becomes
+        idle.
         """
         leaving: HeldModel | None = None
         try:
@@ -318,7 +319,9 @@ class ModelRegistry:
                 if idle is not None:
                     await self._free(idle, ModelState.UNLOADED)
                     continue
-                if leaving is None:  # those that were just loaded first answer who waited for them
+                if (
+                    leaving is None
+                ):  # A model that was just loaded first answers the requests that waited.
                     busy = (each for each in there if each.users and not each.leaves)
                     leaving = next(busy, None)
                     if leaving is not None:
@@ -342,9 +345,9 @@ class ModelRegistry:
     # --- unloading --------------------------------------------------------------------------------
 
     def unload(self, name: str) -> None:
-        """Unload a model once its requests have their answers; RequestError where it is not loaded.
+        """Unload a model after its requests were answered; raises RequestError if it is not loaded.
 
-        One that is loading is unloaded then.
+        A model that is being loaded is unloaded afterwards.
         """
         held = self.named(name)
         if held.engine is None and held.opening is None:
@@ -369,7 +372,7 @@ class ModelRegistry:
             self._tell()
 
     def _sleep_later(self, held: HeldModel) -> None:
-        """Look again after --sleep-idle-seconds whether the model was idle all the time."""
+        """Check after --sleep-idle-seconds whether the model was idle all the time."""
         seconds = held.served.options.sleep_idle_seconds
         if seconds < 0 or held.engine is None or held.users or self._closing:
             return
@@ -389,27 +392,29 @@ class ModelRegistry:
                 await self._free(held, ModelState.SLEEPING)
 
     async def _free(self, held: HeldModel, state: ModelState) -> None:
-        """Free an idle model, whose conversations are gone with it; `_turn` must be held."""
+        """Free an idle model with its conversations; `_turn` must be held."""
         engine = held.engine
         if engine is None or self._closing:
             return
         held.engine, held.state = None, state
         await asyncio.to_thread(engine.close)
-        del engine  # what it held is given back only once nobody refers to it
+        del engine  # Its memory is returned only when nothing refers to it.
         await asyncio.to_thread(_give_memory_back)
         self._tell()
 
     # --- the end ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuse requests that wait and that come; see Engine.stop()."""
+        """Refuse waiting and new requests; see Engine.stop()."""
         self._closing = True
         for _, engine in self.loaded():
             engine.stop()
         self._tell()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop, then free all models; `wait`: also for one that is being loaded. In a thread."""
+        """Stop, then free all models; `wait`: also wait for one that is being loaded. Called in a
+        thread.
+        """
         with self._opened:
             self._closing = True
         for _, engine in self.loaded():
@@ -420,19 +425,21 @@ class ModelRegistry:
     # --- how all of this takes place --------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Let all who wait for a change look again."""
+        """Wake all tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)  # the event loop alone would not keep it
+        self._tasks.add(task)  # The event loop alone would not keep a reference to it.
         task.add_done_callback(self._tasks.discard)
         return task
 
 
 class Leases:
-    """Let a model stay in memory while a request uses it: until its response was sent (ASGI)."""
+    """Keep a model in memory while a request uses it, until its response was sent (ASGI
+    middleware).
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap an app whose routes use models."""
@@ -446,15 +453,17 @@ class Leases:
 
 
 def _with_path(options: ModelOptions) -> ModelOptions:
-    """Return the options with the path of the model's file; one of the hub is fetched."""
+    """Return the options with the path of the model's file, which is fetched from the hub if
+    necessary.
+    """
     path = path_of(options)
     return options.model_copy(update={"model": str(path), "hf_repo": None, "hf_file": None})
 
 
 def _give_memory_back() -> None:
-    """Let the system have what was freed, of objects that refer to each other, too."""
+    """Return freed memory to the system, including that of objects in reference cycles."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # A function of glibc.
     if trim is not None:
         trim(0)
 

@@ -1,4 +1,4 @@
-"""Gather a session for its file, and check what a file holds before a session takes it over."""
+"""Write a session to a file, and check a file before a session loads it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from entropykv.session.file import (
     reader_of,
     write_session,
 )
-from entropykv.session.going_back import RollbackMixin
+from entropykv.session.model_runner import ModelRunner
 from entropykv.session.sequence import TokenSequence
+from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
 
@@ -36,7 +37,7 @@ from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, 
 def saved_settings(
     model: Model, config: ResolvedConfig, store: Store, budget: Budget
 ) -> SavedSettings:
-    """Gather what a session was made with; `budget` is the one that it has now."""
+    """Return the settings of a session for its file; `budget` is its current budget."""
     freezing = config.freezing
     return SavedSettings(
         entropykv=VERSION,
@@ -66,7 +67,8 @@ def write_state(
 ) -> SavedContents:
     """Write a session to a binary file."""
     state = store.state()
-    # Copy the array: an error that somebody keeps would keep it from growing.
+    # Copy the array: an exported buffer that an exception keeps alive would prevent it from
+    # growing.
     tokens = np.array(sequence.tokens, "<i4")
     logits = np.empty(0) if sequence.logits is None else sequence.logits
     contents = SavedContents(
@@ -89,9 +91,9 @@ def write_state(
 def load_state(
     reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int, n_ubatch: int
 ) -> TokenSequence:
-    """Replace what a store holds by a saved session, and return its text.
+    """Replace the content of a store by a saved session, and return its text.
 
-    Raises SessionFileError where it does not fit or is damaged, and leaves the store as it was.
+    Raises SessionFileError if it is damaged or does not fit, and leaves the store unchanged.
     """
     check_settings(reader.settings, settings, reader.where)
     contents = reader.contents
@@ -156,64 +158,62 @@ def _sequence(
     return sequence
 
 
-class Saving(RollbackMixin):
-    """Be a session that can be written, and that goes on from what was written."""
+class Saver:
+    """Save one sequence to a file or to bytes, and load it again."""
 
-    def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
-        """Write all that decoding depends on to a file, which appears complete or not at all.
+    def __init__(self, runner: ModelRunner, slot: SequenceSlot) -> None:
+        """Save and load the sequence of one slot of a model runner."""
+        self._runner = runner
+        self._slot = slot
 
-        `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
-        """
+    def save(self, path: str | os.PathLike[str], *, chat: bool | None) -> SavedContents:
+        """Write a file, which appears complete or not at all: see Session.save()."""
         with new_session_file(path) as file:
-            return self._save(file, chat)
+            return self._write(file, chat)
 
-    def save_state(self) -> bytes:
+    def state(self) -> bytes:
         """Return the bytes that save() would write."""
         file = io.BytesIO()
-        self._save(file, None)
+        self._write(file, None)
         return file.getvalue()
 
     def load(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a session that was saved: the same numbers as if it had never ended.
-
-        Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
-        than what the file holds, it evicts. All of the file is read and checked before anything
-        changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
-        leaves the session as it was before.
-        """
+        """Load a file: see Session.load()."""
         with open_session(path) as reader:
             return self._load(reader)
 
     def load_state(self, data: bytes) -> SavedContents:
-        """Go on with what save_state() returned, as load() does with a file."""
+        """Load what state() has returned."""
         return self._load(reader_of(data))
 
-    def _saved_settings(self) -> SavedSettings:
-        return saved_settings(self._model, self.config, self._store, self._runner.budget)
+    def _settings(self) -> SavedSettings:
+        runner = self._runner
+        return saved_settings(runner.model, runner.config, self._slot.store, runner.budget)
 
-    def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
-        self._check_usable()
+    def _write(self, file: BinaryIO, chat: bool | None) -> SavedContents:
+        self._runner.check_usable(self._slot)
         with self._runner.live_store(self._slot) as store:
-            return write_state(file, self._saved_settings(), store, self._sequence, chat)
+            return write_state(file, self._settings(), store, self._slot.text, chat)
 
     def _load(self, reader: SessionReader) -> SavedContents:
-        self._check_usable()
-        self._broken = True
-        # Its share of a pool is to hold all of it before it is there.
-        self._slot.expected = max(self._slot.expected, reader.contents.position)
+        runner, slot = self._runner, self._slot
+        runner.check_usable(slot)
+        slot.broken = True
+        # Announce the length first, so that the share of the pool can hold all of it.
+        slot.expected = max(slot.expected, reader.contents.position)
         try:
-            with self._runner.live_store(self._slot) as store:
-                if self._runner.shared is not None:
-                    self._runner.shared.note_growth(self._slot)
-                read = load_state(
-                    reader, self._saved_settings(), store, self.n_vocab, self.config.n_ubatch
-                )
+            with runner.live_store(slot) as store:
+                if not runner.shared.is_private:
+                    runner.shared.note_growth(slot)
+                n_vocab, n_ubatch = runner.model.n_vocab, runner.config.n_ubatch
+                text = load_state(reader, self._settings(), store, n_vocab, n_ubatch)
         except (FreezeError, PoolError, SessionFileError):
-            self._broken = False
+            slot.broken = False
             raise
-        self._clear_counts()
-        self._sequence = read
-        self._slot.position = self._slot.expected = read.position
-        read.begin_after_load(self.evicted)
-        self._broken = False
+        if slot.trajectory:
+            slot.trajectory.clear()
+        slot.text = text
+        slot.position = slot.expected = text.position
+        text.begin_after_load(store.evicted)
+        slot.broken = False
         return reader.contents

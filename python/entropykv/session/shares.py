@@ -1,40 +1,116 @@
-"""Share the pages of a pool among its live sequences."""
+"""Divide the budget of a pool among its live sequences, or give all of it to a single one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.division import Claim, divide, equal_parts, longest_held
+from entropykv.policy.division import Claim, WholeTexts, divide, equal_parts
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.settings.options import Budget
 
 STRETCH = 64
-"""Tokens by which a text is expected to grow: shares do not change with every token."""
+"""Tokens by which a text is expected to grow, so that shares do not change with every token."""
 LEAST_CHANGE = 1 / 16
-"""Of a sequence's share: what has become clear of losses changes no shares by less."""
+"""Shares change only if a new measurement of losses would change one by at least this fraction."""
 
 MOST_FLOORS = 64
-"""Equal parts whose floors are known at a time."""
+"""The most numbers of pages whose floors are cached."""
 
 
-class Shares:
+class Shares(Protocol):
+    """Define how the live sequences of a pool share its budget."""
+
+    keeps_places: bool
+    """True if sequences never wait for room; then each is live from the start."""
+
+    def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
+        """Tell whether every sequence would get its protected entries.
+
+        `budget` None: of the current budget. Raises BudgetError for an unusable one.
+        """
+
+    def learn(self, slots: Sequence[SequenceSlot]) -> bool:
+        """Measure what sequences would lose with a smaller share; returns whether that has
+        changed.
+        """
+
+    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
+        """Set the share of every sequence; those that shrink evict first."""
+
+    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
+        """Prepare for the expected growth of a sequence's text."""
+
+    def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
+        """Tell whether note_growth() would let a sequence keep its whole text."""
+
+    def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
+        """Share another budget; raises BudgetError if that is impossible."""
+
+
+class WholeBudget:
+    """Give the whole budget to the only sequence of a pool of one.
+
+    Its store owns the pages, and can be of any kind.
+    """
+
+    keeps_places = True
+
+    def are_possible(
+        self,
+        slots: Sequence[SequenceSlot],  # noqa: ARG002
+        budget: Budget | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Return True, because the store itself checks its budget."""
+        return True
+
+    def learn(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
+        """Return False, because there is no other share to compare with."""
+        return False
+
+    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
+        """Do nothing, because the store has the budget already."""
+
+    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
+        """Let the store plan for the expected length of the text."""
+        slot.store.expect(slot.expected)
+
+    def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
+        """Return False, because the store itself knows what it holds whole."""
+        return False
+
+    def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
+        """Set the budget of the store."""
+        for slot in slots:
+            slot.store.resize(budget)
+
+
+class PageShares:
     """Divide the pages of a pool by what its sequences need; see policy/division.py."""
 
-    def __init__(self, config: ResolvedConfig, layers: Sequence[_core.LayerShape]) -> None:
-        """Share by the config's policy; `layers`: the model's attention layers."""
+    keeps_places = False
+
+    def __init__(
+        self, core: _core.SequencePool, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
+    ) -> None:
+        """Share the pages of `core`; `layers`: the model's attention layers."""
+        self._core = core
         self._config = config
         self._layers = layers
         self._all = config.headwise_plan(Budget("fraction", 1.0), layers)
+        self._pages = config.pool_pages(config.options.budget, layers)
+        core.set_pages(self._pages)
         self._pages_of: dict[int, int] = {}
         self._floors: dict[int, int] = {}
-        """Of equal parts; few, as long as nobody comes or goes."""
+        """The floors of equal parts, by their pages."""
 
-    def are_possible(self, slots: Sequence[SequenceSlot], pages: int) -> bool:
-        """Tell whether every equal part would hold what no eviction takes."""
+    def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
+        """Tell whether every equal part would hold the protected entries."""
+        pages = self._pages if budget is None else self._config.pool_pages(budget, self._layers)
         try:
             for part in set(equal_parts(pages, [slot.weight for slot in slots])):
                 self._plan(part)
@@ -43,7 +119,7 @@ class Shares:
         return True
 
     def learn(self, slots: Sequence[SequenceSlot]) -> bool:
-        """Take in what sequences would lose with fewer pages; whether that is news."""
+        """Measure what sequences would lose with fewer pages; returns whether that has changed."""
         news = False
         for slot in slots:
             curve = slot.headwise.sharing.loss_curve()
@@ -51,14 +127,14 @@ class Shares:
             slot.loss_curve = curve
         return news
 
-    def give(self, slots: Sequence[SequenceSlot], pages: int, least_change: float = 0.0) -> None:
-        """Give every sequence its share; those that get less evict first.
+    def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
+        """Set the share of every sequence; those that shrink evict first.
 
-        `least_change`: nothing happens where no share would change by so much of it.
+        `least_change`: nothing is done if no share would change by this fraction of it.
         """
         if not slots:
             return
-        claims, shares = self._divide(slots, pages)
+        shares = self._divide(slots)
         former = [slot.headwise.share_pages for slot in slots]
         changes = [new - old for new, old in zip(shares, former, strict=True)]
         pairs = zip(changes, former, strict=True)
@@ -66,32 +142,52 @@ class Shares:
             return
         for i in sorted(range(len(slots)), key=lambda i: changes[i]):
             slot = slots[i]
-            whole = self._whole_length(slot, shares[i], claims[i])
+            whole = self._whole_length(slot, shares[i])
             slot.shared_for = whole or self._length(slot)
             held = slot.headwise.core.entries
             slot.headwise.take_share(shares[i], whole)
             slot.given_up += held - slot.headwise.core.entries
 
-    def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot], pages: int) -> bool:
-        """Tell whether give() would let one of the sequences keep all of its text."""
-        claims, shares = self._divide(slots, pages)
+    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:
+        """Share again if a text becomes longer than the shares have planned for."""
+        if slot.expected > slot.shared_for:
+            self.give(slots)
+
+    def resize(self, budget: Budget, slots: Sequence[SequenceSlot]) -> None:
+        """Share another number of pages."""
+        pages = self._config.pool_pages(budget, self._layers)
+        if not self.are_possible(slots, budget):
+            self.give(slots)
+            raise BudgetError(
+                f"a KV budget of {budget} does not hold {len(slots)} conversations; close "
+                "some, or give a larger one"
+            )
+        former, self._pages = self._pages, pages
+        if pages >= former:
+            self._core.set_pages(pages)
+        self.give(slots)
+        self._core.set_pages(pages)
+
+    def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
+        """Tell whether give() would let a sequence keep its whole text."""
+        shares = self._divide(slots)
         i = slots.index(slot)
-        return self._whole_length(slot, shares[i], claims[i]) is not None
+        return self._whole_length(slot, shares[i]) is not None
 
-    def _whole_length(self, slot: SequenceSlot, share: int, claim: Claim) -> int | None:
-        """Return how long a text may get that a share holds whole; None: it does not hold this."""
-        if share >= claim.needed:
-            return self._length(slot)
-        longest = longest_held(share, self._config.n_ctx, self._all.pages_of)
-        return longest if longest >= max(slot.expected, slot.position) else None
+    def _whole_length(self, slot: SequenceSlot, share: int) -> int | None:
+        """Return the longest text that a share holds whole; None if it does not hold the current
+        one.
+        """
+        whole = WholeTexts(share, self._config.n_ctx, self._pages_for)
+        return whole.length_for(max(slot.expected, slot.position, 1), self._length(slot))
 
-    def _divide(self, slots: Sequence[SequenceSlot], pages: int) -> tuple[list[Claim], list[int]]:
-        parts = equal_parts(pages, [slot.weight for slot in slots])
+    def _divide(self, slots: Sequence[SequenceSlot]) -> list[int]:
+        parts = equal_parts(self._pages, [slot.weight for slot in slots])
         claims = [self._claim(slot, part) for slot, part in zip(slots, parts, strict=True)]
-        return claims, divide(pages, claims)
+        return divide(self._pages, claims)
 
     def _length(self, slot: SequenceSlot) -> int:
-        """Return how long a text is taken to get."""
+        """Return the expected length of a text in tokens."""
         n_tokens = max(slot.expected, slot.position, 1)
         return min(-(-n_tokens // STRETCH) * STRETCH, self._config.n_ctx)
 
@@ -106,7 +202,7 @@ class Shares:
         return self._pages_of[n_tokens]
 
     def _floor(self, part: int) -> int:
-        """Return the pages for the sinks and the recent windows of an equal part."""
+        """Return the pages of the sinks and recent windows of an equal part."""
         if part not in self._floors:
             if len(self._floors) >= MOST_FLOORS:
                 self._floors.clear()

@@ -32,6 +32,7 @@ class HeadwiseStore(Store):
     """Keep paged entries per (layer, KV head) of one sequence; others may share its context."""
 
     name = "headwise"
+    hook: _core.GraphHook
     shift = 0
     rebases = 0
     share_pages = 0
@@ -43,21 +44,19 @@ class HeadwiseStore(Store):
         self,
         model: Model,
         config: ResolvedConfig,
+        shared_context: HeadwiseContext,
         budget: Budget | None = None,
-        *,
-        shared_context: HeadwiseContext | None = None,
     ) -> None:
-        """Make a store in a context; None makes one of its own, which it frees.
+        """Make a store in a context.
 
         `budget` None takes that of the config. In a context of several sequences, it is that of all
-        together, and the store holds nothing before resize() gives it a share. Raises
+        together, and the store holds nothing before take_share(). Raises
         UnsupportedModelError where the model's graph has something that this store does not serve,
         SettingsError where the policy needs what the model does not have.
         """
         options, policy = config.options, config.policy
         self._config = config
-        self._owns_context = shared_context is None
-        self._shared_context = shared_context or HeadwiseContext(model, config, config.n_ubatch)
+        self._shared_context = shared_context
         self.hook = self._shared_context.hook
         self.context = self._shared_context.handle
         self.layers = self._shared_context.layers
@@ -155,6 +154,10 @@ class HeadwiseStore(Store):
         with self.cold.growing():
             self.sharing.take(plan)
 
+    def expect(self, n_tokens: int) -> None:
+        """Keep all of a text of so many tokens while the bytes hold it."""
+        self.sharing.expect(n_tokens)
+
     @property
     def sure_entries(self) -> int:
         """Return how long a text may get of which every KV head keeps everything.
@@ -175,9 +178,7 @@ class HeadwiseStore(Store):
         dropped what the tokens after it would see.
         """
         self.rollback.check(position)
-        if self._shared_context.pool is None:
-            self._shared_context.forget_cells()  # a decode that failed leaves some
-        elif self._recurrent:
+        if self._recurrent:
             self._recurrent.forget()
         self._store.truncate(position)
         self.sharing.expect(position)
@@ -304,9 +305,7 @@ class HeadwiseStore(Store):
         return self.cold.thaw(rung, window, position)
 
     def close(self) -> None:
-        """Free the context, if it is the store's own, and remove the file of what is frozen."""
-        if self._owns_context:
-            self._shared_context.close()
+        """Remove the file of what is frozen; the context is freed by whoever made it."""
         self.context = None
         if hasattr(self, "cold"):
             self.cold.close()

@@ -1,0 +1,3 @@
+"""Implement what the three source documents prescribe, one file each:
+docs/background/sources.md.
+"""

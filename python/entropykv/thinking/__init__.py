@@ -1,0 +1,1 @@
+"""Separate a model's thoughts from its answer, and limit the length of thoughts."""

@@ -1,0 +1,288 @@
+"""Run random operations on the sessions of a pool, and compare with fresh readings of the same
+texts.
+
+With a budget that holds everything, a session that was forked, swapped, saved, and restored from a
+checkpoint must give the logits of one that has read its text from the start. With a small budget,
+the logits of a token are computed over the entries that its KV heads hold: see oracle.py. At the
+end no page, slot or byte may be left.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from entropykv import EntropyKVError, Pool, Session
+from entropykv.errors import UnsupportedModelError
+from tests.fuzz.models import FuzzModel, llama_model, random_model
+from tests.fuzz.operations import topic
+from tests.fuzz.oracle import Oracle
+from tests.fuzz.promises import check_refusal, require
+from tests.fuzz.session_runs import say
+from tests.support.logits import relative_error
+
+N_CTX = 400
+MOST_SESSIONS = 6
+_LIMITS = ("0", "4KiB", "200KiB", "64MiB")
+"""Limits of checkpoints: none, hardly one, some, all."""
+
+
+def run_pool(seed: int, folder: Path) -> str:
+    """Execute one run; returns a one-line description. Raises if a promise is broken."""
+    chance = random.Random(f"pool {seed}")
+    ample = chance.random() < 0.6
+    model = random_model(chance, folder) if ample else _model_of_oracle(chance, folder)
+    options = _options(chance, folder, ample=ample)
+    say(f"{model.name}: {options}")
+    try:
+        pool = Pool(model.path, **options)
+    except UnsupportedModelError as error:
+        check_refusal(error)
+        return f"refused: {model.name}"
+    # For example, a budget that is too small for two conversations.
+    except EntropyKVError as error:
+        check_refusal(error)
+        return f"refused: {model.name}"
+    with pool:
+        run = _Run(chance, model, pool, options, ample=ample)
+        for _ in range(chance.randrange(15, 60)):
+            run.step()
+        run.finish()
+    return f"{run.n_done} operations, {run.n_refused} refusals, {run.n_compared} compared"
+
+
+def _model_of_oracle(chance: random.Random, folder: Path) -> FuzzModel:
+    shape = {"n_layer": chance.choice((1, 2)), "n_head": 4, "n_head_kv": chance.choice((1, 2))}
+    return llama_model(folder, **shape, head_dim=16, weight_type="F32", n_ctx_train=2048)
+
+
+def _options(chance: random.Random, folder: Path, *, ample: bool) -> dict[str, Any]:
+    tight = chance.choice((60, 90, 150, 400, "40KiB"))
+    return {
+        "n_sequences": chance.choice((1, 2, 3)),
+        "n_ctx": N_CTX,
+        "kv_budget": "64MiB" if ample else tight,
+        "n_ubatch": chance.choice((5, 16, 32)),
+        "n_threads": chance.choice((1, 2)),
+        "kv_type": chance.choice(("f16", "q8_0")),
+        "policy": chance.choice(("uniform", "auto", "adaptive", "layer", "streaming")),
+        "checkpoints": chance.choice(_LIMITS),
+        "swap": chance.choice(("ram", f"disk:{folder}")),
+        "swap_limit": chance.choice((None, None, "300KiB")),
+    }
+
+
+class _Run:
+    """Hold a pool, its sessions, and the text that each has read."""
+
+    def __init__(
+        self,
+        chance: random.Random,
+        model: FuzzModel,
+        pool: Pool,
+        options: dict[str, Any],
+        *,
+        ample: bool,
+    ) -> None:
+        self._chance = chance
+        self._model = model
+        self._pool = pool
+        self._sessions: list[Session] = []
+        self._texts: dict[int, list[int]] = {}
+        """For each session number, the text that it must report as read."""
+        self._saved: list[tuple[list[int], bytes]] = []
+        self._fresh: Session | None = None
+        if ample:
+            of_session = ("n_ctx", "n_ubatch", "n_threads", "kv_type", "policy")
+            chosen = {name: options[name] for name in of_session}
+            self._fresh = Session(model.path, kv_budget=1.0, store="headwise", **chosen)
+        self.n_done = self.n_refused = self.n_compared = 0
+        self._moved = False
+        """True once keys of a session were moved to other positions."""
+
+    def step(self) -> None:
+        """Run a random operation on a session; a refused one must change nothing."""
+        if not self._sessions:
+            self._add(self._pool.session(), [])
+        session = self._chance.choice(self._sessions)
+        name = self._chance.choice(
+            ("read",) * 6
+            + ("write",) * 4
+            + ("truncate", "truncate", "fork", "fork", "swap", "swap", "checkpoint", "checkpoint")
+            + ("go back",) * 3
+            + ("save", "load", "new", "begin as another", "close", "resize", "reset")
+        )
+        say(f"session {session.number} of {len(self._sessions)} at {session.position}: {name}")
+        text = self._texts[session.number]
+        try:
+            getattr(self, "_" + name.replace(" ", "_"))(session, text)
+        except EntropyKVError as error:
+            check_refusal(error)
+            self.n_refused += 1
+            if not session.is_whole:
+                session.reset()
+                text.clear()
+        else:
+            self.n_done += 1
+        self._check()
+
+    def finish(self) -> None:
+        """Close all sessions, drop the checkpoints, and check that nothing is left."""
+        while self._sessions:
+            self._close(self._sessions[-1], [])
+        runner = self._pool.runner
+        with runner.scheduler.between_steps():
+            runner.checkpoints.clear()
+        stats = self._pool.stats()
+        left = (
+            stats.sessions,
+            stats.live,
+            stats.swapped_out,
+            stats.swapped_bytes,
+            stats.kv_bytes_now,
+        )
+        require(left == (0,) * 5, f"sessions, live, swapped, its bytes, bytes of the pool: {left}")
+        require(
+            len(runner.shared._free_numbers) == runner.n_sequences,
+            "slots are free",
+        )
+        if self._fresh is not None:
+            self._fresh.close()
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def _add(self, session: Session, text: list[int]) -> None:
+        self._sessions.append(session)
+        self._texts[session.number] = text
+
+    def _read(self, session: Session, text: list[int]) -> None:
+        n_tokens = min(self._chance.randrange(1, 90), N_CTX - session.position)
+        if n_tokens:
+            self._decode(session, text, list(topic(self._chance, n_tokens, self._model)))
+
+    def _write(self, session: Session, text: list[int]) -> None:
+        for _ in range(self._chance.randrange(1, 6)):
+            if session.position < N_CTX:
+                token = list(topic(self._chance, 1, self._model))
+                expected = self._by_oracle(session, token[0])
+                self._decode(session, text, token)
+                if expected is not None:
+                    assert session.logits is not None
+                    error = relative_error(session.logits, expected)
+                    require(error < Oracle.rounding, f"{error:.3g} from the logits of the oracle")
+                    self.n_compared += 1
+
+    def _decode(self, session: Session, text: list[int], tokens: list[int]) -> None:
+        before = session.position
+        try:
+            session.decode(tokens)
+        finally:
+            session.rest()
+            text += tokens[: session.position - before]
+        self._compare(session, text)
+
+    def _truncate(self, session: Session, text: list[int]) -> None:
+        position = self._chance.randrange(session.position + 1)
+        if self._fresh is not None and not session.can_return_to(position):
+            return
+        session.truncate(position)
+        del text[position:]
+
+    def _fork(self, session: Session, text: list[int]) -> None:
+        if len(self._sessions) < MOST_SESSIONS:
+            self._add(session.fork(), list(text))
+
+    def _park(self, session: Session, text: list[int]) -> None:
+        session.swap_out()
+        session.pool_status()
+        require(session.position == len(text), "swap_space changes no position")
+
+    def _checkpoint(self, session: Session, text: list[int]) -> None:
+        session.keep_checkpoint()
+        require(session.position == len(text), "a checkpoint changes no position")
+
+    def _go_back(self, session: Session, text: list[int]) -> None:
+        other = self._texts[self._chance.choice(self._sessions).number]
+        asked = other[: self._chance.randrange(len(other) + 1)]
+        repeatable = self._chance.random() < 0.5
+        if session.return_to_checkpoint(asked, repeatable=repeatable):
+            text[:] = asked[: session.position]
+            self._compare(session, text)
+
+    def _begin_as_another(self, _session: Session, text: list[int]) -> None:
+        if len(self._sessions) < MOST_SESSIONS:
+            begun = self._pool.session_for(text)
+            self._add(begun, text[: begun.position])
+
+    def _save(self, session: Session, text: list[int]) -> None:
+        if text:
+            self._saved = [*self._saved[-3:], (list(text), session.save_state())]
+
+    def _load(self, session: Session, text: list[int]) -> None:
+        if self._saved:
+            saved, data = self._chance.choice(self._saved)
+            session.load_state(data)
+            text[:] = saved
+            self._compare(session, text)
+
+    def _new(self, _session: Session, _text: list[int]) -> None:
+        if len(self._sessions) < MOST_SESSIONS:
+            self._add(self._pool.session(weight=self._chance.choice((0.5, 1.0, 2.0))), [])
+
+    def _reset(self, session: Session, text: list[int]) -> None:
+        session.reset()
+        text.clear()
+
+    def _close(self, session: Session, _text: list[int]) -> None:
+        self._sessions.remove(session)
+        del self._texts[session.number]
+        session.close()
+
+    def _resize(self, _session: Session, _text: list[int]) -> None:
+        if self._fresh is None:
+            self._pool.resize(self._chance.choice((60, 90, 150, 400, 1.0, "40KiB", "1MiB")))
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        stats = self._pool.stats()
+        require(stats.kv_bytes_now <= stats.kv_bytes_budget, f"bytes within the budget: {stats}")
+        limit = self._pool.runner.checkpoints.limit_bytes
+        require(stats.checkpoint_bytes <= limit, f"checkpoints within {limit} bytes: {stats}")
+        require(stats.sessions == len(self._sessions), f"{len(self._sessions)} sessions: {stats}")
+        for session in self._sessions:
+            text = self._texts[session.number]
+            require(session.tokens == text, f"session {session.number} has read what it was given")
+
+    def _compare(self, session: Session, text: list[int]) -> None:
+        """Compare the logits with those of a fresh reading, if nothing may be evicted.
+
+        Once a text of the pool was longer than the trained context, this is not possible: keys that
+        were moved and moved back are rounded, and tokens read meanwhile have seen them at other
+        positions.
+        """
+        fresh = self._fresh
+        if fresh is None or not text or session.logits is None or not self._model.gives_last_row:
+            return
+        self._moved |= any(each._store.rebases > 0 for each in self._sessions)
+        if len(text) > self._model.n_ctx_train or self._moved:
+            return
+        require(session.evicted == 0, "a budget that holds everything evicts nothing")
+        fresh.truncate(0)
+        expected = fresh.decode(text)[-1]
+        error = relative_error(session.logits, expected)
+        limit = max(20 * self._model.rounding, 3e-2)
+        require(error < limit, f"the logits are {error:.3g} from those of a fresh reading")
+        self.n_compared += 1
+
+    def _by_oracle(self, session: Session, token: int) -> Any:
+        """Return the expected logits of the next token, if a budget may have evicted entries."""
+        if self._fresh is not None or not session.position:
+            return None
+        slot, runner = session._slot, session._runner
+        slot.expected = max(slot.expected, session.position + 1)
+        with runner.live_store(slot):
+            runner.note_growth(slot)  # The step does the same before it attends.
+            oracle = Oracle.of(self._model, session)
+            return None if oracle is None else oracle.next_logits(token)

@@ -1,0 +1,245 @@
+"""An EntropyLlama works over its whole life: figures, callbacks, errors within a call, and
+its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp import Llama, LogitsProcessorList
+
+from entropykv import (
+    EntropyKVError,
+    EntropyLlama,
+    EvictionEvent,
+    Session,
+    attach,
+)
+from tests.support.llamas import PROMPT, QUIET, STORES, both, content
+from tests.support.logits import tokens_for
+from tests.support.tiny_models import write_llama
+
+
+@pytest.fixture(scope="module", params=STORES)
+def store(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
+    """Open an EntropyLlama with a full budget, and a stock Llama."""
+    yield from both(tiny_llama, store)
+
+
+# --- life -----------------------------------------------------------------------------------------
+
+
+def test_deleting_is_enough(tiny_llama: Path) -> None:
+    """No reference cycle keeps the session (and its pool); close() frees it while `llm` exists."""
+    llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
+    gone = weakref.ref(llm._session)
+    llm(PROMPT, max_tokens=2)
+    gc.disable()
+    try:
+        del llm
+        assert gone() is None
+    finally:
+        gc.enable()
+    llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
+    gone = weakref.ref(llm._session)
+    llm.close()
+    llm.close()
+    assert gone() is None
+    for use in (llm.kv_stats, llm.reset, lambda: llm.eval([5]), lambda: llm(PROMPT)):
+        with pytest.raises(EntropyKVError, match="closed"):
+            use()
+
+
+def test_pickling_makes_another_one(tiny_llama: Path) -> None:
+    llm = EntropyLlama(
+        str(tiny_llama), n_ctx=96, kv_budget=48, kv_type="q8_0", policy="streaming", **QUIET
+    )
+    expected = content(llm(PROMPT, max_tokens=20, temperature=0.0))
+    other = pickle.loads(pickle.dumps(llm))  # noqa: S301
+    assert type(other) is EntropyLlama
+    assert content(other(PROMPT, max_tokens=20, temperature=0.0)) == expected
+    mine, theirs = llm.kv_stats(), other.kv_stats()
+    for name in ("kv_budget", "policy", "kv_type", "n_ctx", "kv_bytes_budget", "evictions"):
+        assert getattr(mine, name) == getattr(theirs, name)
+    llm.close()
+    other.close()
+
+
+def test_statistics_tell_prompt_from_generated(tiny_llama: Path) -> None:
+    llm = EntropyLlama(str(tiny_llama), n_ctx=256, **QUIET)
+    first = llm(PROMPT, max_tokens=9, temperature=0.0, logit_bias={2: -1e9})["usage"]
+    stats = llm.kv_stats()
+    assert stats.prompt_tokens == first["prompt_tokens"]
+    assert stats.generated_tokens == first["completion_tokens"] >= 9
+    assert min(stats.prompt_seconds, stats.decode_seconds) > 0
+    other = llm("of another", max_tokens=3, temperature=0.0, logit_bias={2: -1e9})["usage"]
+    stats = llm.kv_stats()
+    both = first["prompt_tokens"] + other["prompt_tokens"]
+    assert both - 1 <= stats.prompt_tokens <= both  # The two may share their BOS.
+    assert stats.generated_tokens == first["completion_tokens"] + other["completion_tokens"]
+    llm.close()
+
+
+def test_on_evict_tells_what_was_dropped(tiny_llama: Path, store: str) -> None:
+    events: list[EvictionEvent] = []
+    llm = EntropyLlama(
+        str(tiny_llama),
+        n_ctx=512,
+        kv_budget=64,
+        n_ubatch=32,
+        store=store,
+        on_evict=events.append,
+        **QUIET,
+    )
+    llm.eval(tokens_for(60))
+    assert events == []
+    llm.eval(tokens_for(200))
+    assert len(events) == 1  # One event for the decode call, not one per micro-batch.
+    assert events[0].position == 260
+    assert events[0].kept == llm.kv_stats().entries_kept
+    assert events[0].evicted + events[0].kept == 260 * 6
+    llm("and so on", max_tokens=120, temperature=0.0, logit_bias={2: -1e9})
+    assert sum(event.evicted for event in events) == llm.kv_stats().evictions
+    with pytest.raises(AttributeError):
+        events[0].kept = 0  # type: ignore[misc]
+    llm.close()
+
+
+# --- what goes wrong half-way ---------------------------------------------------------------------
+
+
+def test_a_stream_closed_half_way(pair: tuple[EntropyLlama, Llama]) -> None:
+    ours, _ = pair
+    expected = content(ours(PROMPT, max_tokens=24, temperature=0.0))
+    ours.reset()
+    stream = ours(PROMPT, max_tokens=24, temperature=0.0, stream=True)
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    assert ours.n_tokens == ours._session.position
+    assert content(ours(PROMPT, max_tokens=24, temperature=0.0)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_in_a_logits_processor(pair: tuple[EntropyLlama, Llama]) -> None:
+    """llama-cpp-python reports it, and continues without the processor: so does ours."""
+    ours, _ = pair
+
+    def fails(_: Any, __: Any) -> Any:
+        raise ZeroDivisionError
+
+    expected = content(ours(PROMPT, max_tokens=6, temperature=0.0))
+    processors = LogitsProcessorList([fails])
+    ours(PROMPT, max_tokens=6, temperature=0.0, logits_processor=processors)
+    assert content(ours(PROMPT, max_tokens=6, temperature=0.0)) == expected
+
+
+def test_an_exception_in_stopping_criteria(pair: tuple[EntropyLlama, Llama]) -> None:
+    ours, _ = pair
+
+    def fails(ids: Any, logits: Any) -> bool:
+        assert logits.shape == (ours.n_vocab(),)
+        if len(ids) > 30:
+            raise ZeroDivisionError
+        return False
+
+    expected = content(ours(PROMPT, max_tokens=20, temperature=0.0))
+    criteria = llama_cpp.StoppingCriteriaList([fails])
+    with pytest.raises(ZeroDivisionError):
+        ours(PROMPT, max_tokens=20, temperature=0.0, stopping_criteria=criteria)
+    assert content(ours(PROMPT, max_tokens=20, temperature=0.0)) == expected
+
+
+def test_an_exception_of_on_evict_leaves_the_model_where_it_is(tiny_llama: Path) -> None:
+    angry = [True]
+
+    def on_evict(_: EvictionEvent) -> None:
+        if angry[0]:
+            raise ZeroDivisionError
+
+    def make(callback: Any) -> EntropyLlama:
+        return EntropyLlama(
+            str(tiny_llama), n_ctx=512, kv_budget=64, n_ubatch=32, on_evict=callback, **QUIET
+        )
+
+    llm, calm = make(on_evict), make(None)
+    tokens = tokens_for(150)
+    with pytest.raises(ZeroDivisionError):
+        llm.eval(tokens)
+    angry[0] = False
+    calm.eval(tokens)
+    assert llm.n_tokens == calm.n_tokens == 150
+    more = tokens_for(20, seed=9)
+    for each in (llm, calm):
+        each.eval(more)
+    np.testing.assert_array_equal(llm.scores, calm.scores)
+    llm.close()
+    calm.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_while_reading(
+    tiny_llama: Path, store: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second micro-batch: what was read before counts, and the rest is read again."""
+    llm = EntropyLlama(str(tiny_llama), n_ctx=512, n_ubatch=32, kv_budget=96, store=store, **QUIET)
+    tokens = tokens_for(120)
+    expected = content(llm(tokens, max_tokens=8, temperature=0.0))
+    llm.reset()
+    inner = llm._session._store
+    original = getattr(inner, moment)
+    calls = []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm(tokens, max_tokens=8, temperature=0.0)
+        assert llm.n_tokens == 32
+    with pytest.raises(EntropyKVError, match="half-way"):
+        llm._session.decode([5])
+    assert content(llm(tokens, max_tokens=8, temperature=0.0)) == expected
+    llm.close()
+
+
+def test_seeds(tiny_llama: Path) -> None:
+    llm = EntropyLlama(str(tiny_llama), n_ctx=64, seed=3, kv_type="f16", **QUIET)
+    stock = Llama(str(tiny_llama), n_ctx=64, seed=3, **QUIET)
+    for each in (llm, stock):
+        each.set_seed(12)
+    assert content(llm(PROMPT, max_tokens=8)) == content(stock(PROMPT, max_tokens=8))
+    assert llm.tokenize(b"the land", special=True) == stock.tokenize(b"the land", special=True)
+    assert llm.detokenize([270, 271]) == stock.detokenize([270, 271])
+    llm.close()
+    stock.close()
+
+
+def test_squared_relu_needs_no_other_file(tmp_path: Path) -> None:
+    """The activation in the file is computed, in whatever way the model was loaded."""
+    path = tmp_path / "relu2.gguf"
+    write_llama(path, weight_type="F32", activation="relu2")
+    tokens = tokens_for(20)
+    with Session(path, n_ctx=64, kv_type="f16", n_threads=1) as session:
+        expected = session.decode(tokens, all_logits=True)
+    llm = attach(Llama(str(path), n_ctx=64, logits_all=True, **QUIET), kv_type="f16")
+    llm.eval(tokens)
+    np.testing.assert_array_equal(llm.scores[:20], expected)
+    llm.close()

@@ -1,0 +1,203 @@
+"""Budgets that follow the text stay inside the pool in sessions, and are repeatable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from entropykv.model.shipped import DEMOS
+from entropykv.store.headwise import HeadwiseStore
+from tests.support.command import entropykv
+from tests.support.logits import tokens_for
+from tests.support.online_sessions import BY_LAYER, ONLINE, are_equal, check, each_policy
+from tests.support.saved_sessions import (
+    all_entries,
+    future,
+    session_of,
+)
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
+@pytest.mark.parametrize("policy", BY_LAYER)
+def test_small_micro_batches_say_what_large_ones_do(
+    uneven_llama: Path, policy: str, n_ubatch: int
+) -> None:
+    """The entropies of all rows count, however few were read at once."""
+    budgets = []
+    for size in (n_ubatch, 64):
+        with session_of(uneven_llama, policy=policy, n_ubatch=size) as session:
+            session.decode(tokens_for(192))
+            check(session)
+            assert not are_equal(session)
+            budgets.append(np.array(session.budgets()).ravel())
+    # Two pages, because small micro-batches also evict sooner.
+    assert np.abs(np.subtract(*budgets)).max() <= 32
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
+@each_policy
+def test_small_micro_batches_keep_step_after_a_load(
+    uneven_llama: Path, policy: str, n_ubatch: int
+) -> None:
+    with session_of(uneven_llama, policy=policy, n_ubatch=n_ubatch) as session:
+        for n_tokens in (150, 77):
+            session.decode(tokens_for(n_tokens))
+            check(session)
+            data = session.save_state()
+            session.decode(tokens_for(109, seed=4))
+            expected = session.budgets()
+            session.load_state(data)
+            session.decode(tokens_for(109, seed=4))
+            assert session.budgets() == expected
+            session.load_state(data)
+
+
+@pytest.mark.parametrize("n_ubatch", [16, 24])
+def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -> None:
+    """Losses can be measured only if several entries compete."""
+    with session_of(uneven_llama, policy="adaptive", n_ubatch=n_ubatch) as session:
+        session.decode(tokens_for(300))
+        check(session)
+        assert not are_equal(session)
+
+
+@pytest.mark.parametrize("policy", BY_LAYER)
+@pytest.mark.parametrize("recent_window", [3, 60])
+def test_a_recent_window_that_is_given_is_that_of_every_layer(
+    uneven_llama: Path, policy: str, recent_window: int
+) -> None:
+    """Without a given window, half of a layer's own budget is for sinks and the newest entries."""
+    runs = []
+    for window in (recent_window, None):
+        with session_of(uneven_llama, policy=policy, recent_window=window) as session:
+            for n_tokens in (64, 64, 64, 64, 5):
+                session.decode(tokens_for(n_tokens, seed=n_tokens))
+            check(session)
+            kept = [session.entries(layer, 0).tolist() for layer in range(3)]
+            least = min(budgets[0] for budgets in session.budgets())
+        if window is not None:
+            protected = {*range(4), *range(261 - window, 261)}
+            assert all(protected <= set(positions) for positions in kept)
+            assert least >= window + 4
+        runs.append([next(n for n in range(262) if 260 - n not in set(k)) for k in kept])
+    assert runs[0] != runs[1]
+
+
+@each_policy
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type: str) -> None:
+    with session_of(uneven_llama, policy=policy, kv_type=kv_type) as session:
+        assert are_equal(session)
+        for n_tokens in (300, 1, 1, 40, 64):
+            session.decode(tokens_for(n_tokens, seed=n_tokens))
+            check(session)
+            stats = session.stats()
+            assert stats.kv_bytes_peak <= stats.kv_bytes_budget
+        assert not are_equal(session)
+        assert stats.evictions > 0
+        assert sum(map(sum, session.budgets())) <= 96 * 6
+        for budget in (48, 200, 0.5):
+            session.resize(budget)
+            check(session)
+            session.decode(tokens_for(30))
+            check(session)
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    policy=st.sampled_from(ONLINE),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("decode"), st.integers(1, 90)),
+            st.tuples(st.just("resize"), st.sampled_from([20, 48, 100, 0.5, 1.0, "200KiB"])),
+            st.tuples(st.just("truncate"), st.floats(0.0, 1.0)),
+            st.tuples(st.just("load"), st.just(0)),
+            st.tuples(st.just("reset"), st.just(0)),
+        ),
+        min_size=3,
+        max_size=10,
+    ),
+)
+def test_any_steps(uneven_llama: Path, policy: str, steps: list[tuple[str, Any]]) -> None:
+    with session_of(uneven_llama, n_ctx=256, kv_budget=64, policy=policy) as session:
+        session.decode(tokens_for(80))
+        data = session.save_state()
+        for action, value in steps:
+            if action == "decode":
+                n = min(value, session.n_ctx - session.position)
+                if n:
+                    session.decode(tokens_for(n, seed=value))
+            elif action == "resize":
+                session.resize(value)
+            elif action == "truncate":
+                session.truncate(int(value * session.position))
+            elif action == "load":
+                session.load_state(data)
+            else:
+                session.reset()
+            check(session)
+
+
+@each_policy
+def test_after_a_reset_a_session_is_a_fresh_one(uneven_llama: Path, policy: str) -> None:
+    results = []
+    for used in (False, True):
+        with session_of(uneven_llama, policy=policy) as session:
+            if used:
+                session.decode(tokens_for(250, seed=5))
+                assert not are_equal(session)
+                session.decode([7] * 9)
+                session.reset()
+            assert are_equal(session)
+            rows = session.decode(tokens_for(200), all_logits=True)
+            results.append((rows.tobytes(), future(session)))
+    assert results[0] == results[1]
+
+
+@each_policy
+def test_every_number_of_threads_gives_the_same_numbers(uneven_llama: Path, policy: str) -> None:
+    results = []
+    for n_threads in (1, 2, 3):
+        with session_of(uneven_llama, policy=policy, n_threads=n_threads) as session:
+            rows = session.decode(tokens_for(200), all_logits=True)
+            assert isinstance(session._store, HeadwiseStore)
+            losses = session._store.core.losses()
+            assert losses.any() == (policy == "adaptive")
+            results.append(
+                (rows.tobytes(), losses.tobytes(), session.budgets(), all_entries(session))
+            )
+    assert results[0] == results[1] == results[2]
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+@each_policy
+@pytest.mark.parametrize("model", ["tiny", "shipped"])
+def test_policies_by_name(uneven_llama: Path, policy: str, model: str, tmp_path: Path) -> None:
+    path = uneven_llama if model == "tiny" else DEMOS["bitnet"].path
+    stats = tmp_path / "stats.json"
+    options = ("-m", path, "-c", 256, "--kv-budget", 0.3, "-ub", 64, "--temp", 0, "-t", 1)
+    prompt = ("-p", "the and of to in " * 20, "-n", 8, "--no-chat", "--policy", policy)
+    result = entropykv("run", *options, *prompt, "--stats-json", stats)
+    assert result.returncode == 0, result.stderr
+    written = json.loads(stats.read_text())
+    assert written["policy"] == policy
+    assert written["evictions"] > 0
+    assert written["kv_bytes_peak"] <= written["kv_bytes_budget"]
+
+
+@pytest.mark.parametrize("policy", ["layer:mass+values", "layer-range:expected"])
+def test_measures_of_single_heads_are_refused_by_name(uneven_llama: Path, policy: str) -> None:
+    result = entropykv("run", "-m", uneven_llama, "-p", "x", "--policy", policy)
+    assert result.returncode == 2
+    assert "keeps the same tokens for all heads of a layer" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,47 @@
+"""Names of the previous release still work, with a warning that says the new name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entropykv import CacheOptions, Pool
+from entropykv.policy.names import policy_named
+from entropykv.session.model_runner import ModelRunner
+
+
+@pytest.mark.parametrize("make", [CacheOptions, lambda **given: CacheOptions.of(None, given)])
+def test_options_are_taken_by_their_earlier_names(make: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="park_limit is called swap_limit"):
+        options = make(park_limit="3MiB")
+    assert options == CacheOptions(swap_limit="3MiB")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "current"),
+    [("freeze:products", "rolling-freeze:products"), ("adaptive-heads", "adaptive")],
+)
+def test_a_policy_is_taken_by_its_earlier_name(earlier: str, current: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{current} since version 0.2.0"):
+        policy = policy_named(earlier, None, "headwise")
+    assert policy == policy_named(current, None, "headwise")
+
+
+def test_attributes_have_their_earlier_names(tiny_llama: Path) -> None:
+    with Pool(tiny_llama, n_ctx=64, kv_budget=1.0, n_threads=1, n_sequences=1) as pool:
+        session = pool.session()
+        with pytest.warns(DeprecationWarning, match=r"Session\.recipe is called config"):
+            assert session.recipe is session.config
+        with pytest.warns(DeprecationWarning, match=r"Pool\.host is called runner"):
+            assert isinstance(pool.host, ModelRunner)
+        session.decode([1, 2, 3])
+        with pytest.warns(DeprecationWarning, match=r"Session\.park is called swap_out"):
+            session.park()
+        with pytest.warns(DeprecationWarning, match="standing is called pool_status"):
+            assert session.standing().is_swapped_out
+        with pytest.warns(DeprecationWarning, match=r"PoolStats\.parked is called swapped_out"):
+            assert pool.stats().parked == 1
+        with pytest.warns(DeprecationWarning, match="parked_bytes is called swapped_bytes"):
+            assert pool.stats().parked_bytes == pool.stats().swapped_bytes

@@ -1,0 +1,182 @@
+"""Layers whose V is a part of K, and layers with several readers, equal the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from entropykv import _core
+from tests.support.reference import (
+    NEIGHBOURHOOD,
+    Options,
+    ReferenceHead,
+    Rules,
+    attend_kv_head,
+    losses_at,
+)
+from tests.support.stores import importance_of
+
+MAX_TOKENS = 48
+MAX_ENTRIES = 400
+N_SINKS = 3
+RECENT = 6
+N_HEAD, N_HEAD_KV = 4, 2
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}  # The same as in test_attention.py.
+
+
+@dataclass
+class Layer:
+    """Hold one layer in the store and in the oracle, with a budget."""
+
+    rules: Rules
+    budget: int
+    latent: bool
+    readers: int
+    k_dim: int = 80
+    v_dim: int = 64
+    position: int = 0
+    heads: list[ReferenceHead] = field(init=False)
+    store: _core.HeadwiseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with both empty."""
+        self.random = np.random.default_rng(self.budget)
+        shape = _core.LayerShape(
+            N_HEAD, N_HEAD_KV, self.k_dim, self.v_dim, latent=self.latent, readers=self.readers
+        )
+        self.store = _core.HeadwiseStore(
+            [shape],
+            self.rules.kv_type,
+            importance_of(self.rules),
+            n_sinks=N_SINKS,
+            recent_window=RECENT,
+            max_tokens=MAX_TOKENS,
+            max_entries=MAX_ENTRIES,
+            n_threads=1,
+        )
+        _, (per_page,) = _core.page_geometry([shape], self.rules.kv_type)
+        pages = N_HEAD_KV * _core.pages_for(self.budget, per_page)
+        self.store.set_budgets([self.budget] * N_HEAD_KV, pages, N_SINKS, RECENT)
+        self.heads = [
+            ReferenceHead(self.rules, self.k_dim, self.v_dim, self.budget) for _ in range(N_HEAD_KV)
+        ]
+
+    def normal(self, *shape: int) -> Any:
+        return self.random.standard_normal(shape, np.float32)
+
+    def read(self, n_tokens: int) -> None:
+        queries = [self.normal(n_tokens, N_HEAD, self.k_dim) * 2 for _ in range(self.readers)]
+        k = self.normal(n_tokens, N_HEAD_KV, self.k_dim)
+        v = k[:, :, : self.v_dim] if self.latent else self.normal(n_tokens, N_HEAD_KV, self.v_dim)
+        options = Options(self.k_dim**-0.5)
+        rows: list[Any] = [(k, None if self.latent else v), *[(None, None)] * (self.readers - 1)]
+        outputs = [
+            self.store.attend(0, q, keys, values, options.scale, position=self.position, reader=i)
+            for i, (q, (keys, values)) in enumerate(zip(queries, rows, strict=True))
+        ]
+        for number, head in enumerate(self.heads):
+            group = slice(number * 2, number * 2 + 2)
+            parts = [
+                head.attend(queries[0][:, group], k[:, number], v[:, number], *self.at(options))
+            ]
+            if self.latent:  # V is rounded as a part of K, whose blocks differ from those of V.
+                head.v = head.k[:, : self.v_dim]
+                parts = []
+            parts += [
+                attend_kv_head(
+                    q[:, group],
+                    head.k,
+                    head.v,
+                    head.positions,
+                    *self.at(options),
+                    self.rules.score,
+                    NEIGHBOURHOOD,
+                )
+                for q in queries[len(parts) :]
+            ]
+            head.give(sum(part.observed for part in parts), self.position)
+            for output, part in zip(outputs, parts, strict=True):
+                atol = OUTPUT_TOLERANCE[self.rules.kv_type]
+                np.testing.assert_allclose(output[:, group], part.outputs, rtol=0, atol=atol)
+            self.outputs = np.concatenate([part.outputs for part in parts])
+            head.settle(n_tokens, self.store.positions(0, number))
+            tolerance = self.rules.tolerance
+            importance = self.store.importance(0, number)
+            np.testing.assert_allclose(importance, head.importance, tolerance, tolerance)
+        self.position += n_tokens
+        assert self.store.used_bytes <= self.store.budget_bytes
+
+    def at(self, options: Options) -> tuple[int, Options]:
+        return self.position, options
+
+    def truncate(self, position: int) -> None:
+        self.position = position
+        self.store.truncate(position)
+        for head in self.heads:
+            head.truncate(position)
+
+
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2), (True, 3)])
+@given(
+    kv_type=st.sampled_from(["f16", "q8_0"]),
+    score=st.sampled_from(["mass", "attention", "products"]),
+    by_values=st.booleans(),
+    budget=st.integers(N_SINKS + RECENT + 3, 90),
+    batches=st.lists(st.sampled_from([1, 1, 2, 17, 40, 48]), min_size=2, max_size=8),
+    cut=st.floats(0.3, 1.0),
+)
+def test_what_is_kept_is_what_the_oracle_keeps(
+    latent: bool,
+    readers: int,
+    kv_type: str,
+    score: str,
+    by_values: bool,
+    budget: int,
+    batches: list[int],
+    cut: float,
+) -> None:
+    rules = Rules(
+        score,
+        kv_type,
+        N_SINKS,
+        RECENT,
+        decay=0.9,
+        by_values=by_values,
+    )
+    layer = Layer(rules, budget, latent, readers)
+    for n_tokens in batches:
+        layer.read(n_tokens)
+    layer.truncate(int(cut * layer.position))
+    layer.read(20)
+    layer.read(1)
+
+
+@pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2)])
+def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
+    """Squared outputs that would be lost are relative to those of every reader."""
+    rules = Rules("mass", "f16", N_SINKS, RECENT, decay=0.9, by_values=True)
+    layer = Layer(rules, MAX_ENTRIES, latent, readers)
+    knots = [0, 4, 16, 40]
+    layer.store.measure_losses(knots)
+    layer.read(48)
+    layer.read(40)
+    head = layer.heads[-1]
+    free = (head.positions >= N_SINKS) & (head.positions <= layer.position - 1 - RECENT)
+    expected = losses_at(head.scores(MAX_ENTRIES)[free], knots) / (layer.outputs**2).sum()
+    actual = np.asarray(layer.store.losses()).reshape(N_HEAD_KV, len(knots))[-1]
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)
+
+
+def test_v_that_is_a_part_of_k_takes_no_bytes() -> None:
+    """An entry of multi-head latent attention consists of 576 values, position and importance."""
+    for kv_type, value_bytes in (("f16", 2.0), ("q8_0", 34 / 32)):
+        latent = _core.LayerShape(16, 1, 576, 512, latent=True)
+        page_bytes, (per_page,) = _core.page_geometry([latent], kv_type)
+        assert page_bytes == per_page * (576 * value_bytes + 8)
+        assert latent.entry_values == 576

@@ -1,0 +1,200 @@
+"""Budgets that follow the text are computed from what is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entropykv import _core
+from entropykv.policy.names import POLICIES
+from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
+from entropykv.policy.plan import HeadwisePlan
+from tests.support import reference
+from tests.support.online_layers import Layers, plan_for
+from tests.support.reference import Rules
+from tests.support.stores import (
+    HEADS,
+    LAYERS,
+    MAX_ENTRIES,
+    SHAPES,
+)
+
+ONLINE = ("adaptive", "layer", "layer-range")
+
+
+def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
+    """Read micro-batches; queries of KV head `loud` attend to all entries, those of others do not.
+
+    Returns the entropies of all rows, [layer][row].
+    """
+    random = np.random.default_rng(1)
+    entropies: list[list[float]] = [[] for _ in SHAPES]
+    position = 0
+    for n in lengths:
+        store.begin(n, position, position)
+        for layer, (n_head, n_head_kv, k_dim, v_dim) in enumerate(SHAPES):
+            group = n_head // n_head_kv
+            q = random.standard_normal((n, n_head, k_dim), np.float32) * 0.3
+            k = random.standard_normal((n, n_head_kv, k_dim), np.float32)
+            k[:4, :, 0] += 40.0 if position == 0 else 0.0  # All queries attend to these entries.
+            q[:, :, 0] = 3.0
+            if loud is not None and loud[0] == layer:
+                q[:, loud[1] * group : (loud[1] + 1) * group, 0] = 0.0
+            v = random.standard_normal((n, n_head_kv, v_dim), np.float32)
+            store.attend(layer, q, k, v, k_dim**-0.5, position=position)
+            if loud is None:
+                entropies[layer] += store.row_entropies(layer).mean(axis=1).tolist()
+        position += n
+    return entropies
+
+
+def adaptive(plan: HeadwisePlan) -> tuple[Layers, MeasuredLosses]:
+    layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
+    online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES)
+    online.expect(plan)
+    layers.store.measure_losses(online.knots(1.0))
+    return layers, online
+
+
+@pytest.mark.parametrize("loud", HEADS)
+def test_a_head_that_loses_more_gets_more(loud: tuple[int, int]) -> None:
+    plan = plan_for("adaptive", 100)
+    layers, online = adaptive(plan)
+    assert online.budgets(plan) is None
+    read(layers.store, [96, 96], loud)
+    online.observe(96, budgets_change=True)
+    shares = online.budgets(plan)
+    assert shares is not None
+    budgets = dict(zip(HEADS, shares, strict=True))
+    reference.check_shares(shares, 100, MAX_ENTRIES, plan.floor_entries, [*plan.entries_per_page])
+    assert budgets[loud] > max(b for key, b in budgets.items() if key != loud)
+    assert budgets[loud] > 100
+    online.forget()
+    assert online.budgets(plan) is None
+
+
+def test_losses_of_any_size_share_in_the_same_way() -> None:
+    """Only ratios count, because sums of |q.k| have no limit."""
+    plan = plan_for("adaptive", 100)
+    _, online = adaptive(plan)
+    losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 3)))[:, ::-1]
+    shares = []
+    for factor in (1.0, 2.0**40, 2.0**-40):
+        state = np.concatenate([[0.0, 20.0, 90.0], (factor * losses).ravel()])
+        assert online.problem(state) is None
+        online.load(state)
+        np.testing.assert_array_equal(online.state(), state)
+        shares.append(online.budgets(plan))
+    assert shares[0] == shares[1] == shares[2]
+    assert len(set(shares[0] or [])) > 1
+
+
+@pytest.mark.parametrize("growth", [1.0, 2.5, 7.0, 1e6])
+def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
+    """The estimate is what a head loses now if it keeps an equally small part of the text
+    so far.
+    """
+    plan = plan_for("adaptive", 100)
+    layers, online = adaptive(plan)
+    layers.store.measure_losses(online.knots(growth))
+    read(layers.store, [96], HEADS[0])
+    online.observe(96, budgets_change=True)
+    knots, held = online.measured
+    later = (knots / growth).astype(int).tolist()
+    asked = sorted({*knots.astype(int).tolist(), *later})
+    measured = layers.store.losses().reshape(len(HEADS), -1)  # Nothing was dropped yet.
+    np.testing.assert_array_equal(measured[:, np.searchsorted(asked, knots)], held)
+    foreseen = measured[:, np.searchsorted(asked, later)]
+    assert online.state().tolist() == [*knots.tolist(), *foreseen.ravel().tolist()]
+    assert np.all(foreseen >= held)
+    assert np.any(foreseen > held) == (growth > 1.0)
+
+
+def test_knots_beyond_the_context_do_not_count() -> None:
+    plan = plan_for("adaptive", 100)
+    _, online = adaptive(plan)
+    losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 2)))[:, ::-1]
+    shares = []
+    for more in ([], [float(MAX_ENTRIES)], [400.0, 5000.0]):
+        beyond = np.full((len(HEADS), len(more)), 1e-3)
+        rows = np.concatenate([losses, beyond], axis=1)
+        online.load(np.concatenate([[0.0, 30.0], more, rows.ravel()]))
+        shares.append(online.budgets(plan))
+    assert shares[0] == shares[1] == shares[2] is not None
+
+
+def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
+    policy = "adaptive"
+    layers, online = adaptive(plan_for(policy, 1.0))
+    read(layers.store, [96], (0, 0))
+    assert layers.store.losses().size == 0
+    online.observe(96, budgets_change=True)
+    assert online.state().size == 0
+    assert online.budgets(plan_for(policy, 1.0)) is None
+    online.expect(plan_for(policy, 100))
+    layers.store.measure_losses(online.knots(1.0))
+    read(layers.store, [96], (0, 0))
+    online.observe(96, budgets_change=True)
+    assert online.budgets(plan_for(policy, 1.0)) == [MAX_ENTRIES] * len(HEADS)
+    assert online.budgets(plan_for(policy, 100)) is not None
+
+
+def states_that_cannot_be(policy: str) -> list[Any]:
+    n = len(HEADS)
+    if policy.startswith("layer"):
+        nan, inf = float("nan"), float("inf")
+        wrong = [
+            *([10.0, nan, 1, 1], [nan, 1, 1, 1], [10.0, -1, 1, 1], [-10.0, 1, 1, 1]),
+            *([inf, inf, 1, 1], [1.0, 1e15, 1, 1], [0.0, 1, 0, 0]),
+        ]
+        right = [20.0, 2, 2, 2]
+        of_sizes = ([], right, [*right, *right[:3]], [*right, *right, 1])
+        halves = [part for half in wrong for part in ([*half, *right], [*right, *half])]
+        return [*of_sizes, *halves, [10.0, 1, 1, 1, *right]]
+    right = [0.0, 5.0, *([1.0, 0.5] * n)]
+    return [
+        *(right[:-1], [*right, 1.0], right[1:], [1.0, *right[1:]], [0.0, 0.0, *right[2:]]),
+        *([0.0, -5.0, *right[2:]], [0.0, float("nan"), *right[2:]], [*right[:-1], float("nan")]),
+        *([*right[:-1], -1.0], [*right[:-1], float("inf")], [1.0] * n),
+    ]
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+def test_states_that_cannot_be_are_named(policy: str) -> None:
+    layers = Layers(Rules("mass"), [40, 30, 50])
+    online = online_budgets(POLICIES[policy], layers.store, LAYERS, MAX_ENTRIES)
+    assert online is not None
+    assert online.problem(online.state()) is None
+    for state in states_that_cannot_be(policy):
+        problem = online.problem(np.array(state, np.float64))
+        assert problem is not None, state
+        assert "that cannot be" in problem
+
+
+def test_other_policies_do_not_follow_the_text() -> None:
+    layers = Layers(Rules("mass"), [40, 30, 50])
+    for name, policy in POLICIES.items():
+        online = online_budgets(policy, layers.store, LAYERS, MAX_ENTRIES)
+        assert (online is not None) == (name in ONLINE)
+
+
+@given(st.integers(LEAST_TOKENS, 600), st.integers(0, 2**30), st.integers(1, 600))
+def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ubatch: int) -> None:
+    assert changes_budgets(n, position, max(n, n_ubatch))
+    assert not changes_budgets(LEAST_TOKENS - 1, position, max(n, n_ubatch))
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 2, 16, 31])
+def test_budgets_change_every_so_many_tokens_where_micro_batches_are_small(n_ubatch: int) -> None:
+    ends = [
+        position + n_ubatch
+        for position in range(0, 320, n_ubatch)
+        if changes_budgets(n_ubatch, position, n_ubatch)
+    ]
+    assert [end // LEAST_TOKENS for end in ends] == list(range(1, len(ends) + 1))
+    assert ends[-1] > 288
+    assert not any(changes_budgets(n_ubatch - 1, p, n_ubatch) for p in range(64))

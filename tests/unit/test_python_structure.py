@@ -1,0 +1,102 @@
+"""Python folders import only folders below them, and every class has a unique name."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "python" / "entropykv"
+PICTURE = ROOT / "docs" / "structure.md"
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def rows() -> list[list[str]]:
+    """Return the folders in the picture of docs/structure.md by row, the highest first.
+
+    The lowest row has the modules that are in no folder.
+    """
+    picture = PICTURE.read_text(encoding="utf-8").split("python/entropykv/\n")[1].split("cpp/\n")[0]
+    found = [re.match(r"  ((?:[a-z_]+/ ?)+)", line) for line in picture.splitlines()]
+    return [match[1].replace("/", "").split() for match in found if match]
+
+
+def place(name: str) -> tuple[int, int]:
+    """Return the row of a folder and its place in it; modules in no folder are at the bottom."""
+    for row, folders in enumerate(rows()):
+        if name in folders:
+            return row, folders.index(name)
+    return len(rows()), 0
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the folders of the package that a file imports, also within functions and for types."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            head, *rest = name.split(".")
+            if head == "entropykv" and rest and (PACKAGE / rest[0]).is_dir():
+                yield rest[0]
+
+
+def definitions(file: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Yield classes and functions of a file with their names; a class comes before its methods."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{prefix}{child.name}", child
+                yield from walk(child, f"{prefix}{child.name}.")
+
+    name = file.relative_to(PACKAGE).as_posix()
+    yield from walk(ast.parse(file.read_text(encoding="utf-8")), f"{name}:")
+
+
+def test_the_picture_has_all_folders() -> None:
+    drawn = set(itertools.chain.from_iterable(rows()))
+    there = {file.relative_to(PACKAGE).parts[0] for file in FILES if file.parent != PACKAGE}
+    assert there <= drawn
+    assert all((PACKAGE / folder).is_dir() for folder in drawn)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_a_folder_imports_those_below_it(file: Path) -> None:
+    """In a row of several folders, one may import those to the right of it."""
+    parts = file.relative_to(PACKAGE).parts
+    if parts == ("__init__.py",):
+        return  # The package itself names everything that is public.
+    own = parts[0] if len(parts) > 1 else ""
+    above = [other for other in imported(file) if other != own and place(other) <= place(own)]
+    assert not above, f"{'/'.join(parts)} imports {above}, which docs/structure.md has above it"
+
+
+def test_no_test_module_imports_from_another() -> None:
+    """Code that several tests share is in tests/support."""
+    tests = ROOT / "tests"
+    modules = [node for folder in ("unit", "integration") for node in (tests / folder).glob("*.py")]
+    for file in modules:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert not re.match(r"tests\.(unit|integration)\.", node.module), file
+
+
+def test_a_module_s_name_tells_where_a_class_is() -> None:
+    """A class name occurs once, unless it is private."""
+    names = [
+        name.rpartition(":")[2]
+        for file in FILES
+        for name, node in definitions(file)
+        if isinstance(node, ast.ClassDef)
+    ]
+    public = [name for name in names if not name.startswith("_") and "." not in name]
+    assert {name for name in public if public.count(name) > 1} == set()
