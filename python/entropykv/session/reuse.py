@@ -60,7 +60,7 @@ class Reuse:
     why: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, since one is made with every token
 class HeldText:
     """Hold what is known of a text that was read: plain values, and where its store can go back."""
 
