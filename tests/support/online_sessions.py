@@ -6,8 +6,7 @@ import pytest
 
 from entropykv import Session
 
-ONLINE = ("adaptive", "adaptive-heads", "layer", "layer-range")
-MEASURED = ("adaptive", "adaptive-heads")
+ONLINE = ("adaptive", "layer", "layer-range")
 BY_LAYER = ("layer", "layer-range")
 each_policy = pytest.mark.parametrize("policy", ONLINE)
 

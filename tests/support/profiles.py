@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from entropykv.model.geometry import read_geometry
-from entropykv.profile.belongs import fingerprint_of
 from entropykv.profile.curves import LossCurves
+from entropykv.profile.find import fingerprint_of
 from entropykv.profile.parts import Fingerprint, Measurement
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile

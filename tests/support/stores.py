@@ -26,12 +26,11 @@ def pages_of(budgets: list[int], kv_type: str) -> int:
 def importance_of(rules: Rules) -> _core.ImportanceSettings:
     return _core.ImportanceSettings(
         getattr(_core.ScoreKind, rules.score),
-        rules.variation,
-        rules.decay,
-        rules.observation_window,
-        rules.by_exposure,
-        rules.by_values,
-        rules.distinct,
-        rules.future_positions,
-        rules.expected_lookups,
+        variation=rules.variation,
+        decay=rules.decay,
+        observation_window=rules.observation_window,
+        by_values=rules.by_values,
+        distinct=rules.distinct,
+        future_positions=rules.future_positions,
+        expected_lookups=rules.expected_lookups,
     )

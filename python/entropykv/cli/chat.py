@@ -13,9 +13,8 @@ from pathlib import Path
 from entropykv.cli.answer import Answer
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
-from entropykv.cli.engine import add_engine_options, open_engine
+from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import noted_interrupts
-from entropykv.cli.learning import say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
 from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt

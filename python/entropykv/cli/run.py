@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from entropykv.cli.answer import Answer, write_answer
-from entropykv.cli.engine import add_engine_options, open_engine
-from entropykv.cli.learning import say_learnt
+from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
 from entropykv.cli.plots import check_plot, draw_trajectory

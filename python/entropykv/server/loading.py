@@ -33,9 +33,10 @@ from entropykv.server.pool_totals import Totals
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.template_traits import TemplateTraits, template_of, traits_of
 from entropykv.server.users import SOMEBODY, Caller
-from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
+from entropykv.session.asked import cache_options_of
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
+from entropykv.settings.recovery import WITHOUT_REWALK
 from entropykv.thinking.options import ThinkingOptions
 from entropykv.thinking.tags import tags_of
 

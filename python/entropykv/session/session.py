@@ -16,9 +16,9 @@ from typing_extensions import Unpack
 from entropykv._core import TokenTrie
 from entropykv.errors import ContextError, PoolError
 from entropykv.llamacpp.model import Model
-from entropykv.policy.names import Policy
+from entropykv.policy.policy import Policy
 from entropykv.policy.resolved_config import ResolvedConfig
-from entropykv.profile.belongs import other_file
+from entropykv.profile.find import other_file
 from entropykv.profile.profile import EntropyProfile
 from entropykv.session.checkpoints import Checkpoint
 from entropykv.session.file import SavedContents

@@ -25,7 +25,6 @@ from tests.support.reference.ranking import (
     distinctness,
     entries_to_keep,
     expected_attention,
-    exposure,
     protected,
     recency_score,
     select_survivors,
@@ -58,7 +57,6 @@ class Rules:
     variation: float = 0.0
     decay: float = 0.0
     observation_window: int = 64
-    by_exposure: bool = False
     by_values: bool = False
     distinct: bool = False
     future_positions: int = 64
@@ -190,7 +188,6 @@ class ReferenceHead:
                 rules.decay,
                 rules.observation_window,
                 first_position,
-                by_exposure=rules.by_exposure,
                 interval=interval,
             )
 
@@ -252,10 +249,6 @@ class ReferenceHead:
         if rules.score == "expected":
             logits = self.queries.expected_logits(self.k, self.newest_query, rules.future_positions)
             scores = expected_attention(logits, self.positions, rules.n_sinks)
-        if rules.by_exposure:
-            ages = newest - self.positions
-            window = rules.observation_window
-            scores /= [exposure(int(age), rules.decay, window) for age in ages]
         if rules.by_values:
             norms = np.sqrt((self.v**2).sum(axis=1))
             scores *= norms**2 if rules.score == "mass" else norms

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.reference.attending import NEIGHBOURHOOD, SCORING_INTERVAL
+from tests.support.reference.attending import SCORING_INTERVAL
 from tests.support.reference.rope import Rope, rope_pairs, rotated
 from tests.support.reference.values import Bools, Floats, Ints
 
@@ -22,14 +22,12 @@ def updated_importance(
     window: int,
     first_position: int,
     *,
-    by_exposure: bool = False,
     interval: int = SCORING_INTERVAL,
 ) -> Floats:
     """Return importance after a micro-batch of n tokens whose last `window` queries gave `observed`
     [n][T].
 
-    If tokens come one by one, only every fourth (`interval`) counts, four times. With
-    `by_exposure`, the decay also applies within the micro-batch.
+    If tokens come one by one, only every fourth (`interval`) counts, four times.
     """
     n_tokens = len(observed)
     weights = np.ones(n_tokens)
@@ -37,22 +35,9 @@ def updated_importance(
         if first_position % interval != 0:
             return importance
         n_tokens, weights = interval, np.full(1, float(interval))
-    elif by_exposure and decay > 0.0:
-        weights = decay ** np.arange(n_tokens)[::-1]
     kept = decay**n_tokens if decay > 0.0 else 0.0
     updated: Floats = importance * kept + (weights[:, None] * observed)[-window:].sum(axis=0)
     return updated
-
-
-def exposure(age: int, decay: float, window: int) -> float:
-    """Return how many queries could have seen an entry of this age in positions, with decay.
-
-    With decay 0, only those of the micro-batch's window that contains the entry count.
-    """
-    queries = max(age - NEIGHBOURHOOD + 1, 1)
-    if decay == 0.0:
-        return float(min(queries, window))
-    return float((decay ** np.arange(queries)).sum())
 
 
 @dataclass
