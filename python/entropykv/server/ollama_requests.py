@@ -23,6 +23,7 @@ from entropykv.server.fields import (
     Name,
     Seed,
     Stop,
+    Tokens,
 )
 from entropykv.server.loading import ServedLlama
 from entropykv.server.requests import CompletionRequest, Request
@@ -202,7 +203,7 @@ class OllamaGenerate(OllamaRequest):
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     system: str | None = None
     template: str | None = None
-    context: list[int] | None = None
+    context: Tokens | None = None
     images: list[Any] | None = Field(default=None, max_length=MOST_MESSAGES)
     raw: bool = False
 
