@@ -1,4 +1,4 @@
-"""Options of freezing in every command that has them, as a user meets them."""
+"""Options of freezing work in every command that has them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ EXPECTED = Freezing(limit="1MiB", recall_interval=7)
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What sessions were asked to freeze with."""
+    """Return a list that records the freezing settings of sessions."""
     seen: list[Any] = []
     original = Session.__init__
 

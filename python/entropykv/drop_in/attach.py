@@ -79,7 +79,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
     with llm._alone():
         context, batch = _stock_context(llm)
         llm._ctx.close_session()
-        del llm._budget, llm._lock, llm._sampled, llm._generation, llm._watch, llm._alike
+        del llm._budget, llm._guard, llm._reader, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama
     stock._ctx = stock._stack.enter_context(contextlib.closing(context))
