@@ -1,4 +1,4 @@
-"""Let a thought stand before an answer that a grammar describes."""
+"""Extend a grammar of an answer by a thought before the answer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from entropykv.thinking.tags import ThoughtTags
 
 ROOT = "answer-behind-thought"
-"""The rule of a text with its thought; the rule `root` is the answer alone."""
+"""The rule of a text with its thought; the rule `root` is only the answer."""
 _BLANKS = r"[ \n]{0,2}"
 
 
 def with_thought(
     grammar: str, tags: ThoughtTags, token_of: Callable[[str], int | None], *, opened: bool
 ) -> str:
-    """Return a grammar whose rule ROOT lets a thought stand before what `root` allows.
+    """Return a grammar whose rule ROOT allows a thought before the text that `root` allows.
 
-    `token_of` returns the token of the vocabulary that a text is, None if it is not exactly one.
-    `opened`: the prompt ends within the thought, which must then come to its end; otherwise there
-    may be none.
+    `token_of` returns the token of the vocabulary that a text is; None if it is not exactly one.
+    `opened`: the prompt ends within the thought, which must then be closed; otherwise a thought is
+    optional.
     """
 
     def written(text: str) -> str:
@@ -38,7 +38,9 @@ def with_thought(
 
 
 def _without(end: str, token: int | None) -> str:
-    """Return what any text without a tag is, as far as its first two characters tell."""
+    """Return a rule for any text without the tag `end`, which it recognises by its first two
+    characters, or by its token.
+    """
     if token is not None:
         return f"!<[{token}]>*"
     first, second = (_in_brackets(character) for character in end[:2])
