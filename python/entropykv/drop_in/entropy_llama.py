@@ -19,16 +19,17 @@ from typing_extensions import Self
 from entropykv.drop_in.arguments import (
     BudgetArguments,
     EvictionEvent,
-    check_chat_handler,
     check_draft_model,
     split_arguments,
 )
 from entropykv.drop_in.chat_schemas import checked_schemas
 from entropykv.drop_in.completing import CompletingLlama
 from entropykv.drop_in.context import BorrowedModel, BudgetContext, SharedModel
+from entropykv.drop_in.image_handlers import BudgetImageHandler
 from entropykv.errors import ModelFileError, SettingsError
 from entropykv.model.geometry import ModelGeometry, read_loadable
 from entropykv.session.file import SavedContents
+from entropykv.session.images import ImagePrompt
 from entropykv.session.pool import Pool
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
@@ -65,6 +66,8 @@ class EntropyLlama(CompletingLlama):
     """
 
     _pool: Pool | None = None
+    _image_prompt: ImagePrompt | None = None
+    """The last prompt with images, which are held for it."""
     _alike: weakref.WeakSet[EntropyLlama]
     """Those that use the same weights and the same pool; the last that is closed frees both."""
 
@@ -255,9 +258,10 @@ class EntropyLlama(CompletingLlama):
     def create_chat_completion(self, *arguments: Any, **options: Any) -> Any:
         """Answer a chat as llama_cpp.Llama does.
 
-        Raises SettingsError for a handler of images, and for a JSON schema that is too much.
+        With a handler of images of llama-cpp-python's, they are read inside the budget. Raises
+        ImageError for one that cannot be read, SettingsError for a JSON schema that is too much.
         """
-        check_chat_handler(self.chat_handler)
+        self.chat_handler = BudgetImageHandler.of(self.chat_handler)
         return super().create_chat_completion(**checked_schemas(self, *arguments, **options))
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:

@@ -20,6 +20,7 @@ from entropykv.drop_in.context import BudgetContext, SharedModel
 from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.weights import Weights
+from entropykv.session.image_spans import is_placeholder
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
@@ -84,6 +85,7 @@ class ReadingLlama(llama_cpp.Llama):
         Texts of tokens are kept: Llama asks for all of an answer with every token of it, and each
         call of llama.cpp would let the threads of a pool take turns.
         """
+        tokens = [token for token in tokens if not is_placeholder(token)]
         pieces = self._pieces
         if special or pieces is None or not isinstance(self.tokenizer_, LlamaTokenizer):
             return super().detokenize(tokens, prev_tokens, special)

@@ -7,6 +7,7 @@ from typing import Any
 
 from entropykv._core import TokenTrie
 from entropykv.llamacpp.model import Model
+from entropykv.session.image_spans import is_placeholder
 
 
 class ModelText:
@@ -38,11 +39,17 @@ class ModelText:
         return self._model.tokenize(text, add_bos=add, special=special)
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens; control tokens are left out unless `special`."""
-        return self._model.detokenize(tokens, special=special)
+        """Return the text of tokens; control tokens are left out unless `special`, images always."""
+        text = [token for token in tokens if not is_placeholder(token)]
+        return self._model.detokenize(text, special=special)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of a token, for output as it comes; `special`: of control tokens."""
+        """Return the bytes of a token, for output as it comes; `special`: of control tokens.
+
+        Those of an image have none.
+        """
+        if is_placeholder(token):
+            return b""
         return self._model.token_bytes(token, special=special)
 
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:

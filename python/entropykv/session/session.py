@@ -19,6 +19,8 @@ from entropykv.errors import (
 from entropykv.llamacpp.model import Model
 from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.generate import generate
+from entropykv.session.image_spans import is_placeholder, text_before_image
+from entropykv.session.images import ImageLimits, ImagePart, Images, no_projector
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.recovery import Climb
 from entropykv.session.sampling import Sampling
@@ -169,7 +171,10 @@ class Session(Saving):
         self._check_usable()
         ids = [int(token) for token in tokens]
         self._check_room(len(ids))
-        self._model.check_tokens(ids)
+        text = [token for token in ids if not is_placeholder(token)]
+        self._model.check_tokens(text)
+        if len(text) < len(ids) and self._runner.images is None:
+            raise no_projector()
         self.note_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._runner.scheduler.arrive()
         self._slot.expected = max(self._slot.expected, self._sequence.position + len(ids))
@@ -179,11 +184,18 @@ class Session(Saving):
         while ids:
             # Echoes may end within the text: once they have taught the predictor enough.
             repeats = self._echo if echoes else None
-            size = repeats.chunk if repeats else self._largest_chunk(len(ids))
-            part, ids = ids[:size], ids[size:]
-            echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
-            n_rows = len(part) if all_logits else int(not ids)
-            yield self._decode_micro_batch(part, n_rows, echo, arrival)
+            if is_placeholder(ids[0]):
+                image = self._image_part(ids)
+                part, ids = ids[: image.n_tokens], ids[image.n_tokens :]
+                n_rows = len(part) if all_logits else int(not ids)
+                yield self._decode_micro_batch(part, n_rows, [], arrival, image)
+            else:
+                size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+                size = text_before_image(ids, size)
+                part, ids = ids[:size], ids[size:]
+                echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
+                n_rows = len(part) if all_logits else int(not ids)
+                yield self._decode_micro_batch(part, n_rows, echo, arrival)
             if ids:
                 self._note_interval(len(part))
 
@@ -209,11 +221,28 @@ class Session(Saving):
                 f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
             )
 
+    def _image_part(self, ids: list[int]) -> ImagePart:
+        """Return the rows of an image that are read next, in the place of the first tokens."""
+        images = self._runner.images
+        if images is None:
+            raise no_projector()
+        sequence, n_ubatch = self._sequence, self.config.n_ubatch
+        return images.next_part(
+            ids, sequence.position, sequence.images, n_ubatch, self._largest_chunk
+        )
+
     def _decode_micro_batch(
-        self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
     ) -> npt.NDArray[np.float32] | None:
-        logits = self._decode(tokens, n_rows, echo, arrival)
-        if echo:
+        logits = self._decode(tokens, n_rows, echo, arrival, image)
+        if image is not None:
+            self._sequence.add_image(image.first, image.n_tokens, image.n_positions)
+        elif echo:
             self._sequence.echoed = self._sequence.position + len(tokens)
         last = None if logits is None else logits[-1].copy()
         self._sequence.add(tokens, last, is_prompt=not self._writes)
@@ -227,11 +256,18 @@ class Session(Saving):
         return logits
 
     def _decode(
-        self, tokens: list[int], n_rows: int, echo: list[int], arrival: int
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Decode a micro-batch at the end of the text; where that fails, the session is broken."""
         self._broken = True
-        part = Part(self._store, tokens, self._sequence.position, n_rows, echo)
+        embedded = None if image is None else image.embedded
+        lag = self._sequence.images.lag
+        part = Part(self._store, tokens, self._sequence.position, n_rows, echo, embedded, lag)
         try:
             self._runner.read(self._slot, part, arrival)
             return part.result()
@@ -323,6 +359,26 @@ class Session(Saving):
                     yield token
         finally:
             self.rest()
+
+    def open_projector(
+        self,
+        path: str | os.PathLike[str],
+        limits: ImageLimits | None = None,
+        *,
+        use_gpu: bool = False,
+    ) -> Images:
+        """Open the model's projector (mmproj file), and return what reads prompts with images.
+
+        It serves all sessions of the model, and is closed with the model, or where another file
+        takes its place. Raises ModelFileError and UnsupportedModelError: see Projector.
+        """
+        self._check_open()
+        return self._runner.open_projector(path, limits, use_gpu=use_gpu)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None before open_projector()."""
+        return self._runner.images
 
     def rest(self) -> None:
         """Say that nothing more is read soon: a pool may swap out the session for another one."""
