@@ -105,8 +105,7 @@ def formats_page() -> str:
 
 {inspect.getdoc(session_file)}
 
-The current version is {session_file.VERSION}; the oldest version that is read is
-{session_file.OLDEST_VERSION}.
+The current version is {session_file.VERSION}; no other version is read.
 """
 
 

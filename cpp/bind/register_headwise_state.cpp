@@ -12,17 +12,6 @@
 namespace entropykv::bind {
 namespace {
 
-// Returns the end of the state of a head that has dropped nothing; empty if dropped entries are not
-// counted.
-py::bytes nothing_dropped(const Headwise& self) {
-    std::string state;
-    if (self.store.head(0, 0).dropped) {
-        state.resize(DroppedScores::state_bytes());
-        DroppedScores{}.save(reinterpret_cast<std::byte*>(state.data()));
-    }
-    return state;
-}
-
 void register_checkpoints(py::class_<Headwise>& store) {
     store.def("checkpoint", [](Headwise& self) { return make_checkpoint(self.store.components()); })
         .def(
@@ -112,7 +101,6 @@ void register_headwise_state(py::class_<Headwise>& store) {
                 HeadLoader(self.store.components()).begin(counts, starts, budgets);
             },
             py::arg("counts"), py::arg("states"), py::arg("budgets"))
-        .def_property_readonly("nothing_dropped", &nothing_dropped)
         .def(
             "set_evicted",
             [](Headwise& self, std::size_t evicted) {

@@ -664,13 +664,6 @@ class HeadwiseStore:
         MemoryError and ColdStorageError change nothing.
         """
 
-    @property
-    def nothing_dropped(self) -> bytes:
-        """The end of a KV head's state that says that it has dropped nothing.
-
-        It is empty where what is dropped is not counted.
-        """
-
     def set_evicted(self, evicted: int) -> None:
         """Say how many entries have been evicted so far."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from entropykv import ContextError, EntropyLlama, SettingsError
+from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.recovery import Recovery, Rung
 from tests.support.architecture_models import MODELS, TRAINED, session_of, some, written
@@ -88,6 +88,42 @@ def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, pat
         with pytest.raises(ContextError, match=r"position 150: .*sliding window.* reset\(\)"):
             session.truncate(150)
         assert (session.position, all_entries(session)) == (227, entries)
+
+
+@some("gemma2", "gemma3", "gpt-oss")
+@pytest.mark.parametrize("n_sinks", [0, 4])
+def test_the_flat_store_goes_back_as_far_as_windows_hold(
+    name: str, n_sinks: int, path: Path
+) -> None:
+    """llama.cpp puts tokens after a truncate() into cells that windows have passed."""
+    options = {"store": "flat", "n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16"}
+    tokens, others = tokens_for(447), tokens_for(16, seed=3)
+    with Session(path, n_sinks=n_sinks, **options) as session:
+        session.decode(tokens)
+        assert session.can_return_to(148)
+        session.truncate(148)
+        session.decode(others)
+        assert not session.can_return_to(77)
+        with pytest.raises(ContextError, match=r"position 77: .*sliding window.* reset\(\)"):
+            session.truncate(77)
+        assert session.position == 164
+        session.truncate(160)
+        again = session.decode([5])
+        session.reset()
+        session.decode([*tokens[:148], *others[:12]])
+        assert relative_error(again, session.decode([5])) < MODELS[name].rounding
+
+
+@some("gemma3", "gpt-oss")
+@pytest.mark.parametrize("n_sinks", [0, 4])
+def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, path: Path) -> None:
+    """Tokens that the budget has evicted from windows are not what they have lost."""
+    options = {"store": "flat", "policy": "streaming", "n_ctx": 512, "kv_type": "f16"}
+    with Session(path, kv_budget=24, n_sinks=n_sinks, n_threads=1, **options) as session:
+        session.decode(tokens_for(200))
+        session.decode([5])
+        session.truncate(195)
+        assert session.decode([7]).shape == (1, session.n_vocab)
 
 
 @some("gemma3", "jamba", "bloom")

@@ -14,7 +14,6 @@ from tests.support.logits import tokens_for
 from tests.support.online_sessions import BY_LAYER, MEASURED, are_equal, check, each_policy
 from tests.support.saved_sessions import (
     all_entries,
-    as_version_5,
     assert_load_refused,
     future,
     sections_start,
@@ -50,25 +49,6 @@ def test_a_loaded_session_goes_on_as_saved(
             assert stats.kv_bytes_now <= stats.kv_bytes_peak <= stats.kv_bytes_budget
             assert session.save_state() == file.read_bytes()
             assert (future(session), session.save_state()) == expected
-
-
-@pytest.mark.parametrize("policy", ["uniform", "adaptive", "layer"])
-def test_files_of_version_5_are_read(uneven_llama: Path, policy: str) -> None:
-    """They do not know what was dropped: all else goes on as it was."""
-    with session_of(uneven_llama, policy=policy) as session:
-        session.decode(tokens_for(200))
-        data, kept, budgets = session.save_state(), all_entries(session), session.budgets()
-        core = session._store.core
-        nothing = core.nothing_dropped
-        assert bool(nothing) == (policy in MEASURED)
-        assert not nothing or not core.save_head(0, 0).endswith(nothing)
-        session.reset()
-        session.load_state(as_version_5(data, len(nothing)))
-        assert (all_entries(session), session.budgets()) == (kept, budgets)
-        assert core.save_head(0, 0).endswith(nothing)
-        assert (session.save_state() == data) == (not nothing)
-        session.decode(tokens_for(80))
-        check(session)
 
 
 @each_policy

@@ -62,28 +62,6 @@ def sections_start(data: bytes) -> int:
     return 16 + int(struct.unpack_from("<I", data, 12)[0]) + 16
 
 
-def as_version_5(data: bytes, dropped_bytes: int) -> bytes:
-    """The file as version 5 has it: sections of KV heads lack their last `dropped_bytes`.
-
-    It says nothing of a thaw() before the next token either.
-    """
-    start = sections_start(data)
-    header = json.loads(data[16 : start - 16])
-    contents = header["contents"]
-    del contents["recalls_now"]
-    n_heads = sum(map(len, contents["entries"]))
-    at = start + 4 * (contents["n_tokens"] + contents["n_logits"])
-    kept = [data[start:at]]
-    for number, size in enumerate(contents["sections"]):
-        left_out = dropped_bytes if number < n_heads else 0
-        kept.append(data[at : at + size - left_out])
-        contents["sections"][number] -= left_out
-        at += size
-    text = json.dumps(header).encode()
-    prefix = struct.pack("<8sII", MAGIC, 5, len(text))
-    return signed(prefix + text + bytes(16) + b"".join(kept) + bytes(16))
-
-
 def with_contents(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     start = sections_start(data)
     header = json.loads(data[16 : start - 16])

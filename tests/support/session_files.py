@@ -37,6 +37,7 @@ CONTENTS = SavedContents(
     shift=0,
     chat=None,
     sections=[7, 0, 2],
+    recalls_now=False,
 )
 
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from entropykv import SessionFileError, _core
 from entropykv.session.file import (
     MAGIC,
-    OLDEST_VERSION,
     VERSION,
     check_settings,
 )
@@ -131,7 +130,7 @@ def test_sizes_beyond_the_file_allocate_nothing() -> None:
         read(struct.pack("<8sII", MAGIC, VERSION, 2**32 - 1) + bytes(100))
 
 
-@pytest.mark.parametrize("version", [OLDEST_VERSION - 1, VERSION + 1])
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
 def test_another_version_is_named(version: int) -> None:
     data = bytearray(file_bytes())
     data[8] = version

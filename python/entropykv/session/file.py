@@ -34,10 +34,8 @@ from entropykv.files import new_file, open_regular
 
 MAGIC = b"EKVSESS\0"
 VERSION = 7
-"""The version of the format: it changes wherever anything in the file changes, layout included."""
-OLDEST_VERSION = 5
-"""The oldest version that is read: its KV heads do not say what they have dropped. None before 7
-has `recalls_now`."""
+"""The version of the format, and the only one that is read. Change it whenever anything in the file
+changes, layout included."""
 
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
@@ -88,7 +86,7 @@ class SavedContents:
     """True where the text is a chat by the model's template; None: nobody said."""
     sections: list[int]
     """The bytes of each of the store's sections."""
-    recalls_now: bool = False
+    recalls_now: bool
     """Whether the next token looks for frozen entries, as it does after thaw()."""
 
     @property

@@ -15,7 +15,6 @@ from entropykv.session.file import (
     AGAIN,
     DIGEST_BYTES,
     MAGIC,
-    OLDEST_VERSION,
     PREFIX,
     VERSION,
     SavedContents,
@@ -68,12 +67,11 @@ class SessionReader:
             )
         if len(prefix) < PREFIX.size:
             raise self._cut(PREFIX.size)
-        _, self.version, size = PREFIX.unpack(prefix)
-        if not OLDEST_VERSION <= self.version <= VERSION:
+        _, version, size = PREFIX.unpack(prefix)
+        if version != VERSION:
             raise SessionFileError(
-                f"{self.where}: has version {self.version} of the format, but this entropykv reads "
-                f"versions {OLDEST_VERSION} to {VERSION}; load it with the entropykv that saved "
-                f"it, or {AGAIN}"
+                f"{self.where}: has version {version} of the format, but this entropykv reads "
+                f"version {VERSION}; load it with the entropykv that saved it, or {AGAIN}"
             )
         if size > _MOST_HEADER_BYTES:
             raise self.damaged(f"a header of {size} bytes")

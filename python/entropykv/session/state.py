@@ -16,7 +16,6 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.file import (
     AGAIN,
-    OLDEST_VERSION,
     SavedContents,
     SavedSettings,
     check_settings,
@@ -105,7 +104,6 @@ def load_state(
         contents.shift,
         sections,
         contents.recalls_now,
-        tells_dropped=reader.version > OLDEST_VERSION,
     )
     try:
         store.check_state(state)

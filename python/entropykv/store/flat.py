@@ -73,6 +73,8 @@ class FlatStore(Store):
             check_model(config.profile, geometry)
         self._model = model
         self._is_recurrent = is_recurrent(model)
+        self._window = max(0, llama_cpp.llama_model_n_swa(model.handle))
+        """How many of the newest positions layers with sliding windows see; 0 without them."""
         self._config = config
         self._heads_per_layer = geometry.kv_heads_per_layer
         self.n_kv_heads = sum(geometry.kv_heads_per_layer)
@@ -196,7 +198,8 @@ class FlatStore(Store):
         """Drop entries at and beyond a position.
 
         Raises ContextError where the entry before it was evicted, since llama.cpp reads on after
-        that one only, and where a recurrent state is beyond it.
+        that one only, where a recurrent state is beyond it, and where layers with sliding windows
+        have lost what the next token would see.
         """
         if self._is_recurrent and position > 0:
             raise cannot_go_back(self._model, position)
@@ -205,13 +208,33 @@ class FlatStore(Store):
                 f"cannot go back to position {position}: the flat store has evicted the token "
                 "before it; go back less far, or call reset() and read the text again"
             )
+        if not self._windows_are_whole(position):
+            raise ContextError(
+                f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
+                "window have dropped what they would see from there; go back less far, or call "
+                "reset() and read the text again"
+            )
         self._store.truncate(position)
         if position == 0:
             self.shift = 0
 
-    def can_return_to(self, position: int) -> bool:  # noqa: ARG002
-        """Tell whether the model has no recurrent layers: their states cannot go back."""
-        return not self._is_recurrent
+    def can_return_to(self, position: int) -> bool:
+        """Tell whether neither recurrent layers nor sliding windows keep it from going back."""
+        return not self._is_recurrent and self._windows_are_whole(position)
+
+    def _windows_are_whole(self, position: int) -> bool:
+        """Tell whether layers with sliding windows hold all that a token at `position` would see.
+
+        llama.cpp puts new tokens into cells that a window has passed, and drops all positions below
+        those: what it still holds of such layers begins at llama_memory_seq_pos_min().
+        """
+        held = self._store.positions
+        in_window = held[(held >= position - self._window) & (held < position)]
+        if position == 0 or self._window == 0 or in_window.size == 0:
+            return True
+        memory = llama_cpp.llama_get_memory(self.context)
+        first = llama_cpp.llama_memory_seq_pos_min(memory, self.sequence)
+        return bool(first <= self.rope_position(int(in_window[0])))
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
         """Return the positions kept, ascending: the same for every layer and head."""

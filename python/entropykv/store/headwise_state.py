@@ -115,14 +115,9 @@ class HeadwiseState:
             return self._store.save_head(layer, kv_head)
 
     def check(self, state: SavedState) -> None:
-        """Check number, size, positions and importance of the entries of every KV head.
-
-        Where a section does not tell what its KV head has dropped, say that it is nothing.
-        """
+        """Check number, size, positions and importance of the entries of every KV head."""
         self._cold.check_loading()
         sections = state.sections
-        for section in () if state.tells_dropped else sections[: self._n_kv_heads]:
-            section.extend(self._store.nothing_dropped)
         heads = [len(layer) for layer in state.entries]
         n_sections = self._n_kv_heads + (self._online is not None) + (self._recurrent is not None)
         if heads != [shape.n_head_kv for shape in self._layers] or len(sections) != n_sections:

@@ -48,11 +48,9 @@ class SavedState:
     shift: int
     """How far positions of the text are before what RoPE sees, see Store.shift."""
     sections: Sequence[bytearray]
-    """The sections, as StoreState has them; check_state() and load_state() may change them."""
+    """The sections, as StoreState has them; load_state() may change them."""
     recalls_now: bool
     """As StoreState has it."""
-    tells_dropped: bool = True
-    """False for files of version 5, whose KV heads do not say what they have dropped."""
 
 
 class DamagedState(Exception):  # noqa: N818  (it is caught where the file's name is known)
