@@ -19,13 +19,19 @@ MARKER = mtmd_cpp.mtmd_default_marker().decode()
 
 
 def helper_logits(
-    path: Path, projector: Path, text: str, images: Sequence[bytes], *, n_batch: int = 512
+    path: Path, projector: Path, text: str, images: Sequence[bytes], *, flash: bool = False
 ) -> npt.NDArray[np.float32]:
-    """Return the logits after a prompt, in which MARKER stands for each image."""
+    """Return the logits after a prompt, in which MARKER stands for each image.
+
+    Flash attention rounds its queries to f16, as the flat store does.
+    """
+    n_batch = 512
     model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_ctx, parameters.n_threads, parameters.n_threads_batch = 2048, 1, 1
     parameters.n_batch = parameters.n_ubatch = n_batch
+    kinds = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    parameters.flash_attn_type = kinds[flash]
     context = model.new_context(parameters)
     settings = mtmd_cpp.mtmd_context_params_default()
     settings.use_gpu = settings.print_timings = settings.warmup = False

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from entropykv.server import ModelOptions
 
 _SAME = (
+    "mmproj",
     *("kv_budget", "policy", "store", "entropy_config", "learn", "sinks", "recent_window"),
     "n_gpu_layers",
     *("freeze", "freeze_limit", "freeze_type", "recall_interval", "freeze_window"),
@@ -45,6 +46,7 @@ _ELSEWHERE = {
     "reverse_prompt": "-r",
     "ignore_eos": "--ignore-eos",
     "recovery": "--recovery",
+    "image": "--image",
 }
 """Options that the page has no place for, or that `serve` spells otherwise, and what to do."""
 

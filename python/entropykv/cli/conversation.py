@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
+from entropykv.cli.image_options import tokens_of, with_places
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError, SettingsError
@@ -25,6 +26,8 @@ class Turn:
     answer: str
     start: int
     """The position of the session before this turn."""
+    files: tuple[bytes, ...] = ()
+    """The files of the images that were shown with it."""
 
 
 class Conversation:
@@ -49,6 +52,8 @@ class Conversation:
         self.turns: list[Turn] = []
         self.loaded_text = ""
         """The text that a loaded session had read, with special tokens left out."""
+        self.files: list[bytes] = []
+        """The files of images that are shown with the next turn."""
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stops = stops
@@ -66,7 +71,7 @@ class Conversation:
         try:
             write_answer(
                 self.session,
-                self._tokens_of(text),
+                self._tokens_of(text, self.files),
                 self._max_tokens,
                 self._sampling,
                 answer,
@@ -81,13 +86,15 @@ class Conversation:
         self._end_turn(start, text, answer)
         return answer
 
-    def _tokens_of(self, text: str) -> list[int]:
+    def _tokens_of(self, text: str, files: list[bytes]) -> list[int]:
+        text = with_places(text, len(files)) if files else text
         session, first = self.session, self.session.position == 0
         if self._is_chat:
             turn = session.chat_prompt(text, self._system) if first else session.chat_turn(text)
-            return session.tokenize(turn or "", add_bos=False)
+            return tokens_of(session, turn or "", files, add_bos=False)
         before = ([] if self._system is None else [self._system]) if first else [""]
-        return session.tokenize("\n".join([*before, text]), add_bos=None if first else False)
+        add_bos = None if first else False
+        return tokens_of(session, "\n".join([*before, text]), files, add_bos=add_bos)
 
     def _end_turn(self, start: int, text: str, answer: Answer) -> None:
         with noted_interrupts():
@@ -95,7 +102,9 @@ class Conversation:
                 if self.session.position > start:
                     go_back(self.session, start)
                 return
-            self.turns.append(Turn(text, self.session.detokenize(answer.tokens), start))
+            said = self.session.detokenize(answer.tokens)
+            self.turns.append(Turn(text, said, start, tuple(self.files)))
+            self.files = []
             read_rest(self.session, answer.unread)
 
     def undo(self) -> Turn:
@@ -116,7 +125,9 @@ class Conversation:
 
     def ask_again(self) -> Answer:
         """Take back the last turn, and ask it again; raises what undo() and ask() raise."""
-        return self.ask(self.undo().text)
+        turn = self.undo()
+        self.files = list(turn.files)
+        return self.ask(turn.text)
 
     def _read_again(self, tokens: list[int]) -> None:
         self.session.truncate(0)

@@ -54,7 +54,7 @@ class BudgetImageHandler:
             raise ContextError(f"{error}; shorten the prompt or raise n_ctx") from None
 
     def _images_of(self, llama: Any) -> Images:
-        """Return what reads images for a model; the handler's file is opened with its first chat."""
+        """Return what reads images for a model; the first chat opens the handler's file."""
         session, path = llama._session, Path(self.handler.clip_model_path)
         images: Images | None = session.images
         if images is None or images.projector.path != path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import os
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -21,6 +22,7 @@ from entropykv.drop_in.prefix import continuing, control_symbol, spelling
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.weights import Weights
 from entropykv.session.image_spans import is_placeholder
+from entropykv.session.images import ImageLimits, Images
 from entropykv.session.pool_session import PoolSession
 from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
@@ -71,6 +73,22 @@ class ReadingLlama(llama_cpp.Llama):
     @property
     def _session(self) -> Session:
         return self._ctx.session
+
+    def open_projector(
+        self, path: str | os.PathLike[str], limits: ImageLimits | None = None
+    ) -> Images:
+        """Open the model's projector: see Session.open_projector()."""
+        return self._session.open_projector(path, limits, use_gpu=self._offloads)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None while no projector is open."""
+        return self._session.images
+
+    @property
+    def _offloads(self) -> bool:
+        """Tell whether layers of the model are on a device, where its projector belongs, too."""
+        return bool(self.model_params.n_gpu_layers)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Return a text's tokens, as llama_cpp.Llama does; raises EntropyKVError once closed."""

@@ -116,7 +116,7 @@ def _decode_embedded(context: Any, part: BatchPart, embedded: Embedded) -> None:
     positions = embedded.positions
     if positions is None:
         positions = np.arange(part.position, part.position + n, dtype=np.int32)
-    sequence = (llama_cpp.llama_seq_id * 1)(part.sequence)
+    ids = ctypes.pointer(llama_cpp.llama_seq_id(part.sequence))
     wants_logits = [n - part.n_rows <= i for i in range(n)]
     batch = llama_cpp.llama_batch(
         n_tokens=n,
@@ -124,7 +124,7 @@ def _decode_embedded(context: Any, part: BatchPart, embedded: Embedded) -> None:
         embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
         pos=positions.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos)),
         n_seq_id=(ctypes.c_int32 * n)(*[1] * n),
-        seq_id=(ctypes.POINTER(llama_cpp.llama_seq_id) * n)(*[sequence] * n),
+        seq_id=(ctypes.POINTER(llama_cpp.llama_seq_id) * n)(*[ids] * n),
         logits=(ctypes.c_int8 * n)(*wants_logits),
     )
     sees_all = embedded.sees_all and part.masked_by_llama

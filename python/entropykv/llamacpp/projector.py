@@ -42,7 +42,7 @@ from entropykv.model.header import (
     text_value,
 )
 
-_EMBEDDING_NODES = 64
+_NODES = 16
 """Nodes of the encoder's graph that are computed before somebody may stop it."""
 _SIZES = (
     "embedding_length",
@@ -137,9 +137,9 @@ class Projector:
     ) -> Iterator[list[TextChunk | ImageChunk]]:
         """Read a prompt in which self.marker stands for each image, in their order.
 
-        `add_bos`: it begins with a BOS token where the model wants one. The chunks' handles are valid within the context. Raises ImageError for an image that
-        cannot be decoded, and UnsupportedModelError where the vocabulary lacks tokens that belong
-        around an image.
+        `add_bos`: it begins with a BOS token where the model wants one. The chunks' handles are
+        valid within the context. Raises ImageError for an image that cannot be decoded, and
+        UnsupportedModelError where the vocabulary lacks tokens that belong around an image.
         """
         mtmd = self._mtmd
         with self._open() as handle, _captured_log(mtmd) as log:
@@ -249,13 +249,13 @@ class Projector:
         """
         try:
             if ask:
-                self._nodes = (self._nodes + 1) % _EMBEDDING_NODES
+                self._nodes = (self._nodes + 1) % _NODES
                 return self._nodes == 0
-            if self._poll is not None:
+            if self._poll is not None and self._stopped is None:
                 self._poll()
         except BaseException as error:
             self._stopped = error
-        return self._stopped is None
+        return ask or self._stopped is None
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
@@ -326,9 +326,10 @@ def _check_header(path: Path) -> str:
             field = reader.get_field(f"clip.vision.{name}")
             if field is None:
                 raise ModelFileError(f"{path}: lacks clip.vision.{name}; {AGAIN}")
-            if field.types != [GGUFValueType.ARRAY, GGUFValueType.FLOAT32] or len(
-                field.parts[field.data[0]]
-            ) != 3:
+            if (
+                field.types != [GGUFValueType.ARRAY, GGUFValueType.FLOAT32]
+                or len(field.parts[field.data[0]]) != 3
+            ):
                 raise ValueError(f"clip.vision.{name} is no list of three numbers")
         header = reader.data[: int(reader.data_offset)].tobytes()
     return hashlib.sha256(header).hexdigest()

@@ -18,7 +18,7 @@ from llama_cpp.server.types import DetokenizeInputRequest, TokenizeInputRequest
 
 from entropykv import _version
 from entropykv.errors import SettingsError
-from entropykv.server.admission import Limits
+from entropykv.server.admission import IMAGE_BODIES, IMAGE_BODY, Limits
 from entropykv.server.api_key_check import ApiKeyCheck
 from entropykv.server.bodies import Bodies, BodyRoute
 from entropykv.server.docs_page import docs_page
@@ -58,6 +58,7 @@ class _Detokenize(DetokenizeInputRequest):
 _LIMITS = (
     *("max_jobs", "max_waiting", "max_body", "max_bodies"),
     *("client_seconds", "request_seconds", "drain_seconds"),
+    *("max_images", "max_image_bytes", "max_image_pixels"),
 )
 """The fields of ServerOptions that are fields of Limits, too."""
 
@@ -77,11 +78,9 @@ def create_app(
     _check_cache(model, server, keys)
     if server.slot_save_path is not None:
         make_directory(server.slot_save_path)
-    limits = Limits(
-        **{name: getattr(server, name) for name in _LIMITS}, conversations=model.conversations
-    )
+    limits = _limits_of(model, server)
     engine = Engine(
-        load_llama(model),
+        load_llama(model, limits.images),
         interrupt=server.interrupt_requests,
         limits=limits,
         shared_prefixes=server.shared_prefixes,
@@ -121,6 +120,15 @@ def create_app(
         return HTMLResponse(docs_page(app.openapi()))
 
     return app
+
+
+def _limits_of(model: ModelOptions, server: ServerOptions) -> Limits:
+    """Return what requests may take: bodies with images are larger, unless the options say it."""
+    given = {name: getattr(server, name) for name in _LIMITS}
+    if model.mmproj or model.clip_model_path:
+        larger = {"max_body": IMAGE_BODY, "max_bodies": IMAGE_BODIES}
+        given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
+    return Limits(**given, conversations=model.conversations)
 
 
 def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:

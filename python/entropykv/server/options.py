@@ -107,6 +107,11 @@ class ModelOptions(ModelSettings):
     recovery_deviations: float | None = None
     recovery_window: int | None = None
 
+    mmproj: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="File of the model's projector (mmproj), with which requests may have images.",
+    )
     chat_template: Optional[str] = Field(  # noqa: UP045
         default=None,
         max_length=MOST_TEMPLATE,
@@ -249,6 +254,17 @@ class ServerOptions(ServerSettings):
         ge=1,
         description="Bytes that the bodies of all requests may have together, waiting ones too; "
         "more are answered with 503.",
+    )
+    max_images: int = Field(
+        default=Limits.max_images, ge=0, description="Images that one request may have."
+    )
+    max_image_bytes: int = Field(
+        default=Limits.max_image_bytes, ge=1, description="Bytes of the file of an image."
+    )
+    max_image_pixels: int = Field(
+        default=Limits.max_image_pixels,
+        ge=1,
+        description="Pixels of all images of a request together.",
     )
     max_jobs: int = Field(
         default=Limits.max_jobs,

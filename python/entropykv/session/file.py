@@ -88,6 +88,15 @@ class SavedContents:
     """The bytes of each of the store's sections."""
     recalls_now: bool
     """Whether the next token looks for frozen entries, as it does after thaw()."""
+    images: list[list[int]] = dataclasses.field(default_factory=list)
+    """The fields of every ImageSpan; the header has them only where there are images."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the header has of it."""
+        fields = dataclasses.asdict(self)
+        if not self.images:
+            del fields["images"]
+        return fields
 
     @property
     def n_entries(self) -> int:
@@ -150,7 +159,7 @@ def write_session(
         file.write(data)
         digest.update(data)
 
-    parts = {"settings": dataclasses.asdict(settings), "contents": dataclasses.asdict(contents)}
+    parts = {"settings": dataclasses.asdict(settings), "contents": contents.to_json()}
     header = json.dumps(parts).encode()
     put(PREFIX.pack(MAGIC, VERSION, len(header)))
     put(header)

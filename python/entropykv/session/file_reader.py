@@ -143,9 +143,11 @@ def _is_possible(name: str, value: object) -> bool:
         return isinstance(value, dict)
     if name in ("chat", "recalls_now"):
         return isinstance(value, bool)
-    rows = value if name == "entries" else [value if name == "sections" else [value]]
+    rows = value if name in ("entries", "images") else [value if name == "sections" else [value]]
     most = _LARGE.get(name, _MOST)
-    return isinstance(rows, list) and all(_are_counts(row, most) for row in rows)
+    if not isinstance(rows, list) or not all(_are_counts(row, most) for row in rows):
+        return False
+    return name != "images" or all(len(row) == 3 for row in rows)
 
 
 def _are_counts(values: object, most: int) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+FIRST_PLACEHOLDER = -2
+"""The largest token that stands for a part of an image; -1 is llama.cpp's "no token"."""
+
 
 @dataclass(frozen=True)
 class ImageSpan:
@@ -14,8 +17,8 @@ class ImageSpan:
     """The position of its first token."""
     n_tokens: int
     """How many of its tokens were read."""
-    n_positions: int
-    """By how many positions RoPE goes on after all of it."""
+    behind: int
+    """By how many positions RoPE is behind the text after all of it: 0 without M-RoPE."""
 
     @property
     def end(self) -> int:
@@ -24,8 +27,8 @@ class ImageSpan:
 
     @property
     def lag(self) -> int:
-        """Return how far RoPE's position falls behind the text's by it."""
-        return self.n_tokens - self.n_positions
+        """Return how far RoPE is behind the text after those tokens."""
+        return min(self.behind, self.n_tokens - 1)
 
 
 class ImageSpans:
@@ -57,12 +60,12 @@ class ImageSpans:
         last = self._spans[-1] if self._spans else None
         return last is not None and (last.end, last.n_tokens) == (position, first)
 
-    def note(self, position: int, first: int, n_tokens: int, n_positions: int) -> None:
+    def note(self, position: int, first: int, n_tokens: int, behind: int) -> None:
         """Take down rows of an image, from number `first` on, that were read at a position."""
         start = position - first
         if first > 0 and self._spans and self._spans[-1].start == start:
             self._spans.pop()
-        self._spans.append(ImageSpan(start, first + n_tokens, n_positions))
+        self._spans.append(ImageSpan(start, first + n_tokens, behind))
 
     def truncate(self, position: int) -> None:
         """Forget images at and beyond a position, and the end of one that lies on both sides."""
@@ -78,11 +81,20 @@ class ImageSpans:
 
 
 def is_placeholder(token: int) -> bool:
-    """Tell whether a token stands for a part of an image; -1 is llama.cpp's "no token"."""
-    return token < -1
+    """Tell whether a token stands for a part of an image."""
+    return token <= FIRST_PLACEHOLDER
 
 
 def text_before_image(tokens: Sequence[int], most: int) -> int:
     """Return how many of the first `most` tokens come before an image."""
     first = next((i for i, token in enumerate(tokens[:most]) if is_placeholder(token)), most)
     return min(first, len(tokens))
+
+
+def end_of_piece(tokens: Sequence[int]) -> int:
+    """Return how many tokens come before the first border of text and image; 1 at least.
+
+    Who reads a text in pieces cuts it there, so that no image is cut that must be read whole.
+    """
+    kinds = [is_placeholder(token) for token in tokens]
+    return next((i for i, kind in enumerate(kinds) if kind != kinds[0]), max(len(kinds), 1))

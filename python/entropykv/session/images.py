@@ -24,7 +24,7 @@ from entropykv.errors import ContextError, ImageError
 from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.image_header import image_size
 from entropykv.llamacpp.projector import ImageChunk, Projector, TextChunk
-from entropykv.session.image_spans import ImageSpans
+from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpans
 from entropykv.session.read_parts import common_prefix
 
 HELD_BYTES = 256 << 20
@@ -52,11 +52,12 @@ class ReadyImage:
     """Tokens in their places."""
     rows: npt.NDArray[np.float32]
     """(tokens, n_embd)."""
-    n_positions: int
     positions: npt.NDArray[np.int32] | None
     moves: npt.NDArray[np.int32] | None
     sees_all: bool
-    """These four are those of ImageChunk."""
+    """These three are those of ImageChunk."""
+    behind: int
+    """By how many positions RoPE is behind the text after it: see ImageSpan."""
 
     @functools.cached_property
     def numbers(self) -> npt.NDArray[np.int32]:
@@ -90,8 +91,10 @@ class ImagePart:
     first: int
     """The number of the first row."""
     n_tokens: int
-    n_positions: int
-    """By how many positions RoPE goes on after the whole image."""
+    behind: int
+    """As ReadyImage has it."""
+    lag: int
+    """How far RoPE is behind the text where the image begins."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Images:
         return self.projector.marker
 
     @property
-    def bytes(self) -> int:
+    def n_bytes(self) -> int:
         """Return the bytes of the embeddings that are held here."""
         with self._lock:
             return sum(image.n_bytes for image in self._held.values())
@@ -163,9 +166,9 @@ class Images:
         """Return the tokens of a text in which `marker` stands for each of the images.
 
         `files`: the bytes of image files, in the order of their markers. Control tokens in the text
-        are read as such; with `add_bos`, it gets a BOS token where the model wants one. `poll` is called again
-        and again while images are encoded, and may raise to end that. Raises ImageError for what
-        cannot be read, ContextError where there would be more than `most_tokens` tokens.
+        are read as such; with `add_bos`, it gets a BOS token where the model wants one. `poll` is
+        called again and again while images are encoded, and may raise to end that. Raises
+        ImageError for what cannot be read, ContextError for more than `most_tokens` tokens.
         """
         if text.count(self.marker) != len(files):
             raise ImageError(
@@ -180,8 +183,8 @@ class Images:
             )
             if most_tokens is not None and n_tokens > most_tokens:
                 raise ContextError(
-                    f"the prompt has {n_tokens} tokens with its images, more than the {most_tokens} "
-                    "that there is room for; shorten it, send fewer images, or raise n_ctx"
+                    f"the prompt has {n_tokens} tokens with its images, more than the "
+                    f"{most_tokens} that there is room for; shorten it, send fewer images, or raise n_ctx"
                 )
             tokens: list[int] = []
             images: list[ReadyImage] = []
@@ -202,8 +205,7 @@ class Images:
     ) -> ReadyImage:
         """Return the embeddings of a chunk: those that are held, or new ones."""
         key = hashlib.sha256(
-            b"%s %s %d %d"
-            % (self.projector.identity.encode(), digest, part, chunk.n_tokens)
+            b"%s %s %d %d" % (self.projector.identity.encode(), digest, part, chunk.n_tokens)
         ).digest()
         placeholders = placeholders_of(key, chunk.n_tokens)
         held = next((i for i in self._images() if i.placeholders == placeholders), None)
@@ -212,10 +214,10 @@ class Images:
             held = ReadyImage(
                 placeholders,
                 rows,
-                chunk.n_positions,
                 chunk.positions,
                 chunk.moves,
                 chunk.sees_all,
+                0 if chunk.positions is None else chunk.n_tokens - chunk.n_positions,
             )
         with self._lock:
             self._held[key] = held
@@ -261,9 +263,10 @@ class Images:
     ) -> ImagePart:
         """Return the rows of an image that are read next, at a position of the text.
 
-        `tokens` begin with its placeholders, `before` are the images that were read; `most` says
-        how many of so many tokens are read at once, of `n_ubatch` that a micro-batch has room for. Raises ImageError as at() does, and
-        ContextError for an image that must be read whole and does not fit into a micro-batch.
+        `tokens` begin with its placeholders, `before` are the images that were read. `most` says
+        how many of so many tokens are read at once, of `n_ubatch` that a micro-batch has room for.
+        Raises ImageError as at() does, and ContextError for an image that must be read whole and
+        does not fit into a micro-batch.
         """
         image, first, n = self.at(tokens)
         if first > 0 and not before.ends_within(position, first):
@@ -275,12 +278,13 @@ class Images:
         if image.sees_all and n_read < image.n_tokens:
             raise ContextError(
                 f"an image of {image.n_tokens} tokens, which all see each other, must be read at "
-                f"once, and a micro-batch has room for {n_ubatch}; raise -ub (n_ubatch), or give the whole "
-                "image"
+                f"once, and a micro-batch has room for {n_ubatch}; raise -ub (n_ubatch), or give "
+                "the whole image"
             )
         start = position - first
-        embedded = image.part(first, first + n_read, start - before.lag_before(start))
-        return ImagePart(embedded, first, n_read, image.n_positions)
+        lag = before.lag_before(start)
+        embedded = image.part(first, first + n_read, start - lag)
+        return ImagePart(embedded, first, n_read, image.behind, lag)
 
     def _images(self) -> list[ReadyImage]:
         with self._lock:
@@ -296,7 +300,7 @@ class Images:
 def placeholders_of(key: bytes, n_tokens: int) -> list[int]:
     """Return tokens below -1 that stand for an image: others for every other key."""
     numbers: Any = np.frombuffer(hashlib.shake_256(key).digest(4 * n_tokens), "<u4")
-    return [-2 - int(number) % _MOST_NUMBER for number in numbers]
+    return [FIRST_PLACEHOLDER - int(number) % _MOST_NUMBER for number in numbers]
 
 
 def no_projector() -> ImageError:

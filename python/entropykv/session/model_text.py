@@ -39,7 +39,7 @@ class ModelText:
         return self._model.tokenize(text, add_bos=add, special=special)
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens; control tokens are left out unless `special`, images always."""
+        """Return the text of tokens, without images; `special`: with control tokens."""
         text = [token for token in tokens if not is_placeholder(token)]
         return self._model.detokenize(text, special=special)
 

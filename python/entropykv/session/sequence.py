@@ -44,12 +44,12 @@ class TokenSequence:
         self.position += len(tokens)
         self.tokens.extend(tokens)
 
-    def add_image(self, first: int, n_tokens: int, n_positions: int) -> None:
+    def add_image(self, first: int, n_tokens: int, behind: int) -> None:
         """Note that an image's rows, from number `first` on, are added next: see ImageSpans.
 
         They get no echo, so that an echo of the text before it is as good as one of all.
         """
-        self.images.note(self.position, first, n_tokens, n_positions)
+        self.images.note(self.position, first, n_tokens, behind)
         if self.echoed == self.position:
             self.echoed += n_tokens
 

@@ -241,7 +241,7 @@ class Session(Saving):
     ) -> npt.NDArray[np.float32] | None:
         logits = self._decode(tokens, n_rows, echo, arrival, image)
         if image is not None:
-            self._sequence.add_image(image.first, image.n_tokens, image.n_positions)
+            self._sequence.add_image(image.first, image.n_tokens, image.behind)
         elif echo:
             self._sequence.echoed = self._sequence.position + len(tokens)
         last = None if logits is None else logits[-1].copy()
@@ -266,7 +266,7 @@ class Session(Saving):
         """Decode a micro-batch at the end of the text; where that fails, the session is broken."""
         self._broken = True
         embedded = None if image is None else image.embedded
-        lag = self._sequence.images.lag
+        lag = self._sequence.images.lag if image is None else image.lag
         part = Part(self._store, tokens, self._sequence.position, n_rows, echo, embedded, lag)
         try:
             self._runner.read(self._slot, part, arrival)

@@ -82,7 +82,7 @@ class Store(Protocol):
     """How often stored keys were moved to other positions."""
     sequence: int = SEQUENCE
     """llama.cpp's number of the store's sequence."""
-    masked_by_llama = False
+    masked_by_llama: bool = False
     """True where llama.cpp's own attention says which tokens see each other."""
 
     @property
@@ -270,9 +270,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
 
 def _made_room(part: Part, model_name: str) -> bool:
     try:
-        part.store.before(
-            len(part.tokens), part.position, len(part.echo), embedded=part.embedded
-        )
+        part.store.before(len(part.tokens), part.position, len(part.echo), embedded=part.embedded)
     except (FreezeError, PoolError, UnsupportedModelError) as error:
         part.error = error
     except Exception as error:
