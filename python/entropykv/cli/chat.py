@@ -86,7 +86,7 @@ def _chat(options: argparse.Namespace) -> int:
         say(f"the first turn comes with {demo.document}; ask: {demo.question}")
     files = image_files(options.image)
     with open_engine(options) as session:
-        open_projector(session, options)
+        open_projector(session, options, files)
         conversation = Conversation(
             session,
             ending_never(sampling, session) if options.ignore_eos else sampling,

@@ -34,10 +34,14 @@ def add_image_options(group: argparse._ActionsContainer, what: str) -> None:
     )
 
 
-def open_projector(session: Session, options: argparse.Namespace) -> None:
-    """Open the projector that was named; raises SettingsError for images without one."""
+def open_projector(session: Session, options: argparse.Namespace, files: Sequence[bytes]) -> None:
+    """Open the projector that was named, and check the images that it is to read first.
+
+    Raises SettingsError for images without one, ImageError for what is none.
+    """
     if options.mmproj is not None:
-        session.open_projector(options.mmproj, use_gpu=options.n_gpu_layers != 0)
+        images = session.open_projector(options.mmproj, use_gpu=options.n_gpu_layers != 0)
+        images.check(files)
     elif options.image:
         raise SettingsError("--image needs the model's projector; give it with --mmproj FILE")
 

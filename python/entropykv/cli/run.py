@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     cache = PromptCache.of(options)
     files = image_files(options.image)
     with open_engine(options) as session:
-        open_projector(session, options)
+        open_projector(session, options, files)
         loaded = load_session(session, options.load_session)
         if asked:
             say(f"asking {asked!r} about {options.file}")

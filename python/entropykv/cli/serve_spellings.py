@@ -22,6 +22,7 @@ _LLAMA_SERVER = {
     "model": ("-m",),
     "hf_repo": ("-hf", "-hfr"),
     "hf_file": ("-hff",),
+    "mmproj": ("-mm",),
     "model_alias": ("-a", "--alias"),
     "n_ctx": ("-c", "--ctx-size"),
     "n_batch": ("-b", "--batch-size"),

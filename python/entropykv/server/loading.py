@@ -91,6 +91,7 @@ class ServedLlama(EntropyLlama):
                 files,
                 add_bos=add_bos,
                 most_tokens=self.n_ctx(),
+                owner=self.caller.tenant(shared_prefixes=self.shared_prefixes),
                 poll=self.checkpoint,
             )
             return prompt.tokens

@@ -13,7 +13,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,8 @@ class ReadyImage:
     """These three are those of ImageChunk."""
     behind: int
     """By how many positions RoPE is behind the text after it: see ImageSpan."""
+    owner: Hashable
+    """Who has shown it."""
 
     @functools.cached_property
     def numbers(self) -> npt.NDArray[np.int32]:
@@ -117,7 +119,7 @@ class Images:
         self.projector = projector
         self.limits = limits or ImageLimits()
         self._lock = threading.Lock()
-        self._held: OrderedDict[bytes, ReadyImage] = OrderedDict()
+        self._held: OrderedDict[tuple[bytes, Hashable], ReadyImage] = OrderedDict()
         self._known: weakref.WeakSet[ReadyImage] = weakref.WeakSet()
         """All images that anybody holds."""
 
@@ -161,13 +163,15 @@ class Images:
         *,
         add_bos: bool = True,
         most_tokens: int | None = None,
+        owner: Hashable = None,
         poll: Callable[[], object] | None = None,
     ) -> ImagePrompt:
         """Return the tokens of a text in which `marker` stands for each of the images.
 
         `files`: the bytes of image files, in the order of their markers. Control tokens in the text
-        are read as such; with `add_bos`, it gets a BOS token where the model wants one. `poll` is
-        called again and again while images are encoded, and may raise to end that. Raises
+        are read as such; with `add_bos`, it gets a BOS token where the model wants one. An image is
+        encoded once for each `owner`, so that time does not tell one what another has shown. `poll`
+        is called again and again while images are encoded, and may raise to end that. Raises
         ImageError for what cannot be read, ContextError for more than `most_tokens` tokens.
         """
         if text.count(self.marker) != len(files):
@@ -184,7 +188,8 @@ class Images:
             if most_tokens is not None and n_tokens > most_tokens:
                 raise ContextError(
                     f"the prompt has {n_tokens} tokens with its images, more than the "
-                    f"{most_tokens} that there is room for; shorten it, send fewer images, or raise n_ctx"
+                    f"{most_tokens} that there is room for; shorten it, send fewer images, or "
+                    "raise n_ctx"
                 )
             tokens: list[int] = []
             images: list[ReadyImage] = []
@@ -195,20 +200,26 @@ class Images:
                 earlier = sum(
                     isinstance(c, ImageChunk) and c.image == chunk.image for c in chunks[:number]
                 )
-                images.append(self._ready(chunk, digests[chunk.image], earlier, poll))
+                images.append(self._ready(chunk, digests[chunk.image], earlier, owner, poll))
                 tokens += images[-1].placeholders
         self._drop_old(images)
         return ImagePrompt(tokens, tuple(images))
 
     def _ready(
-        self, chunk: ImageChunk, digest: bytes, part: int, poll: Callable[[], object] | None
+        self,
+        chunk: ImageChunk,
+        digest: bytes,
+        part: int,
+        owner: Hashable,
+        poll: Callable[[], object] | None,
     ) -> ReadyImage:
         """Return the embeddings of a chunk: those that are held, or new ones."""
         key = hashlib.sha256(
             b"%s %s %d %d" % (self.projector.identity.encode(), digest, part, chunk.n_tokens)
         ).digest()
         placeholders = placeholders_of(key, chunk.n_tokens)
-        held = next((i for i in self._images() if i.placeholders == placeholders), None)
+        own = (each for each in self._images() if each.owner == owner)
+        held = next((each for each in own if each.placeholders == placeholders), None)
         if held is None:
             rows = self.projector.encode(chunk, poll)
             held = ReadyImage(
@@ -218,10 +229,11 @@ class Images:
                 chunk.moves,
                 chunk.sees_all,
                 0 if chunk.positions is None else chunk.n_tokens - chunk.n_positions,
+                owner,
             )
         with self._lock:
-            self._held[key] = held
-            self._held.move_to_end(key)
+            self._held[key, owner] = held
+            self._held.move_to_end((key, owner))
             self._known.add(held)
         return held
 
