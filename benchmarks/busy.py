@@ -1,9 +1,9 @@
-"""Speed on a machine that is busy otherwise, against stock llama.cpp under the same load.
+"""Measure speed on a machine that runs other work, against stock llama.cpp under the same load.
 
-Busy loops run beside two threads on two cores; every round measures stock and each budget in turn,
+Busy loops run next to two threads on two cores; every round measures stock and each budget in turn,
 with and without the loops:
 
-    python benchmarks/busy.py
+python benchmarks/busy.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def busy_loops(n: int) -> Iterator[None]:
 
 
 def speeds(model: str, kind: str, options: argparse.Namespace, text: str) -> tuple[float, float]:
-    """Tokens a second of a prompt and of what is written after it."""
+    """Return the tokens per second of a prompt, and of the text that is written after it."""
     sizes = {"n_ctx": options.tokens + options.written, "n_threads": options.threads}
     if kind == "stock":
         reader: Session | StockSession = StockSession(model, **sizes)

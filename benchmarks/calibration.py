@@ -1,11 +1,11 @@
-"""Calibration against transformers with eager attention: `entropykv calibrate` twice.
+"""Compare calibration by entropykv with calibration through transformers (eager attention).
 
-Once with -m (the quantised GGUF file, as users run it), once with --hf (the same weights,
-dequantised to float32). Each is a process of its own, from start to end, and reads the same texts.
-Shows seconds of the wall clock and of the processor, and how far the
-entropies of the same tokens are apart. Run it on an otherwise idle machine:
+`entropykv calibrate` runs twice: with -m (the quantised GGUF file, as users run it), and with --hf
+(the same weights, dequantised to float32). Each run is a process of its own and reads the same
+texts. Prints the elapsed seconds and the CPU seconds, and how much the entropies of the same tokens
+differ. Run it on an otherwise idle machine:
 
-    python benchmarks/calibration.py [--model MODEL.gguf] [--threads 2]
+python benchmarks/calibration.py [--model MODEL.gguf] [--threads 2]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inputs import find_model
 
 
 class Cost(NamedTuple):
-    """Of one process."""
+    """Hold the time and memory of one process."""
 
     wall: float
     cpu: float
@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
 
 def calibrate(output: Path, threads: int, *arguments: object) -> Cost:
-    """Run the command line with so many threads for everything."""
+    """Run the command line with `threads` threads; returns its cost."""
     command = [sys.executable, "-m", "entropykv.cli", "calibrate", "-o", output, *arguments]
     limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     start = time.perf_counter()
@@ -58,7 +58,7 @@ def calibrate(output: Path, threads: int, *arguments: object) -> Cost:
 
 
 def dequantise(path: Path, directory: Path) -> None:
-    """Save the weights and the tokenizer of a GGUF file as transformers has them."""
+    """Save the weights and the tokenizer of a GGUF file in transformers' format."""
     code = (
         "import sys; from entropykv.calibration.hf import load_eager; "
         "model, tokenizer = load_eager(sys.argv[1], 'cpu', gguf_file=sys.argv[2]); "
@@ -69,7 +69,10 @@ def dequantise(path: Path, directory: Path) -> None:
 
 
 def differences(path: Path, checkpoint: Path, threads: int) -> dict[str, float]:
-    """Of the entropies of all heads, for the same tokens: transformers' own may be others."""
+    """Return how much the entropies of all heads differ for the same tokens.
+
+    transformers' own tokenizer is not used, because its tokens may differ.
+    """
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(threads)

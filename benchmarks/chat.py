@@ -1,11 +1,11 @@
-"""A conversation without end: memory, speed and recall over 60 turns, beyond the trained context.
+"""Measure a long conversation: memory, speed and recall over 60 turns, beyond the trained context.
 
-    python benchmarks/chat.py
+python benchmarks/chat.py
 
-Every turn tells facts and asks for one that was told in this turn or in the two before it. The
-turns go the way of `entropykv chat`, with its default budget. Resident memory is compared after
-turn 15, when the budget is full, and after the last one; speeds (tokens written, by the time for
-writing) of turns 6 to 15 and of the last ten.
+Every turn states facts, and asks for one that was stated in this turn or in the two before it. The
+turns are read as in `entropykv chat`, with its default budget. Resident memory is compared between
+turn 15, when the budget is full, and the last turn. Speeds (tokens written, divided by the time for
+writing) are those of turns 6 to 15 and of the last ten.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ from training.facts import Fact, Writer
 WARM_UP = 15
 SPAN = 10
 LATEST_TURNS = 3
-KNOWN = 240  # facts that are not told again: more than the budget holds
+KNOWN = 240  # Facts that are not stated again: more than the budget holds.
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a model is talked to: facts of a turn, filler sentences, and what its answer has."""
+    """Hold how a model is talked to: the facts of a turn, filler sentences, and what a right answer
+    contains.
+    """
 
     facts: int
     filler: int
     system: str | None
     exact: bool
-    """The answer is the sentence word for word; else it has the fact's value somewhere."""
+    """If true, the answer must be the sentence word for word; else it must contain the fact's
+    value.
+    """
     answer_tokens: int
 
 
@@ -60,7 +64,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one conversation; bytes, and tokens per second."""
+    """Hold the figures of one conversation: bytes, and tokens per second."""
 
     tokens: int
     rss_growth: int
@@ -68,17 +72,17 @@ class Result:
     late_speed: float
     right: float
     right_at_once: float
-    """Of the questions about the same turn."""
+    """The share of right answers among the questions about a fact of the same turn."""
 
 
 def resident_bytes() -> int:
-    """Resident set of this process now."""
+    """Return the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Script:
-    """Turns with a question each, and the fact that answers it."""
+    """Make turns with a question each, and remember the fact that answers it."""
 
     def __init__(self, style: Style) -> None:
         self._style = style
@@ -88,7 +92,9 @@ class Script:
         self._told: list[list[Fact]] = []
 
     def turn(self) -> tuple[str, Fact, int]:
-        """The text, the fact that it asks for, and how many turns ago that was told."""
+        """Return the text of a turn, the fact that it asks for, and how many turns ago that was
+        stated.
+        """
         facts = [self._fact() for _ in range(self._style.facts)]
         self._told = [*self._told, facts][-LATEST_TURNS:]
         sentences = ["".join(fact.statement()) for fact in facts]
@@ -108,7 +114,7 @@ class Script:
 
 
 def is_right(answer: str, fact: Fact, style: Style) -> bool:
-    """Whether an answer tells the fact."""
+    """Tell whether an answer contains the fact."""
     if style.exact:
         return answer.strip() == f"{''.join(fact.statement()).strip()}."
     value = "".join(fact.statement()).split(" ")[3:]
@@ -122,7 +128,7 @@ def talk(session: Session, style: Style, n_turns: int) -> Result:
     )
     script = Script(style)
     right: list[tuple[bool, int]] = []
-    marks = []  # tokens written, seconds, resident bytes after every turn
+    marks = []  # Tokens written, seconds, and resident bytes after every turn.
     for _ in range(n_turns):
         text, fact, back = script.turn()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -146,7 +152,7 @@ def talk(session: Session, style: Style, n_turns: int) -> Result:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table of the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="bitnet,smollm2")
     parser.add_argument("--turns", type=int, default=60)

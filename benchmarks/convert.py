@@ -1,12 +1,13 @@
-"""Time and memory of `entropykv convert` on a random I2_S file of any size.
+r"""Measure time and memory of `entropykv convert` on a random I2_S file of any size.
 
-The default has the shape of microsoft/bitnet-b1.58-2B-4T: 1.2 GB. Falcon3-10B-1.58bit's, 3.9 GB:
+The default has the shape of microsoft/bitnet-b1.58-2B-4T: 1.2 GB. The second command has the shape
+of Falcon3-10B-1.58bit, 3.9 GB:
 
-    python benchmarks/convert.py --folder build
-    python benchmarks/convert.py --folder build --architecture llama --layers 40 --width 3072 \
-        --ffn 23040 --heads 12 --kv-heads 4 --vocabulary 131072 --context 32768
+python benchmarks/convert.py --folder build
+python benchmarks/convert.py --folder build --architecture llama --layers 40 --width 3072 \
+    --ffn 23040 --heads 12 --kv-heads 4 --vocabulary 131072 --context 32768
 
-`--keep` leaves the converted file, for `entropykv run`.
+`--keep` does not delete the converted file, so that `entropykv run` can use it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The freeze document's stress test: 500 tokens from open prompts, frozen by its schedule.
+"""Run the freeze document's stress test: 500 tokens from open prompts, frozen by its schedule.
 
-    python benchmarks/freezing.py [-m MODEL] [--plot FILE]
+python benchmarks/freezing.py [-m MODEL] [--plot FILE]
 
 Stock llama.cpp (flash attention, full f16 cache) and policy rolling-freeze take turns with the same
 prompts, sampled as in the document (temperature 0.7, top-k 40, top-p 0.9; the end of an answer is
-ignored). Active entries are those in attention after each generated token, in relation to those of
-a full cache: the mean over the tokens, and at the end (the document: 66.9 %, at 5.2x the time).
+ignored). Active entries are those in attention after each generated token, as a share of a full
+cache: the mean over the tokens, and the value at the end (the document: 66.9 %, at 5.2x the time).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AS_IN_DOCUMENT = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
 
 @dataclass(frozen=True)
 class Run:
-    """One answer: seconds, and the shares of entries that were not active."""
+    """Hold the figures of one answer: seconds, and the shares of entries that were not active."""
 
     seconds: float
     fewer: float = 0.0
@@ -46,12 +46,12 @@ class Run:
 
 
 class Stock(StockSession):
-    """Stock llama.cpp as the generation loop takes it."""
+    """Run stock llama.cpp with the interface that the generation loop needs."""
 
     recovery = None
 
     def __init__(self, path: str, n_threads: int) -> None:
-        """Nothing read."""
+        """Load the model; nothing is read yet."""
         super().__init__(path, n_ctx=N_CTX, n_threads=n_threads)
         self.n_ctx = N_CTX
         self.tokens: list[int] = []
@@ -59,42 +59,42 @@ class Stock(StockSession):
 
     @property
     def n_vocab(self) -> int:
-        """Size of the vocabulary."""
+        """Return the size of the vocabulary."""
         return self._model.n_vocab
 
     def decode_micro_batches(
         self, tokens: Sequence[int], all_logits: bool
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Remember the last logits."""
+        """Decode, and store the last logits."""
         for logits in super().decode_micro_batches(tokens, all_logits):
             self.logits = None if logits is None else logits[-1].copy()
             yield logits
 
     def is_end(self, token: int) -> bool:  # noqa: ARG002
-        """Never."""
+        """Return False, so that the end of an answer is ignored."""
         return False
 
     def truncate(self, position: int) -> None:  # noqa: ARG002
-        """Start over; nobody asks for anything else."""
+        """Clear the whole sequence; the generation loop truncates to position 0 only."""
         self.reset()
 
     def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Nobody asks."""
+        """Do nothing, because these counts are not used."""
 
     def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Nobody asks."""
+        """Do nothing, because these counts are not used."""
 
 
 class Frozen(Session):
-    """A session that does not stop."""
+    """Run a session that ignores the end of an answer."""
 
     def is_end(self, token: int) -> bool:  # noqa: ARG002
-        """Never."""
+        """Return False, so that the end of an answer is ignored."""
         return False
 
 
 def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> float:
-    """Seconds for an answer, from the end of the prompt on."""
+    """Return the seconds for an answer, without reading the prompt."""
     session.truncate(0)
     stream = generate(session, prompt, n_tokens, Sampling(**AS_IN_DOCUMENT, seed=seed))
     next(stream)
@@ -105,7 +105,7 @@ def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> floa
 
 
 def frozen_run(session: Frozen, prompt: Sequence[int], n_tokens: int, seed: int) -> Run:
-    """An answer under the schedule."""
+    """Write an answer under the freezing schedule; returns its figures."""
     session.reset()
     seconds = timed(session, prompt, n_tokens, seed)
     trajectory = session.trajectory
@@ -119,7 +119,7 @@ def frozen_run(session: Frozen, prompt: Sequence[int], n_tokens: int, seed: int)
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table of the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", type=int, default=500, help="tokens of an answer")

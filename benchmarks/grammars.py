@@ -1,4 +1,4 @@
-"""What a grammar costs for every token: ours, and llama.cpp's own sampler of grammars.
+"""Measure what a grammar costs per token: our sampler, and llama.cpp's own.
 
 python benchmarks/grammars.py [-m model.gguf] [-n 60]
 """
@@ -39,7 +39,9 @@ SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength"
 
 
 def rows(model: Model, grammar: str, both: str, n: int) -> Iterator[tuple[float, float]]:
-    """Yield seconds of each way for every token of a random text that both allow."""
+    """Yield the seconds of both samplers, for every token of a random text that both grammars
+    allow.
+    """
     ours = GrammarSampler(grammar, model.vocabulary, model.token_trie)
     theirs = llama_cpp.llama_sampler_init_grammar(model.vocabulary, both.encode(), b"root")
     samplers = (ours.handle(), theirs)
@@ -59,7 +61,7 @@ def rows(model: Model, grammar: str, both: str, n: int) -> Iterator[tuple[float,
 
 
 def step(sampler: Any, n_vocab: int) -> tuple[float, set[int]]:
-    """Return how long it took to find the tokens that may follow, and which those are."""
+    """Return the seconds to find the allowed tokens, and these tokens."""
     data = np.zeros(n_vocab, KIND)
     data["id"] = np.arange(n_vocab)
     pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)

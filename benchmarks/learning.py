@@ -1,15 +1,16 @@
-"""What learning a profile costs a session, and the profiles that come of so many tokens.
+r"""Measure what learning a profile costs a session, and write the profiles learnt from so many
+tokens.
 
 A copy of the model with one bit of a norm changed has no profile. Each text length is read
-alternately with and without `learn`, in a budget of 0.2, with one thread; seconds are those of the
-processor. The profiles go to a folder, for `entropykv eval --entropy-config FILE`:
+alternately with and without `learn`, in a budget of 0.2, with one thread; seconds are CPU time. The
+profiles are written to a folder, for `entropykv eval --entropy-config FILE`:
 
-    python benchmarks/learning.py --tokens 1024,2048 -o build/learnt
-    cd benchmarks/texts
-    entropykv eval -m smollm2 --text heldout_prose_0[135].txt heldout_code_01.txt --equal-bytes \
-        --kv-budget 0.2 --kv-type q8_0 --greedy 0 --policy profile:mass+values+echo,profile \
-        --entropy-config ../../build/learnt/1024.entropy.json
-    # and for facts: --kv-budget 0.1 --continuation 0 --passkeys 3 --facts-per-text 4
+python benchmarks/learning.py --tokens 1024,2048 -o build/learnt
+cd benchmarks/texts
+entropykv eval -m smollm2 --text heldout_prose_0[135].txt heldout_code_01.txt --equal-bytes \
+    --kv-budget 0.2 --kv-type q8_0 --greedy 0 --policy profile:mass+values+echo,profile \
+    --entropy-config ../../build/learnt/1024.entropy.json
+# and for facts: --kv-budget 0.1 --continuation 0 --passkeys 3 --facts-per-text 4
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from inputs import find_model, read_texts
 
 
 def copy_without_profile(model: str, folder: Path) -> Path:
-    """Copy a model, and change the last bit of one norm: profiles go by the norms."""
+    """Copy a model, and change the last bit of one norm, because profiles are found by the
+    norms.
+    """
     path = folder / "model.gguf"
     data = bytearray(Path(model).read_bytes())
     data[HeaderReader(Path(model)).norms["output_norm.weight"][0]] ^= 1
@@ -38,7 +41,7 @@ def copy_without_profile(model: str, folder: Path) -> Path:
 
 
 def read(model: Path, n_tokens: int, *, learn: bool) -> tuple[float, int]:
-    """Return seconds of the processor, and tokens that have shown something."""
+    """Return CPU seconds, and the number of tokens that were learnt from."""
     text = next(iter(read_texts("tuning_*").values()))
     options = {"n_ctx": n_tokens, "kv_budget": 0.2, "n_threads": 1, "learn": learn}
     with Session(model, **options) as session:
@@ -61,7 +64,7 @@ def main() -> None:
         model = copy_without_profile(find_model(options.model), Path(folder))
         profile = profile_beside(model)
         for n_tokens in map(int, options.tokens.split(",")):
-            learning.LEAST_TOKENS = n_tokens  # not before the end
+            learning.LEAST_TOKENS = n_tokens  # Learn only at the end of the text.
             _, shown = read(model, n_tokens, learn=True)
             learning.LEAST_TOKENS = shown
             plain, learnt = [], []

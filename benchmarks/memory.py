@@ -1,11 +1,11 @@
-"""Memory of a process besides weights and budget, and what it costs to shrink a budget.
+"""Measure the memory of a process besides weights and budget, and the time to shrink a budget.
 
 `python benchmarks/memory.py [-m MODEL]` prints, each from a process of its own:
-- resident memory of a Session at the settings of `entropykv chat` (a context of a million tokens,
-  1,024 entries per KV head), with and without freezing, for several numbers of threads, before and
-  after a long text;
-- CPU seconds of set_budgets() that leaves a fifth of pools of 64 MiB to 4 GiB, whose pages lie in
-  no order, as after a session was loaded.
+- the resident memory of a Session at the settings of `entropykv chat` (a context of a million
+  tokens, 1,024 entries per KV head), with and without freezing, for several numbers of threads,
+  before and after a long text;
+- the CPU seconds of a set_budgets() call that keeps a fifth of a pool of 64 MiB to 4 GiB, whose
+  pages are in no order, as after a session was loaded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from entropykv.model import shipped
 
 MIB = 2**20
 CONTEXT = 1_000_000
-ENTRIES = 2048  # of a KV head, where pools are shrunk
-HEADS = 16  # KV heads of a layer there
+ENTRIES = 2048  # Entries of a KV head in the pools that are shrunk.
+HEADS = 16  # KV heads of a layer in these pools.
 DIM = 128
 
 
 def resident() -> float:
-    """MiB of this process."""
+    """Return the resident MiB of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024
@@ -59,7 +59,7 @@ def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) ->
 
 
 def pool(mib: int) -> None:
-    """Print what it takes to leave a fifth of a pool."""
+    """Print the seconds to shrink a pool to a fifth."""
     shape = _core.LayerShape(HEADS, HEADS, DIM, DIM)
     importance = _core.ImportanceSettings(_core.ScoreKind.mass)
     page_bytes, (per_page,) = _core.page_geometry([shape], "f16")
@@ -69,7 +69,7 @@ def pool(mib: int) -> None:
     n_heads = n_layers * HEADS
     store.set_budgets([ENTRIES] * n_heads, n_heads * pages, 4, 8)
     state = _state_of_one_head()
-    for _ in range(2):  # the second time into pages that others gave back, in another order
+    for _ in range(2):  # The second time, pages that others gave back are used, in another order.
         store.begin_load([ENTRIES] * n_heads, [state] * n_heads, [ENTRIES] * n_heads)
         for layer in reversed(range(n_layers)):
             for head in reversed(range(HEADS)):

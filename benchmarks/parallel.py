@@ -1,13 +1,15 @@
-"""Many conversations at a time: one pool against stock llama.cpp's batched decoding, in one run.
+"""Compare many concurrent conversations: one pool against stock llama.cpp's batched decoding.
 
 python benchmarks/parallel.py [-m model.gguf] [--clients 1,2,4,8] [--prompt 1000] [--write 128]
     [--forks 8] [--document 4000]
 
-With --clients "", only the forks: questions about one document, by who has read it and by all.
+With --clients "", only forks are measured: questions about one document, asked by forks of the
+session that has read it, and by sessions that each read it.
 
-Both use the same threads. The pool has as many bytes as llama.cpp's cache, and with --kv-budget a
-part of them. Stock llama.cpp reads the prompts one after the other, then decodes one token of every
-sequence a step, through llama-cpp-python's low-level calls; it samples greedily, as the pool does.
+Both sides use the same threads. The pool has as many bytes as llama.cpp's cache, and with
+--kv-budget a part of them. Stock llama.cpp reads the prompts one after the other, then decodes one
+token of every sequence per step, through llama-cpp-python's low-level calls; it samples greedily,
+as the pool does.
 """
 
 from __future__ import annotations
@@ -36,35 +38,35 @@ QUESTION = 24
 
 @dataclass
 class Streams:
-    """What clients saw: when each of their tokens came."""
+    """Hold the times at which the clients received their tokens."""
 
     starts: list[float] = field(default_factory=list)
     times: list[list[float]] = field(default_factory=list)
 
     def first_tokens(self) -> list[float]:
-        """Seconds from each client's request to its first token."""
+        """Return the seconds from each client's request to its first token."""
         return [times[0] - start for start, times in zip(self.starts, self.times, strict=True)]
 
     def longest_pause(self) -> float:
-        """Seconds between two tokens of one stream, at most."""
+        """Return the longest time in seconds between two tokens of one stream."""
         return max(float(np.diff(times).max()) for times in self.times if len(times) > 1)
 
     def speed(self) -> float:
-        """Tokens per second of all streams, from the first token of the last one to come."""
+        """Return the tokens per second of all streams, after the last stream has begun."""
         begin = max(times[0] for times in self.times)
         end = min(times[-1] for times in self.times)
         written = sum(sum(begin < at <= end for at in times) for times in self.times)
         return written / (end - begin) if end > begin else 0.0
 
     def seconds(self) -> float:
-        """From the first request to the last token."""
+        """Return the seconds from the first request to the last token."""
         return max(times[-1] for times in self.times) - min(self.starts)
 
 
 def in_a_pool(
     path: str, prompts: list[list[int]], write: int, budget: str, threads: int
 ) -> Streams:
-    """All clients come at once, and write; half-way, one more comes."""
+    """Let all clients start at once and write; half-way, one more starts."""
     n_ctx = max(map(len, prompts)) + write + 1
     streams = Streams([0.0] * len(prompts), [[] for _ in prompts])
     options: dict[str, Any] = {"n_sequences": len(prompts), "n_ctx": n_ctx, "n_ubatch": PIECE}
@@ -85,7 +87,7 @@ def in_a_pool(
 
 
 def in_stock(model: Model, prompts: list[list[int]], write: int, threads: int) -> Streams:
-    """Prompts one after the other, then a token of every sequence a step."""
+    """Read the prompts one after the other, then write a token of every sequence per step."""
     n, longest = len(prompts), max(map(len, prompts)) + write + 1
     parameters = model.context_defaults()
     parameters.n_ctx = n * (-(-longest // 256) * 256)
@@ -116,14 +118,14 @@ def in_stock(model: Model, prompts: list[list[int]], write: int, threads: int) -
 
 
 def cache_bytes(model: Model, n_tokens: int) -> int:
-    """K and V of so many tokens in f16."""
+    """Return the bytes of K and V of n_tokens tokens in f16."""
     geometry = model.geometry
     width = geometry.head_dim_k + geometry.head_dim_v
     return 2 * n_tokens * width * sum(geometry.kv_heads_per_layer)
 
 
 def report(name: str, n: int, streams: Streams) -> None:
-    """One line of figures."""
+    """Print one line of figures."""
     first = streams.first_tokens()
     print(
         f"{name:<14} {n:>3} clients  {streams.seconds():7.2f} s in all  "
@@ -135,7 +137,7 @@ def report(name: str, n: int, streams: Streams) -> None:
 
 
 def newcomer(path: str, prompts: list[list[int]], budget: str, threads: int) -> None:
-    """Somebody comes with a prompt while all the others write without an end."""
+    """Measure one client that sends a prompt while all the others write without an end."""
     n, n_ctx = len(prompts), max(map(len, prompts)) + 1024
     pauses: list[list[float]] = [[] for _ in prompts]
     waits: list[float] = []
@@ -172,12 +174,12 @@ def newcomer(path: str, prompts: list[list[int]], budget: str, threads: int) -> 
 
 
 def ask(session: Any, question: list[int]) -> list[int]:
-    """What a session answers, in up to ANSWER tokens."""
+    """Return a session's answer, of up to ANSWER tokens."""
     return list(session.generate(question, max_tokens=ANSWER, temperature=0))
 
 
 def forks(path: str, document: list[int], questions: list[list[int]], threads: int) -> None:
-    """Questions about one document: by forks of who has read it, and each reading it."""
+    """Compare questions about one document: asked by forks, and by sessions that each read it."""
     n = len(questions)
     n_ctx = len(document) + max(map(len, questions)) + ANSWER + 1
     options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": PIECE, "kv_type": "f16"}
@@ -232,10 +234,10 @@ def main() -> None:
     for n in counts:
         prompts = [text[i * 7 : i * 7 + options.prompt] for i in range(n)]
         of_stock = cache_bytes(model, n * (options.prompt + options.write + 1))
-        # Whole pages, so that the pool holds what the cache of stock does.
+        # Round up to whole pages, so that the pool holds as much as stock's cache.
         budget = f"{int(options.kv_budget * of_stock * 1.1)}B"
         arguments = (prompts, options.write)
-        for _ in range(2):  # in alternation: the machine is the same for both
+        for _ in range(2):  # Alternate, so that both run under the same load of the machine.
             report("stock", n, in_stock(model, *arguments, options.threads))
             report("pool", n, in_a_pool(options.model, *arguments, budget, options.threads))
     if counts and n > 1:

@@ -1,10 +1,10 @@
-"""What it costs to fit a predictor of a large model, and how large its profile gets.
+"""Measure the time to fit a predictor for a large model, and the size of its profile.
 
-Random lessons of the shape of an 8B model (32 layers, 8 KV heads, keys and values of 128 numbers):
-no model is read, because only shapes matter here.
+The lessons are random, in the shape of an 8B model (32 layers, 8 KV heads, keys and values of 128
+numbers). No model is read, because only shapes matter here.
 
-    python benchmarks/predictor.py
-    python benchmarks/predictor.py --layers 30 --kv-heads 3 --head-dim 64   # SmolLM2-135M
+python benchmarks/predictor.py
+python benchmarks/predictor.py --layers 30 --kv-heads 3 --head-dim 64   # SmolLM2-135M
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _options() -> argparse.Namespace:
 
 
 def _lessons(random: np.random.Generator, shape: tuple[int, int, int], n_tokens: int) -> Lessons:
-    """Return sums of features that mix a third as many random numbers, as those of a model do."""
+    """Return sums of features that mix a third as many random numbers, to be as correlated as a
+    model's.
+    """
     n_layer, n_head_kv, n_features = shape
     lessons = []
     for _ in range(n_layer):

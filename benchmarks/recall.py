@@ -1,10 +1,10 @@
-"""Recall of the shipped BitNet model: questions about facts far back, per policy and budget.
+"""Measure recall of the shipped BitNet model: questions about facts far back, by policy and budget.
 
-A document of facts and filler is read inside the budget; only then the question is asked, so that
-nothing tells beforehand which fact will be needed. An answer is right if the whole sentence is.
-The asked facts never occurred in training. All answers are greedy:
+A document of facts and filler is read inside the budget. The question is asked only afterwards, so
+that nothing tells before which fact will be needed. An answer is right if the whole sentence is.
+The facts never occurred in training. All answers are greedy:
 
-    python benchmarks/recall.py --json build/recall.json
+python benchmarks/recall.py --json build/recall.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWER_TOKENS = 12
 
 @dataclass(frozen=True)
 class Case:
-    """A document, and questions about it with their answers."""
+    """Hold a document, and questions about it with their answers."""
 
     document: str
     questions: list[tuple[str, str]]
@@ -38,13 +38,15 @@ def cases(n_tokens: int, n_documents: int, n_questions: int) -> Iterator[Case]:
     for _ in range(n_documents):
         words, facts = writer.test_document(n_tokens, n_questions)
         yield Case(
-            "".join([*words[1:-1], STOP_LINE]),  # the session adds BOS
+            "".join([*words[1:-1], STOP_LINE]),  # The session adds BOS itself.
             [("".join(fact.question()), "".join([*fact.statement(), STOP])) for fact in facts],
         )
 
 
 def recall(session: Session, case: Case) -> list[bool]:
-    """Whether each question is answered right; all start from the state after the document."""
+    """Return whether each question is answered right; all start from the state after the
+    document.
+    """
     session.reset()
     session.decode(session.tokenize(case.document, add_bos=True))
     state = session.save_state()

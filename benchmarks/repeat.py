@@ -1,6 +1,7 @@
-"""Whether the same request gives the same answer: prompts asked several times, in random order.
+"""Check that the same request gives the same answer: prompts are asked several times, in random
+order.
 
-    python benchmarks/repeat.py [-m MODEL] [--prompts N]
+python benchmarks/repeat.py [-m MODEL] [--prompts N]
 
 Every prompt is asked `--calls` times among the others, half of them greedily and half with a seed,
 and its text must be the same every time.
@@ -22,7 +23,9 @@ SHORTEST = 20
 
 
 def prompts_of(n_prompts: int, longest: int, chance: random.Random) -> list[str]:
-    """Pieces of texts, in characters; some begin alike, and some are the beginning of others."""
+    """Return pieces of texts, in characters; some share a beginning, and some are a prefix of
+    others.
+    """
     text = "".join(read_texts("*.txt").values())
     prompts: list[str] = []
     while len(prompts) < n_prompts:
@@ -43,7 +46,7 @@ def requests_of(n_prompts: int, calls: int, chance: random.Random) -> Iterator[i
 
 
 def differing(llm: EntropyLlama, prompts: list[str], options: argparse.Namespace) -> int:
-    """Ask everything; returns how many prompts got different answers."""
+    """Ask all prompts; returns how many of them got different answers."""
     answers: dict[int, set[str]] = {}
     chance = random.Random(options.seed)  # noqa: S311
     for number in requests_of(len(prompts), options.calls, chance):

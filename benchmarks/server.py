@@ -1,4 +1,5 @@
-"""Many requests in a row to `entropykv serve`: growth of memory, latency, and how fast it stops.
+"""Send many requests to `entropykv serve`, and measure memory growth, latency, and how fast it
+stops.
 
 python benchmarks/server.py [-n 1000] [-m model.gguf]
 """
@@ -25,7 +26,7 @@ WARM_UP = 100
 
 
 def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
-    """Start the server on a free port; returns it and its address."""
+    """Start the server on a free port; returns the process and its address."""
     options = ["-m", model, "--port", "0", "--n_ctx", N_CTX, "--kv-budget", "256"]
     options += ["--n_threads", threads, "--n_threads_batch", threads]
     process = subprocess.Popen(
@@ -35,7 +36,8 @@ def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
     )
     log = process.stderr or sys.stdin
     first = log.readline()
-    threading.Thread(target=log.read, daemon=True).start()  # a full pipe would stop the server
+    # Read the log, because a full pipe would block the server.
+    threading.Thread(target=log.read, daemon=True).start()
     return process, re.findall(r"http://\S+/v1", first)[0]
 
 
@@ -45,7 +47,9 @@ def rss_mib(process: subprocess.Popen[str]) -> float:
 
 
 def one_request(client: openai.OpenAI, index: int) -> float:
-    """Seconds of one answer of 16 tokens, alternately whole, streamed, chat and refused."""
+    """Return the seconds of one answer of 16 tokens; requests alternate between whole, streamed,
+    chat and refused.
+    """
     begin = time.perf_counter()
     options: dict[str, Any] = {"model": "any", "max_tokens": 16}
     prompt = f"The old garden, number {index}. " * (1 + index % 20)
@@ -63,7 +67,7 @@ def one_request(client: openai.OpenAI, index: int) -> float:
 
 
 def tokens_after_leaving(client: openai.OpenAI) -> tuple[int, float]:
-    """Tokens generated, and seconds, from a client's leaving to the end of the generation."""
+    """Return the tokens and seconds that a generation takes after its client has disconnected."""
     stream = client.completions.create(
         model="any",
         prompt="The old garden",

@@ -1,15 +1,15 @@
-"""Streams of several clients at a time: `entropykv serve -np N` against llama-server, in one run.
+"""Compare `entropykv serve -np N` with llama-server: streams of several clients at the same time.
 
-    python benchmarks/servers.py --llama-server PATH [-m model.gguf] [--clients 1,4,8,16]
-    python benchmarks/servers.py --llama-server PATH --crowd 16 --fits 4 --prompt 4000
+python benchmarks/servers.py --llama-server PATH [-m model.gguf] [--clients 1,4,8,16]
+python benchmarks/servers.py --llama-server PATH --crowd 16 --fits 4 --prompt 4000
 
-PATH is a llama-server of the release that llama-cpp-python carries: its source archive on PyPI has
-vendor/llama.cpp, of which CMake builds the target llama-server. Both servers get the same clients,
+PATH is a llama-server of the release that llama-cpp-python contains: its source archive on PyPI has
+vendor/llama.cpp, in which CMake builds the target llama-server. Both servers get the same clients,
 prompts, threads and bytes of KV cache (f16), in alternation; with --kv-budget, ours gets a part.
-Prompts differ from their first token on, so that nobody can share what another one has read.
+Prompts differ from their first token on, so that no prefix can be reused.
 
-With --crowd, so many conversations of two turns come at once, in the bytes that llama-server needs
-for as many as --fits says; its slots share them (--kv-unified), since each would have too few.
+With --crowd N, N conversations of two turns start at once, with as many bytes as llama-server needs
+for --fits of them; its slots share the bytes (--kv-unified), because each alone would have too few.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from inputs import read_texts
 from parallel import Streams, cache_bytes, report
 
 SECONDS = 900
-"""What one request may take."""
+"""The timeout of one request, in seconds."""
 
 
 @dataclass
 class Answers(Streams):
-    """What clients saw, and whose streams broke off."""
+    """Hold when clients received tokens, and whose streams were interrupted."""
 
     failures: list[str] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def running(command: list[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def running_process(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a server on a free port; yields its address once it is ready, and its process."""
+    """Run a server on a free port; yields its address and its process once it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,9 +87,9 @@ def ask(
     enough: Event | None = None,
     written: list[str] | None = None,
 ) -> str:
-    """Stream one answer, and note when each token came; returns what went wrong, if anything.
+    """Stream one answer, and record when each token arrived; returns the error, if any.
 
-    Once `enough` is set, the client leaves. `written` gets the text of the tokens.
+    Once `enough` is set, the client disconnects. `written` gets the text of the tokens.
     """
     body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": False, **options}
     try:
@@ -112,7 +112,7 @@ def ask(
 
 
 def stream_all(url: str, prompts: list[list[int]], options: dict[str, Any]) -> Answers:
-    """All clients come at once."""
+    """Let all clients send their requests at once."""
     answers = Answers([0.0] * len(prompts), [[] for _ in prompts])
 
     def client(i: int) -> str:
@@ -126,7 +126,7 @@ def stream_all(url: str, prompts: list[list[int]], options: dict[str, Any]) -> A
 
 
 def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, Any]) -> None:
-    """One more comes with a prompt while the others write."""
+    """Measure one client that sends a prompt while the others write."""
     writers, waits, enough = len(prompts) - 1, [], Event()
     answers = Answers([0.0] * writers, [[] for _ in range(writers)])
     with ThreadPoolExecutor(writers) as clients:
@@ -138,7 +138,8 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
             time.sleep(0.01)
         while sum(not each.done() for each in asked) == writers and len(waits) < 3:
             times: list[float] = []
-            fresh = prompts[-1][1 + len(waits) :]  # begins as nothing that was read before
+            # Use tokens that begin unlike anything that was read before.
+            fresh = prompts[-1][1 + len(waits) :]
             start = time.perf_counter()
             ask(url, fresh, {**options, "max_tokens": 1}, times)
             waits.append(times[0] - start)
@@ -156,9 +157,10 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
 def commands(
     options: argparse.Namespace, n: int, longest: int, n_bytes: int, fits: int | None = None
 ) -> dict[str, list[str]]:
-    """Both servers for n conversations of at most `longest` tokens, in so many bytes.
+    """Return the commands of both servers for n conversations of at most `longest` tokens, in
+    n_bytes.
 
-    `fits`: how many of them llama-server has room for; None: for all.
+    `fits`: how many of the conversations llama-server has room for; None: all of them.
     """
     usual = ["-m", options.model, "-np", str(n), "-t", str(options.threads)]
     stock = [options.llama_server, *usual, "-c", str((fits or n) * longest), "-fa", "on"]
@@ -171,7 +173,7 @@ def commands(
 
 
 def crowd(options: argparse.Namespace, model: Model, text: list[int]) -> None:
-    """Have more conversations of two turns come than llama-server has room for."""
+    """Start more conversations of two turns than llama-server has room for."""
     n, half = options.crowd, options.write // 2
     turn = 24
     longest = -(-(options.prompt + turn + 2 * half + 1) // CELL_PADDING) * CELL_PADDING
@@ -233,7 +235,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, command in servers.items():
                 with running(command) as url:
-                    ask(url, prompts[0][:20], {**asked, "max_tokens": 2}, [])  # the first is slow
+                    # The first request is slow, and not counted.
+                    ask(url, prompts[0][:20], {**asked, "max_tokens": 2}, [])
                     answers = stream_all(url, prompts, asked)
                     for why in answers.failures:
                         print(f"{name:<14} failed: {why}")

@@ -1,6 +1,6 @@
-"""How much faster a session is loaded than its prompt is read, and what it costs.
+"""Compare loading a saved session with reading its prompt: time and bytes.
 
-    python benchmarks/sessions.py
+python benchmarks/sessions.py
 
 Reads prose into a session, saves it, loads it into a new one (the median of five), and checks that
 both write the same text.
@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 def measure(model: str, n_tokens: int, n_threads: int, kv_type: str, budget: float) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     n_ctx = n_tokens + TEXT_TOKENS
 
     def session() -> Session:
@@ -56,7 +56,7 @@ def measure(model: str, n_tokens: int, n_threads: int, kv_type: str, budget: flo
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=6144)

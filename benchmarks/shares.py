@@ -1,14 +1,15 @@
-"""What conversations of unequal need lose in one pool, against equal parts of the same bytes.
+"""Measure what conversations of unequal need lose in one pool, against equal parts of the same
+bytes.
 
-    python benchmarks/shares.py [-m model.gguf] [--policy adaptive] [--case short,dull]
+python benchmarks/shares.py [-m model.gguf] [--policy adaptive] [--case short,dull]
 
-Case `short`: one long text beside seven short ones, which need less than an equal part. Case
-`dull`: two texts of the same length, of which one says the same again and again: both need more
-than an equal part, and what their entries are worth differs. Every text is read, then its
-continuation; its logits are compared with those of a cache that holds everything. Equal parts are
-those of a pool of one conversation with the bytes of its part, whose numbers are the same as in
-company. Of each: mean KL divergence over the continuation, how often the most probable token is
-the same, and the mean entries of a KV head in the end.
+Case `short`: one long text and seven short ones, which need less than an equal part. Case `dull`:
+two texts of the same length, of which one is repetitive; both need more than an equal part, but the
+entries of the other one are worth more. Every text is read, then its continuation, whose logits are
+compared with those of a full cache. Equal parts are measured in a pool of one conversation with the
+bytes of its part; its numbers do not depend on other conversations. Prints for each: the mean KL
+divergence over the continuation, how often the most probable token is the same, and the mean
+entries of a KV head at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Rows = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A text, and how it goes on."""
+    """Hold a text and its continuation."""
 
     name: str
     tokens: list[int]
@@ -41,13 +42,13 @@ class Conversation:
 
 
 def cut(name: str, text: list[int], first: int, n_tokens: int) -> Conversation:
-    """A part of a text, and what follows it."""
+    """Return a part of a text, and its continuation."""
     end = first + n_tokens
     return Conversation(name, text[first:end], text[end : end + CONTINUATION])
 
 
 def cases(model: Model, length: int) -> dict[str, list[Conversation]]:
-    """Conversations by the name of their case."""
+    """Return the conversations of each case, by name."""
     prose = "\n".join(read_texts("heldout_prose_*.txt").values())
     text = model.tokenize(prose, add_bos=False, special=False)
     again = model.tokenize(SENTENCE * length, add_bos=False, special=False)
@@ -61,7 +62,9 @@ def cases(model: Model, length: int) -> dict[str, list[Conversation]]:
 
 
 def rows_of(pool: Pool, conversations: list[Conversation]) -> tuple[list[Rows], list[float]]:
-    """Logits of every continuation, and entries in a KV head; all are read at the same time."""
+    """Read all conversations together; returns the logits of their continuations, and the mean
+    entries per KV head.
+    """
     sessions = [pool.session() for _ in conversations]
     n_heads = pool.runner.n_kv_heads
     with ThreadPoolExecutor(len(sessions)) as threads:
@@ -76,7 +79,7 @@ def rows_of(pool: Pool, conversations: list[Conversation]) -> tuple[list[Rows], 
 
 
 def divergence(reference: Rows, found: Rows) -> tuple[float, float]:
-    """Mean KL divergence in nats, and how often the most probable token is the same."""
+    """Return the mean KL divergence in nats, and how often the most probable token is the same."""
     same = (reference.argmax(axis=1) == found.argmax(axis=1)).mean()
     return mean_divergence(reference, found), float(same)
 

@@ -1,17 +1,17 @@
-"""Many requests of many clients to `entropykv serve -np`: is anything lost, does memory grow?
+"""Send many requests of many clients to `entropykv serve -np`: is anything lost, does memory grow?
 
-    python benchmarks/soak.py [--requests 2000] [--clients 32] [--freeze ram] [--hostile 0.05]
+python benchmarks/soak.py [--requests 2000] [--clients 32] [--freeze ram] [--hostile 0.05]
 
-Every client has one conversation after the other with the shipped BitNet model, which knows how to
-recall facts: the first turn tells some, further turns are filler of random lengths and answers of
-random lengths, and the last turn asks for a fact of the first one. Some streams are left by their
-client. There are more conversations than sequences, so that they are swapped out, some of them in
-files, and together they need several times the budget. With --freeze, what is evicted is kept, and
-facts should be known as with a budget that holds everything (--kv-budget 1.0).
+Every client holds one conversation after the other with the shipped BitNet model, which can recall
+facts: the first turn states some, further turns are filler and answers of random lengths, and the
+last turn asks for a fact of the first one. Clients abort some streams. There are more conversations
+than sequences, so that they are swapped out, some of them to files, and together they need several
+times the budget. With --freeze, evicted entries are kept, and facts should be known as with a
+budget that holds everything (--kv-budget 1.0).
 
 With --hostile, that share of the requests is what `make fuzz` sends to servers: invalid, much too
-large, slow, or broken off (tests/fuzz/hostile.py). Nothing may be lost for the others, every
-hostile request must be answered or closed, and /health must answer within a second all the time.
+large, slow, or aborted (tests/fuzz/hostile.py). Other requests must lose nothing, every hostile
+request must be answered or closed, and /health must always answer within a second.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ from training.facts import STOP, STOP_LINE, Writer
 
 N_CTX = 1024
 SECONDS = 300
-"""What one request may take."""
+"""The timeout of one request, in seconds."""
 SAMPLES = 10
-"""How often memory is looked at, in equal numbers of requests."""
+"""How often memory is measured, at equal intervals of requests."""
 
 
 @dataclass
 class Tally:
-    """What became of all requests, and of the facts that were asked for."""
+    """Count the outcomes of all requests, and of the facts that were asked for."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
-    """What became of hostile requests."""
+    """The outcomes of hostile requests."""
     wrong: list[str] = field(default_factory=list)
-    """What the server did of which nothing may happen, whatever it is sent."""
+    """Errors of the server that must never happen, whatever it receives."""
     right: int = 0
     asked: int = 0
     first: list[float] = field(default_factory=list)
     """Seconds to the first token."""
     rss: list[float] = field(default_factory=list)
-    """MiB, after every part of the requests."""
+    """Resident MiB of the server, after each interval of requests."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def n_done(self) -> int:
-        """Requests that have ended, however."""
+        """Return the number of requests that have ended, with any outcome."""
         return sum(self.outcomes.values()) + sum(self.hostile.values())
 
 
 class Client:
-    """Conversations of one client, one after the other."""
+    """Hold conversations of one client, one after the other."""
 
     def __init__(self, url: str, seed: int, options: argparse.Namespace, tally: Tally) -> None:
-        """`seed`: of lengths, texts, and of which streams are left."""
+        """Use `seed` for lengths, texts, and the choice of streams to abort."""
         self._http = httpx.Client(base_url=url, timeout=SECONDS)
         self._chance = random.Random(seed)  # noqa: S311
         self._attacks = random.Random(f"hostile {seed}")  # noqa: S311
@@ -87,7 +87,7 @@ class Client:
         self._name = f"client {seed}"
 
     def live(self, more: Any) -> None:
-        """Go on as long as `more()` says that another request is wanted."""
+        """Hold conversations as long as `more()` returns that another request is wanted."""
         while self._conversation(more):
             self._n += 1
 
@@ -112,7 +112,7 @@ class Client:
         return True
 
     def _is_wanted(self, more: Any) -> bool:
-        """Tell whether another request is wanted; hostile ones among them are made at once."""
+        """Tell whether another normal request is wanted; hostile ones are sent here, at once."""
         while more():
             if self._attacks.random() >= self._options.hostile:
                 return True
@@ -132,7 +132,7 @@ class Client:
             self._tally.wrong += [wrong] if wrong else []
 
     def _answer(self, prompt: str, n_tokens: int, *, leaves: bool = False, **more: Any) -> str:
-        """Stream an answer; with `leaves`, close the connection after some of it."""
+        """Stream an answer; with `leaves`, close the connection in the middle."""
         body = {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0, "stream": True, **more}
         if self._n % 2:
             body["user"] = f"{self._name}, {self._n}"
@@ -167,13 +167,13 @@ class Client:
 
 
 def rss_mib(pid: int) -> float:
-    """Memory of a process."""
+    """Return the resident MiB of a process."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
 
 def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
-    """Have all clients ask until there were enough requests."""
+    """Let all clients send requests until there were enough."""
     tally, begun, lock = Tally(), 0, threading.Lock()
 
     every = max(1, options.requests // SAMPLES)
@@ -196,14 +196,14 @@ def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
 
 
 def figures(url: str) -> dict[str, float]:
-    """The server's own figures, by name and labels."""
+    """Return the server's metrics, by name and labels."""
     text = httpx.get(f"{url}/metrics", timeout=SECONDS).text
     found = re.findall(r"^entropykv_(\S+) (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 
 def report(tally: Tally, found: dict[str, float], seconds: float) -> bool:
-    """Print everything; returns whether nothing was lost."""
+    """Print all results; returns whether nothing was lost."""
     print(f"{tally.n_done} requests in {seconds:.0f} s: {dict(tally.outcomes)}")
     print(
         f"first token: median {statistics.median(tally.first):.2f} s, worst {max(tally.first):.2f}"
@@ -222,7 +222,7 @@ def report(tally: Tally, found: dict[str, float], seconds: float) -> bool:
 
 
 def main() -> None:
-    """Run the server and the clients."""
+    """Start the server and the clients, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model", default=str(DEMOS["bitnet"].path))
     parser.add_argument("--requests", type=int, default=2000)

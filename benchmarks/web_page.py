@@ -1,12 +1,12 @@
-"""What the page costs: the server while somebody watches, and the browser at 128k positions.
+"""Measure what the web page costs: the server with a viewer, and the browser at 128k positions.
 
-    PYTHONPATH=. python benchmarks/web_page.py [-m MODEL]
+PYTHONPATH=. python benchmarks/web_page.py [-m MODEL]
 
 1. A server of one conversation, and one of a pool of four, write blocks of tokens, in alternation
    with and without a viewer of the cache; ratios are of the medians of one run.
-2. What a look costs the model's thread, by entry, with 32 layers of 8 KV heads.
-3. What a step costs where nobody watches: one look at an empty queue.
-4. Frames per second and CPU of the page in Chromium, where 32 x 8 KV heads over 131,072 positions
+2. The time that an inspection takes in the model's thread, by entries (32 layers of 8 KV heads).
+3. The time per step without a viewer: one check of an empty queue.
+4. Frames per second and CPU of the page in Chromium, while 32 x 8 KV heads over 131,072 positions
    change four times a second, and the mouse moves over them (needs entropykv[browser]).
 """
 
@@ -58,7 +58,9 @@ SECONDS = 12
 
 @contextmanager
 def viewer(url: str) -> Iterator[list[int]]:
-    """Watch the cache meanwhile; yields a list that ends as how many bytes came."""
+    """View the cache during the `with` block; yields a list that gets the number of received bytes
+    at the end.
+    """
     received, stop = [0], threading.Event()
 
     def watch() -> None:
@@ -77,16 +79,16 @@ def viewer(url: str) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Block:
-    """What the server did for a block of tokens of every conversation."""
+    """Hold the server's figures for a block of tokens of every conversation."""
 
     speed: float
-    """Tokens a second, of all together."""
+    """Tokens per second, of all conversations together."""
     cpu: float
-    """Seconds of CPU for a token, of all threads of the server."""
+    """CPU seconds per token, of all threads of the server."""
 
 
 def write_block(server: Server, n_conversations: int, turn: int) -> Block:
-    """Have every conversation go on with its prompt."""
+    """Let every conversation continue its prompt."""
     process = psutil.Process(server.process.pid)
 
     def write(number: int) -> None:
@@ -105,7 +107,7 @@ def write_block(server: Server, n_conversations: int, turn: int) -> Block:
 
 
 def watched_ratio(model: Path, n_conversations: int) -> None:
-    """Print what tokens cost with a viewer, relative to without."""
+    """Print the cost of tokens with a viewer, relative to that without one."""
     parallel = ("--parallel", n_conversations) if n_conversations > 1 else ()
     budget = ("-c", 8192, "--kv-budget", 512 * n_conversations)
     server = Server(*parallel, model=model, usual=(*budget, "-t", 1))
@@ -133,11 +135,11 @@ def watched_ratio(model: Path, n_conversations: int) -> None:
     )
 
 
-# --- 2 and 3: what a look costs -------------------------------------------------------------------
+# --- 2 and 3: what an inspection costs ----------------------------------------------------------
 
 
 def look_cost() -> None:
-    """Print the time of a look by entry, and of a step without one."""
+    """Print the time of an inspection by entries, and of a step without one."""
     tokens = 2048
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "wide.gguf"
@@ -165,7 +167,7 @@ def look_cost() -> None:
 
 
 def picture(step: int, columns: int) -> dict[str, Any]:
-    """Return a picture of the size wanted, in which something changes with every step."""
+    """Return a picture of the wanted size, in which something changes at every step."""
     noise = np.random.default_rng(step)
     rows = LAYERS * HEADS
     held = (np.round(noise.random((rows, columns)) ** 6 * 16) * 15).astype(np.uint8)
@@ -202,7 +204,7 @@ def picture(step: int, columns: int) -> dict[str, Any]:
 
 
 async def stream(request: Request) -> StreamingResponse:
-    """Four pictures a second, which were made before."""
+    """Stream four prepared pictures per second."""
     import asyncio  # noqa: PLC0415
 
     columns = int(request.query_params["columns"])
@@ -224,7 +226,7 @@ async def stream(request: Request) -> StreamingResponse:
 
 
 async def answer(request: Request) -> Response:
-    """The page, and what it asks once."""
+    """Serve the page, and the files that it requests."""
     path = request.url.path
     if path in page_files():
         return page_file(path, None)
@@ -290,7 +292,7 @@ def page_speed() -> None:
 
 
 def measured(page: Any, box: Any, *, moves: bool) -> list[float]:
-    """Return the times of frames, in milliseconds."""
+    """Return the durations of frames, in milliseconds."""
     page.evaluate(f"window.frames_ = ({MEASURE})({SECONDS}); 0")
     end = time.perf_counter() + SECONDS
     step = 0
@@ -303,7 +305,7 @@ def measured(page: Any, box: Any, *, moves: bool) -> list[float]:
 
 
 def busy_seconds() -> float:
-    """Return the CPU time of the browser, all its processes and threads."""
+    """Return the CPU seconds of the browser's processes and threads."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -1,13 +1,13 @@
-"""Speed and memory by type of weights: `entropykv bench` and the RSS of files made for it.
+"""Measure speed and memory by weight type: `entropykv bench`, and the resident memory.
 
-    python benchmarks/weight_types.py --folder build --types q4_1,q8_0,f16 --lengths 2048
-    python benchmarks/weight_types.py --folder build --bitnet 2b --lengths 2048
+python benchmarks/weight_types.py --folder build --types q4_1,q8_0,f16 --lengths 2048
+python benchmarks/weight_types.py --folder build --bitnet 2b --lengths 2048
 
-SmolLM2 (or -m) as llama.cpp requantises it: rows of 576 values fit no K type, and become what it
-takes instead of one. With --bitnet, random ternary weights of a shape instead. Every file is
-removed again. Of each, ratios to stock in the same run, the memory of a process that has loaded it
-and read a few tokens (the file's pages that are in memory included), and with --together how many
-tokens a second so many conversations write in one pool, to one of them alone.
+Uses SmolLM2 (or -m) as llama.cpp requantises it: rows of 576 values fit into no K type, and get the
+type that llama.cpp takes instead. With --bitnet, the model has random ternary weights of a given
+shape. Every file is removed again. Prints for each: ratios to stock in the same run, the memory of
+a process that has loaded it and read a few tokens (including the file's pages in memory), and with
+--together N, the tokens per second of N conversations in one pool, relative to one alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITTEN = 24
 
 
 def files(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """Make each file that is asked for, one at a time."""
+    """Make the wanted files, one at a time."""
     if options.bitnet:
         with made(options.folder / "random.gguf") as path:
             random_bitnet(path, bitnet_shape(options.bitnet))
@@ -47,7 +47,7 @@ def files(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def made(path: Path) -> Iterator[Path]:
-    """Remove a file at the end."""
+    """Yield the path, and remove the file at the end."""
     try:
         yield path
     finally:
@@ -55,7 +55,7 @@ def made(path: Path) -> Iterator[Path]:
 
 
 def _load(pipe: Connection, path: Path, threads: int, stock: bool) -> None:
-    """Send the MiB of this process after it has read a few tokens."""
+    """Send the resident MiB of this process after it has read a few tokens."""
     if stock:
         opened: StockSession | Session = StockSession(path, n_ctx=512, n_threads=threads)
     else:
@@ -65,7 +65,7 @@ def _load(pipe: Connection, path: Path, threads: int, stock: bool) -> None:
 
 
 def memory(path: Path, threads: int, *, stock: bool) -> float:
-    """MiB of a process that has loaded a model."""
+    """Return the resident MiB of a process that has loaded a model."""
     start = multiprocessing.get_context("spawn")
     here, there = start.Pipe()
     process = start.Process(target=_load, args=(there, path, threads, stock))
@@ -76,7 +76,7 @@ def memory(path: Path, threads: int, *, stock: bool) -> float:
 
 
 def together(path: Path, threads: int, n_sequences: int) -> float:
-    """Tokens a second that so many conversations of a pool write, all together."""
+    """Return the tokens per second that n_sequences conversations of a pool write, all together."""
     with Pool(path, n_ctx=512, n_sequences=n_sequences, n_threads=threads) as pool:
         sessions = [pool.session() for _ in range(n_sequences)]
         for number, session in enumerate(sessions):

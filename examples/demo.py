@@ -1,7 +1,8 @@
-"""Ten facts of one document, asked for after it was read: what a small KV cache still knows.
+"""Ask for ten facts of one document after reading it, to see what a small KV cache still knows.
 
-The facts are planted into a long text, and nothing tells a cache while it reads what will be asked.
-Stock llama.cpp with its full cache is the yardstick: what it does not know, the model cannot know.
+The facts are planted into a long text, and nothing tells a cache during reading what will be asked.
+Stock llama.cpp with its full cache is the reference: facts that it misses are not known to the
+model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PASSAGE_TOKENS = 2048
 FACTS = 10
 SEED = 0
 WRITTEN_TOKENS = 48
-"""After the document, for the speed of decoding."""
+"""How many tokens are written after the document, to measure the speed of decoding."""
 
 STOCK = "stock llama.cpp, full cache"
 CACHES: dict[str, dict[str, Any]] = {
@@ -37,12 +38,12 @@ CACHES: dict[str, dict[str, Any]] = {
     "--kv-budget 0.1 --freeze ram": {"kv_budget": 0.1, "freeze": "ram"},
     "--kv-budget 0.2 --policy recency": {"kv_budget": 0.2, "policy": "recency"},
 }
-"""Arguments of Session, by what they are on the command line."""
+"""Arguments of Session, by their spelling on the command line."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one cache still knew, and what it cost."""
+    """Hold which facts one cache still knew, and its speed and bytes."""
 
     right: list[bool]
     bytes_in_attention: int
@@ -52,7 +53,7 @@ class Outcome:
 
 
 def plant(path: Path) -> RecallItem:
-    """Plant the facts into the document."""
+    """Plant the facts into the document, and return it with the questions."""
     model = Model(path, n_gpu_layers=0, verbose=False)
     text = EvaluationText(DOCUMENT.name, DOCUMENT.read_text(encoding="utf-8"))
     items = recall_items(
@@ -65,7 +66,9 @@ def plant(path: Path) -> RecallItem:
 def examine(
     reader: Session | StockSession, item: RecallItem, tick: Callable[[int], object]
 ) -> tuple[list[bool], float, float]:
-    """Read the document and ask for every fact; the speeds of reading and of writing, too."""
+    """Read the document and ask for every fact; returns which facts were known, and the speeds of
+    reading and writing.
+    """
     logits, seconds = read(reader, item.tokens, tick)
     state = reader.save_state()
     written = write(reader, logits, WRITTEN_TOKENS, tick)
@@ -75,7 +78,7 @@ def examine(
 
 
 def outcome_of(cache: str, path: Path, item: RecallItem, tick: Callable[[int], object]) -> Outcome:
-    """Run one cache; all have the same context, model, document and questions."""
+    """Run one cache; all caches have the same context, model, document and questions."""
     n_ctx = max(RecallPart([item]).n_ctx, len(item.tokens) + WRITTEN_TOKENS)
     if cache == STOCK:
         stock = StockSession(path, n_ctx=n_ctx, n_threads=0)
@@ -91,7 +94,7 @@ def outcome_of(cache: str, path: Path, item: RecallItem, tick: Callable[[int], o
 
 
 def facts_table(item: RecallItem, outcomes: dict[str, Outcome]) -> str:
-    """Which facts each cache knew."""
+    """Return a table of which facts each cache knew."""
     lines = [f"{'':<54}" + "".join(f"{f'({i})':>5}" for i in range(1, len(outcomes) + 1))]
     for number, (fact, depth) in enumerate(zip(item.case.facts, item.case.depths, strict=True)):
         known = ("yes" if outcome.right[number] else "-" for outcome in outcomes.values())
@@ -100,7 +103,7 @@ def facts_table(item: RecallItem, outcomes: dict[str, Outcome]) -> str:
 
 
 def costs_table(outcomes: dict[str, Outcome]) -> str:
-    """What each cache knew in all, and what it cost."""
+    """Return a table of how many facts each cache knew, its bytes and its speeds."""
     head = ("", "right", "in attention", "frozen", "prompt", "decode")
     rows = [
         (
@@ -120,7 +123,7 @@ def costs_table(outcomes: dict[str, Outcome]) -> str:
 
 
 def main() -> None:
-    """Run every cache in turn and print what it knew."""
+    """Run every cache in turn, and print which facts it knew."""
     start = time.perf_counter()
     path = shipped.smollm2().path
     item = plant(path)

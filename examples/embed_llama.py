@@ -1,4 +1,6 @@
-"""llama-cpp-python's own interface inside a KV budget: a chat, then a model loaded already."""
+"""Use llama-cpp-python's interface inside a KV budget: a chat, and then a model that is already
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of them i
 
 
 def dropped(event: EvictionEvent) -> None:
-    """Tell what an eviction left."""
+    """Print what an eviction kept."""
     print(f"\n  [{event.evicted} entries evicted at {event.position} tokens, {event.kept} kept]")
 
 
 def chat(llm: Llama) -> None:
-    """Ask the questions in one conversation; only what is new is read in every turn."""
+    """Ask the questions in one conversation; every turn reads only new tokens."""
     messages: list[Any] = []
     for question in QUESTIONS:
         print(f"\n> {question}")
@@ -44,7 +46,8 @@ def main() -> None:
     llm.close()
 
     plain = Llama(MODEL, n_ctx=2048, verbose=False)
-    attach(plain, kv_budget="4MiB")  # in place: whoever holds the model holds the budget
+    # The model is changed in place: every reference to it now has the budget.
+    attach(plain, kv_budget="4MiB")
     print(plain("The sea is", max_tokens=8, temperature=0.0)["choices"][0]["text"])
     detach(plain)
     plain.close()

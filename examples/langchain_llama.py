@@ -1,4 +1,4 @@
-"""LangChain against `entropykv serve` (pip install langchain-openai).
+"""Use `entropykv serve` from LangChain (pip install langchain-openai).
 
 entropykv serve -m model.gguf --kv-budget 0.2 &
 python langchain_llama.py http://127.0.0.1:8000 [API key]
@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 
 def main() -> None:
-    """Ask one question through a chain, whole and in pieces."""
+    """Ask one question through a chain, first for a whole answer and then for a stream."""
     url, key = [*sys.argv[1:], "http://127.0.0.1:8000"][0], [*sys.argv[2:], "none"][0]
     model = ChatOpenAI(
         base_url=f"{url}/v1",

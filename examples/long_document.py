@@ -1,4 +1,6 @@
-"""Several questions about a long document that is read once: each starts from the saved state."""
+"""Ask several questions about a long document that is read once: each starts from the
+saved state.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Read the document inside a budget, save the state, and ask from there."""
+    """Read the document inside a budget, save the state, and ask every question from there."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "lighthouse.txt"
     document = path.read_text(encoding="utf-8")
     name = (HERE / "lighthouse.question.txt").read_text(encoding="utf-8").strip()
@@ -21,7 +23,7 @@ def main() -> None:
     before, after = (
         "<|im_start|>user\n" + document + "\n\n",
         "<|im_end|>\n<|im_start|>assistant\n",
-    )  # SmolLM2's chat template
+    )  # The chat template of SmolLM2.
 
     llm = EntropyLlama(
         str(shipped.smollm2().path), n_ctx=8192, kv_budget=1536, n_threads=2, verbose=False
@@ -29,7 +31,7 @@ def main() -> None:
     start = time.perf_counter()
     prefix = llm.tokenize(before.encode(), add_bos=False, special=True)
     llm.eval(prefix)
-    state = llm.save_state()  # what the budget keeps: 1536 entries of every KV head
+    state = llm.save_state()  # The entries that the budget keeps: 1536 per KV head.
     print(
         f"read {len(prefix)} tokens in {time.perf_counter() - start:.1f} s; "
         f"the state has {state.llama_state_size / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""OpenAI's own client against `entropykv serve`: a chat, and the KV cache's figures.
+"""Use `entropykv serve` from OpenAI's client: a chat, and the figures of the KV cache.
 
 entropykv serve -m model.gguf --kv-budget 0.2 &
 python openai_client.py http://127.0.0.1:8000 [API key]
@@ -15,7 +15,7 @@ QUESTIONS = ("What is the capital of France?", "And of Italy?")
 
 
 def main() -> None:
-    """Ask the questions in one conversation; only what is new is read in every turn."""
+    """Ask the questions in one conversation; every turn reads only new tokens."""
     url, key = [*sys.argv[1:], "http://127.0.0.1:8000"][0], [*sys.argv[2:], "none"][0]
     with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
         messages: list[Any] = []

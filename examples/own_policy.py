@@ -1,4 +1,4 @@
-"""A policy of your own: KV heads whose attention looks far and wide get more of the budget.
+"""Define a policy: KV heads that spread their attention over many entries get more of the budget.
 
 python examples/own_policy.py model.gguf
 """
@@ -15,22 +15,23 @@ TEXT = "A lighthouse keeper notes wind, ships and lamp oil in his book every eve
 
 
 class ByEntropy(OwnPolicy):
-    """Share by the mean entropy of each KV head's attention in the text so far.
+    """Share the budget by the mean entropy of each KV head's attention in the text so far.
 
-    The first layer gets at least an even share: its heads look at every token's neighbours.
+    The first layer gets at least an even share, because its heads attend to the neighbours of every
+    token.
     """
 
     name = "by-entropy"
     importance = "mass+values"
 
     def __init__(self, sharpness: float = 1.0) -> None:
-        """`sharpness`: 0 shares evenly, more favours heads that look wide."""
+        """Set `sharpness`: 0 shares evenly, larger values favour heads with a high entropy."""
         self.sharpness = sharpness
         self.n_tokens = 0
         self.sums = np.zeros(0)
 
     def observe(self, seen: MicroBatchSeen) -> None:
-        """Add up entropies, per KV head: the mean of its query heads, for every token."""
+        """Add up the entropies of each KV head: for every token, the mean of its query heads."""
         of_heads = []
         for layer, n_kv_heads in enumerate(seen.heads_per_layer):
             rows = seen.entropies(layer)
@@ -42,7 +43,7 @@ class ByEntropy(OwnPolicy):
         self.n_tokens += seen.n_tokens
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """Return weights; even ones before anything was seen."""
+        """Return the weight of each KV head; all are equal before anything was read."""
         if self.n_tokens == 0:
             return np.ones(budget.n_kv_heads)
         weights = (self.sums / self.n_tokens + 0.1) ** self.sharpness
@@ -51,18 +52,20 @@ class ByEntropy(OwnPolicy):
         return weights
 
     def state(self) -> np.ndarray:
-        """Return what a saved session must know."""
+        """Return the state that a saved session must contain."""
         return np.concatenate([[self.n_tokens], self.sums])
 
     def load(self, state: np.ndarray) -> None:
-        """Go on from it."""
+        """Restore a state that state() returned."""
         if state.size == 0 or not np.isfinite(state).all():
             raise ValueError("entropies that cannot be")
         self.n_tokens, self.sums = int(state[0]), state[1:].copy()
 
 
 def main(path: str) -> None:
-    """Read a text in a fifth of the context, and show what every layer keeps of it."""
+    """Read a text with a budget of a fifth of the context, and print how many entries every layer
+    keeps.
+    """
     with Session(path, n_ctx=512, kv_budget=0.2, policy=ByEntropy(sharpness=2.0)) as session:
         tokens = session.tokenize(TEXT * 40)[:400]
         session.decode(tokens)

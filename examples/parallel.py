@@ -1,4 +1,6 @@
-"""Several conversations with one model at a time, in one KV budget: with threads, and with asyncio.
+"""Hold several conversations with one model at the same time, in one KV budget.
+
+First with threads, then with asyncio:
 
 python examples/parallel.py model.gguf
 """
@@ -20,7 +22,7 @@ QUESTIONS = [
 
 
 def with_threads(path: str) -> None:
-    """Sessions of a pool, each in a thread of its own; the pool reads their tokens together."""
+    """Use sessions of a pool, each in its own thread; the pool reads their tokens together."""
     with Pool(path, n_sequences=len(QUESTIONS), n_ctx=2048, kv_budget=4096) as pool:
 
         def answer(question: str) -> str:
@@ -37,7 +39,7 @@ def with_threads(path: str) -> None:
 
 
 async def with_asyncio(path: str) -> None:
-    """llama-cpp-python's interface: one EntropyLlama for every request at a time."""
+    """Use llama-cpp-python's interface, with one EntropyLlama per concurrent request."""
     first = EntropyLlama(
         path, n_sequences=2, n_ctx=2048, n_ubatch=128, kv_budget=4096, verbose=False
     )

@@ -1,1 +1,1 @@
-"""How the BitNet model in the package was made."""
+"""Train the BitNet model that the package ships."""

@@ -1,8 +1,8 @@
-"""Make the files that are shipped of a checkpoint: `python -m training.export build/bitnet-facts`.
+"""Make the shipped files from a checkpoint: `python -m training.export build/bitnet-facts`.
 
-The checkpoint becomes a Hugging Face directory (beside it), which `entropykv convert`
-then turns into TQ2_0, as it would any other BitNet. A document to ask about and the entropy profile
-of the heads, over documents with questions, are written, too.
+The checkpoint is written as a Hugging Face directory (beside the checkpoint), which `entropykv
+convert` then converts to TQ2_0, as any other BitNet. A document to ask about and the entropy
+profile of the heads, measured in documents with questions, are written, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training.tokenizer import WordTokenizer
 
 N_CTX = 2048
 _SHIPPED = Path(__file__).resolve().parents[1] / "python" / "entropykv" / "demo"
-_SPLIT = (  # of Llama 3, whose merges give way to whole words
+_SPLIT = (  # The pattern of Llama 3, except that its merges are replaced by whole words.
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -63,14 +63,15 @@ def _profile(model: Path) -> EntropyProfile:
     texts = []
     for i in range(20):
         document = Writer(f"profile {i}").training_document(1024, n_filler=0.2, n_questions=0.3)
-        words = (word for word in document.words if word not in (BOS, EOS))  # they are no text
+        # BOS and EOS are not text.
+        words = (word for word in document.words if word not in (BOS, EOS))
         texts.append(Text(f"facts {i}", "".join(words)))
     settings = CalibrationSettings(max_length=1000, curve_length=1000, curve_texts=20)
     return calibrate(model, texts, settings)
 
 
 def _name(name: str) -> str:
-    """Name of a parameter in transformers' BitNetForCausalLM."""
+    """Return the name of a parameter in transformers' BitNetForCausalLM."""
     parts = name.split(".")
     for group, members in _PARTS.items():
         if len(parts) > 2 and parts[2] in members:
@@ -122,7 +123,7 @@ def _tokenizer(tokenizer: WordTokenizer) -> dict[str, Any]:
             "type": "BPE",
             "ignore_merges": True,
             "vocab": {token: i for i, token in enumerate(tokenizer.tokens)},
-            "merges": [". Ċ"],  # llama.cpp wants at least one
+            "merges": [". Ċ"],  # llama.cpp requires at least one merge.
         },
     }
 

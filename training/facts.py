@@ -1,12 +1,12 @@
-"""Documents of simple English facts with questions about facts far back.
+"""Write documents of simple English facts, with questions about facts far back in the document.
 
-A document is a list of words of the vocabulary; most begin with the blank before them, so that
-joining them gives the text. Facts are sentences such as " Anna keeps a red umbrella."; a question
-stands on a line of its own and is answered by the fact, word for word:
-"What does Anna keep? Anna keeps a red umbrella.</s>". Between them stand sentences about nothing.
+A document is a list of words of the vocabulary. Most words begin with a space, so that joining them
+gives the text. Facts are sentences such as " Anna keeps a red umbrella."; a question is on a line
+of its own and is answered by the fact, word for word: "What does Anna keep? Anna keeps a red
+umbrella.</s>". Filler sentences without facts are between them.
 
-One pair of subject and value in ten (by a fixed rule) never occurs in training: evaluation asks
-about those pairs only.
+One in ten pairs of subject and value (chosen by a fixed rule) never occurs in training: only these
+pairs are used for evaluation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ STOP, LINE, STOP_LINE, STOP_LINES, ASK = ".", "\n", ".\n", ".\n\n", "?"
 
 @dataclass(frozen=True)
 class Relation:
-    """`question` and `statement` hold the words around the subject; `values` what can follow."""
+    """Hold the words of a relation: `question` and `statement` surround the subject, `values` can
+    follow.
+    """
 
     question: tuple[list[str], list[str]]
     statement: list[str]
@@ -87,44 +89,44 @@ def vocabulary() -> list[str]:
 
 @dataclass(frozen=True)
 class Fact:
-    """What somebody is, has or does."""
+    """Hold a subject, a relation and its value."""
 
     subject: int
     relation: int
     value: int
 
     def statement(self) -> list[str]:
-        """All words up to the full stop."""
+        """Return all words of the sentence, without the full stop."""
         relation = RELATIONS[self.relation]
         subject = f" {words.NAMES[self.subject]}"
         return [subject, *relation.statement, *relation.values[self.value]]
 
     def question(self) -> list[str]:
-        """All words up to the question mark."""
+        """Return all words of the question, up to the question mark."""
         before, after = RELATIONS[self.relation].question
         return [*before, f" {words.NAMES[self.subject]}", *after, ASK]
 
     @property
     def held_out(self) -> bool:
-        """Never seen in training."""
+        """Tell whether this pair of subject and value never occurs in training."""
         return (self.subject * 7 + self.relation * 3 + self.value) % 10 == 0
 
 
 @dataclass
 class Document:
-    """Words, and for each whether it is (part of) the value that a question asks for."""
+    """Hold words, and for each whether it is part of the value that a question asks for."""
 
     words: list[str]
     is_answer: list[bool]
 
     def add(self, new: list[str], n_answer: int = 0) -> None:
-        """Append words, the last `n_answer` of them an answer."""
+        """Append words; the last `n_answer` of them are an answer."""
         self.words += new
         self.is_answer += [False] * (len(new) - n_answer) + [True] * n_answer
 
 
 class Writer:
-    """Writes documents; the same seed writes the same ones."""
+    """Write documents; the same seed writes the same documents."""
 
     def __init__(self, seed: int | str) -> None:
         """Start a series of documents."""
@@ -144,7 +146,7 @@ class Writer:
                 return fact
 
     def filler(self) -> list[str]:
-        """Return a sentence about nothing, without its full stop."""
+        """Return a sentence without a fact, and without its full stop."""
         choose: Callable[[list[str]], str] = self.random.choice
         if self.random.random() < 0.2:
             text = f"It was {choose(words.ADJECTIVES)} all {choose(words.TIMES)}"
@@ -173,7 +175,7 @@ class Writer:
         document.add([STOP, EOS])
 
     def training_document(self, n_tokens: int, n_filler: float, n_questions: float) -> Document:
-        """Facts, filler and questions in turn; cut to `n_tokens` words.
+        """Write facts, filler and questions in random order, cut to `n_tokens` words.
 
         `n_filler` and `n_questions` are the shares of filler and questions among the sentences.
         """
@@ -199,9 +201,9 @@ class Writer:
         return Document(document.words[:n_tokens], document.is_answer[:n_tokens])
 
     def test_document(self, n_tokens: int, n_questions: int) -> tuple[list[str], list[Fact]]:
-        """Return about `n_tokens` words of facts and filler, and facts to ask afterwards.
+        """Return about `n_tokens` words of facts and filler, and the facts to ask for afterwards.
 
-        Nothing is asked before the end, so nothing tells which facts will be needed.
+        Questions come only at the end, so that nothing tells which facts will be needed.
         """
         document, known = self._start(), {}
         while len(document.words) < n_tokens - 14:

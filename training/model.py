@@ -1,7 +1,7 @@
-"""BitNet b1.58 in torch: ternary weights with a straight-through estimator.
+"""Implement BitNet b1.58 in torch: ternary weights with a straight-through estimator.
 
-The computation is transformers' BitNetForCausalLM with squared ReLU (Ma et al., "The Era of 1-bit
-LLMs", 2024, and the 2B-4T report, 2025); parameters carry its names.
+The computation is that of transformers' BitNetForCausalLM with squared ReLU (Ma et al., "The Era of
+1-bit LLMs", 2024, and the 2B-4T report, 2025); parameters have the same names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; hidden and ffn are multiples of 256, which TQ2_0 asks for."""
+    """Hold the sizes of the model; `hidden` and `ffn` are multiples of 256, as TQ2_0 requires."""
 
     n_vocab: int
     n_layer: int = 3
@@ -27,51 +27,55 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Values of one head."""
+        """Return the number of values of one head."""
         return self.hidden // self.n_head
 
 
 def ternary(weight: Tensor) -> Tensor:
-    """Round to {-1, 0, 1} times the mean magnitude; the gradient passes as if nothing happened."""
+    """Round to {-1, 0, 1} times the mean magnitude; the gradient passes unchanged
+    (straight-through).
+    """
     scale = weight.detach().abs().mean().clamp(min=1e-5)
     rounded = (weight.detach() / scale).round().clamp(-1, 1) * scale
     return weight + (rounded - weight.detach())
 
 
 class TernaryLinear(nn.Module):
-    """A linear layer without bias whose weights are ternary in the forward pass."""
+    """Apply a linear layer without bias, whose weights are ternary in the forward pass."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
-        """Begin with weights of variance 1 / n_in."""
+        """Initialise the weights with variance 1 / n_in."""
         super().__init__()
         self.weight = nn.Parameter(torch.randn(n_out, n_in) * n_in**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., n_in) -> (..., n_out)."""
+        """Map (..., n_in) to (..., n_out)."""
         return functional.linear(x, ternary(self.weight).to(x.dtype))
 
 
 class Norm(nn.Module):
-    """RMSNorm."""
+    """Apply RMSNorm."""
 
     def __init__(self, size: int, eps: float) -> None:
-        """Begin with gain 1."""
+        """Initialise the gain with 1."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) -> the same shape and type."""
+        """Normalise (..., size); shape and type stay the same."""
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return (y * self.weight).to(x.dtype)
 
 
 class Layer(nn.Module):
-    """Attention with a norm before its output projection, then a gated FFN with one, too."""
+    """Apply attention with a norm before its output projection, then a gated FFN with such
+    a norm.
+    """
 
     def __init__(self, shape: Shape) -> None:
-        """Begin at random."""
+        """Initialise the weights randomly."""
         super().__init__()
         self.shape = shape
         self.input_layernorm = Norm(shape.hidden, shape.eps)
@@ -87,7 +91,7 @@ class Layer(nn.Module):
         self.down_proj = TernaryLinear(shape.ffn, shape.hidden)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """(batch, tokens, hidden) -> the same."""
+        """Map (batch, tokens, hidden) to the same shape."""
         x = x + self._attention(self.input_layernorm(x), rotation)
         y = self.post_attention_layernorm(x)
         y = functional.relu(self.gate_proj(y)).square() * self.up_proj(y)
@@ -106,7 +110,9 @@ class Layer(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, written out: compiled for a CPU it trains faster than the fused op."""
+    """Compute causal attention by separate operations, which train faster on a CPU than the fused
+    one.
+    """
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     n = q.shape[2]
     future = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -114,16 +120,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """NEOX rope: value i turns with value i + half."""
+    """Apply RoPE in the NEOX order: value i is rotated together with value i + half."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class BitNet(nn.Module):
-    """The model; the head is the embedding."""
+    """Define the whole model; the embedding is also the output head."""
 
     def __init__(self, shape: Shape) -> None:
-        """Begin at random."""
+        """Initialise the weights randomly."""
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.n_vocab, shape.hidden)
@@ -133,14 +139,14 @@ class BitNet(nn.Module):
         nn.init.constant_(self.norm.weight, 0.06)
 
     def rotation(self, n_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of (tokens, head_dim / 2)."""
+        """Return cosines and sines, (tokens, head_dim / 2)."""
         dim = self.shape.head_dim
         frequency = self.shape.rope_base ** (-torch.arange(0, dim, 2) / dim)
         angle = torch.arange(n_tokens)[:, None] * frequency
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """(batch, tokens) -> (batch, tokens, hidden), after the last norm."""
+        """Map (batch, tokens) to (batch, tokens, hidden), the output of the last norm."""
         x = self.embed_tokens(tokens).to(dtype)
         rotation = self.rotation(tokens.shape[1], dtype)
         for layer in self.layers:
@@ -149,23 +155,23 @@ class BitNet(nn.Module):
         return normed
 
     def head(self, hidden: Tensor) -> Tensor:
-        """(..., hidden) -> logits (..., n_vocab)."""
+        """Map (..., hidden) to logits, (..., n_vocab)."""
         return functional.linear(hidden, self.embed_tokens.weight.to(hidden.dtype)).float()
 
 
 @torch.no_grad()
 def place_induction(model: BitNet) -> None:
-    """Begin with the circuit that recall needs, instead of waiting for training to find it.
+    """Initialise the circuit that recall needs, instead of waiting until training finds it.
 
     Head h of layer 0 attends to the word h + 1 places back. Every head of layer 1 compares the
-    words before a question's answer with the words before each place read so far, and copies
-    what stands there (Olsson et al., "In-context Learning and Induction Heads", 2022). Training
-    goes on from there with all weights.
+    words before a question's answer with the words before each earlier place, and copies the word
+    at that place (Olsson et al., "In-context Learning and Induction Heads", 2022). Training then
+    continues with all weights.
     """
     shape = model.shape
     dim, half = shape.head_dim, shape.head_dim // 2
     first, second = model.layers[0], model.layers[1]
-    # Thirty-two values are the same for every word, so that places compare without noise.
+    # Thirty-two values are the same for every word, so that places can be compared without noise.
     steady_values = slice(0, 32)
     constant = torch.zeros(shape.hidden)
     constant[steady_values] = torch.randn(32).sign()
@@ -177,12 +183,12 @@ def place_induction(model: BitNet) -> None:
 
     angle = torch.arange(1, shape.n_head + 1)[:, None] * (
         shape.rope_base ** (-torch.arange(half) / half)
-    )  # of each head's distance, per pair of values
-    # Of the fast pairs alone: the slow ones cannot tell neighbours apart.
+    )  # The rotation angles of each head's distance, per pair of values.
+    # Use only the fast pairs, because the slow ones cannot tell neighbours apart.
     fast = (torch.arange(half) < 8).expand_as(angle)
     query = torch.cat((fast * angle.cos(), -(fast * angle.sin())), dim=1).flatten()
     key = torch.cat((fast.float(), torch.zeros_like(angle)), dim=1).flatten()
-    # Ternary rows say a cosine by how many of their weights are not zero.
+    # A ternary row approximates a cosine by the number of its weights that are not zero.
     dense = torch.rand(shape.hidden, shape.hidden) < query[:, None].abs()
     first.q_proj.weight.copy_(2.0 * query.sign()[:, None] * dense * constant)
     first.k_proj.weight.copy_(2.0 * key[:, None] * constant)
@@ -191,7 +197,7 @@ def place_induction(model: BitNet) -> None:
     code[:, steady_values] = 0.0
     first.v_proj.weight.copy_(code.repeat(shape.n_head, 1))
     read = [code, *(part.T for part in first.o_proj.weight.split(dim, dim=1))]
-    # Pairs that turn within the context cannot compare words at any distance.
+    # Pairs whose angle makes a full turn within the context cannot compare words at any distance.
     steady = torch.arange(half) >= half // 2 - 2
     gain = torch.where(torch.cat((steady, steady)), 1.0, 0.2)[:, None]
     for head in range(shape.n_head):

@@ -1,4 +1,4 @@
-"""One token per word; what is no word of the facts becomes bytes."""
+"""Map every word of the facts to one token; any other text becomes byte tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from training.facts import vocabulary
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's printable character for each of the 256 bytes."""
+    """Return GPT-2's printable character for each of the 256 bytes."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = iter(range(256, 512))
     return [chr(byte) if byte in kept else chr(next(moved)) for byte in range(256)]
 
 
 class WordTokenizer:
-    """Ids: the special tokens, the words, then the bytes."""
+    """Assign ids: first the special tokens, then the words, then the bytes."""
 
     def __init__(self) -> None:
         """Use the vocabulary of the documents."""
@@ -30,9 +30,9 @@ class WordTokenizer:
         self._ids |= {text: ids[written(text)] for text in (".", "?", "\n")}
 
     def __len__(self) -> int:
-        """Count of tokens."""
+        """Return the number of tokens."""
         return len(self.tokens)
 
     def encode(self, document: list[str]) -> list[int]:
-        """Words of a document -> ids; KeyError for any other word."""
+        """Return the ids of a document's words; raises KeyError for any other word."""
         return [self._ids[word] for word in document]

@@ -1,7 +1,7 @@
 """Train the facts model: `python -m training.train --out build/bitnet-facts`.
 
-Resumable: the same command goes on from the last checkpoint. The length of the documents grows
-when held-out questions are answered at the present length.
+The same command continues from the last checkpoint. The documents get longer when held-out
+questions are answered at the current length.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from training.tokenizer import WordTokenizer
 
 LENGTHS = [64, 128, 256, 512, 1024, 2048]
 TOKENS_PER_STEP = 8192
-ENOUGH = 0.9  # of the questions right: go on to the next length
-REST = 0.15  # share of the other tokens that are learned, too
+ENOUGH = 0.9  # Share of right answers at which the next length begins.
+REST = 0.15  # Share of the other tokens that also count in the loss.
 REST_WEIGHT = 0.3
 
 
 @dataclass
 class Progress:
-    """What a checkpoint holds beside weights and optimiser."""
+    """Hold the progress that a checkpoint has besides weights and optimiser."""
 
     step: int = 0
     tokens: int = 0
@@ -39,7 +39,7 @@ class Progress:
 
 
 def main() -> None:
-    """Train until the given number of tokens was seen."""
+    """Train until the given number of tokens has been read."""
     options = _options()
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
@@ -67,12 +67,12 @@ def _options() -> argparse.Namespace:
 
 
 class Trainer:
-    """Model, optimiser and data of one run."""
+    """Hold the model, the optimiser and the data of one run."""
 
     def __init__(
         self, model: BitNet, tokenizer: WordTokenizer, options: argparse.Namespace
     ) -> None:
-        """Prepare; nothing is trained yet."""
+        """Prepare the training; no step is done yet."""
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
@@ -91,7 +91,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the end, with a checkpoint every five minutes."""
+        """Train to the end, and save a checkpoint every five minutes."""
         saved = time.monotonic()
         while self.progress.tokens < self.options.tokens:
             started = time.monotonic()
@@ -110,7 +110,8 @@ class Trainer:
     def step(self) -> tuple[float, float]:
         """Train on one batch; returns loss and accuracy of its answers."""
         progress = self.progress
-        torch.manual_seed(self.options.seed + progress.step)  # the same after a resumption
+        # The seed of a step is the same after the training was resumed.
+        torch.manual_seed(self.options.seed + progress.step)
         self.optimiser.zero_grad(set_to_none=True)
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate() * group["scale"]
@@ -132,16 +133,18 @@ class Trainer:
         return float(losses[asked].detach().mean()), float(right.float().mean())
 
     def rate(self) -> float:
-        """Warm up over 200 steps, go down to a twentieth over the last third."""
+        """Return the learning rate: warm-up over 200 steps, and decay to a twentieth over the last
+        third.
+        """
         left = 1.0 - self.progress.tokens / self.options.tokens
         warm = min(1.0, (self.progress.step + 1) / 200)
         peak: float = self.options.rate
         return peak * warm * max(0.05, min(1.0, 3.0 * left))
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Documents of one length: (n, length + 1) tokens, and which of them are answers.
+        """Return documents of one length: (n, length + 1) tokens, and which of them are answers.
 
-        Two in three steps use the present stage's length, the others a shorter one.
+        Two in three steps use the current stage's length, the others a shorter one.
         """
         step, stage = self.progress.step, self.progress.stage
         writer = Writer(f"train {self.options.seed} {step}")
@@ -160,7 +163,9 @@ class Trainer:
 
     @torch.no_grad()
     def recall(self, n_tokens: int, n_documents: int = 16) -> float:
-        """Share of held-out questions answered right behind documents of `n_tokens`."""
+        """Return the share of held-out questions answered right after documents of `n_tokens`
+        tokens.
+        """
         writer = Writer(f"held out {n_tokens}")
         right = asked = 0
         for _ in range(n_documents):
@@ -179,7 +184,9 @@ class Trainer:
         return right / asked
 
     def advance(self) -> None:
-        """Measure held-out recall; go on to longer documents if it is good enough."""
+        """Measure recall of held-out questions, and switch to longer documents if it is good
+        enough.
+        """
         progress = self.progress
         lengths = [LENGTHS[progress.stage], *LENGTHS[progress.stage + 1 :][:2]]
         recalls = {length: self.recall(length) for length in lengths}
@@ -189,7 +196,7 @@ class Trainer:
             progress.stage += 1
 
     def report(self, loss: float, accuracy: float) -> None:
-        """One line on stdout."""
+        """Print one line of progress."""
         p = self.progress
         print(
             f"step {p.step} {p.tokens / 1e6:.2f}M tokens {p.tokens / p.seconds:.0f}/s "
@@ -198,7 +205,7 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write the checkpoint beside, then rename."""
+        """Write the checkpoint under a temporary name, then rename it."""
         partial = self.path.with_suffix(".part")
         state = {
             "model": self.model.state_dict(),
@@ -210,7 +217,7 @@ class Trainer:
         (self.options.out / "log.json").write_text(json.dumps(self.progress.log, indent=1))
 
     def load(self) -> None:
-        """Go on from the checkpoint, if there is one."""
+        """Load the checkpoint, if there is one."""
         if self.path.exists():
             state = torch.load(self.path, weights_only=True)
             self.model.load_state_dict(state["model"])

@@ -59,7 +59,7 @@ from entropykv.evaluation.ruler.suite import TASKS, Suite
 from entropykv.llamacpp.model import Model
 
 PEERS = {"kvpress": "kvpress", "openvino-genai": "openvino_genai"}
-"""Frameworks and the modules that they are."""
+"""The other frameworks, and the Python modules that they need."""
 TITLES = {
     AGREEMENT: "Teacher-forced continuation, against the framework's own full cache",
     GREEDY: "Greedy tokens, against the framework's own full cache",
@@ -68,7 +68,7 @@ TITLES = {
     RULER: "RULER, the question unknown while the context is read",
 }
 CONTINUING = (AGREEMENT, GREEDY, SPEED)
-"""Measures of what follows a text."""
+"""The measures of a text's continuation."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def installed(names: list[str]) -> list[str]:
-    """The frameworks that are there; a line for each that is not."""
+    """Return the frameworks that are installed, and print a line for each that is not."""
     found = []
     for name in names:
         if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
@@ -135,7 +135,7 @@ def frameworks(options: argparse.Namespace, run: Run, reference: StockReference)
 
 
 def presses(asked: str, names: Iterable[str]) -> list[str]:
-    """Names that are asked for, in full or by a part that is no name itself."""
+    """Return the names that are asked for: an exact name, or all names that contain the text."""
     parts, known = asked.lower().split(","), {name.lower() for name in names}
     return [
         name
@@ -147,7 +147,7 @@ def presses(asked: str, names: Iterable[str]) -> list[str]:
 
 
 def continued_passages(options: argparse.Namespace, model: Model) -> list[Passage]:
-    """Texts cut into prompts and continuations; ValueError where one is too short."""
+    """Cut texts into prompts and continuations; raises ValueError for a text that is too short."""
     texts: dict[str, str] = {}
     for pattern in options.texts.split(","):
         texts |= read_texts(f"{pattern}.txt")
@@ -162,7 +162,9 @@ def continued_passages(options: argparse.Namespace, model: Model) -> list[Passag
 
 @dataclass(frozen=True)
 class Round:
-    """Passages for some of the measures; `protocol` tells their results from those of others."""
+    """Hold passages for some of the measures; `protocol` distinguishes their results from other
+    runs.
+    """
 
     measures: tuple[str, ...]
     passages: list[Passage]
@@ -170,7 +172,9 @@ class Round:
 
 
 def rounds(options: argparse.Namespace, model: Model) -> list[Round]:
-    """What is measured; errors of entropykv, or ValueError, for what cannot be made."""
+    """Return the rounds to measure; raises errors of entropykv, or ValueError, for
+    impossible ones.
+    """
     name, measures, found = model.geometry.path.name, options.measures.split(","), []
     if continuing := tuple(measure for measure in CONTINUING if measure in measures):
         protocol = f"{name} {options.prompt}+{options.continuation}, {options.greedy}"
@@ -190,7 +194,7 @@ def rounds(options: argparse.Namespace, model: Model) -> list[Round]:
 
 
 def context_of(passage: Passage, n_greedy: int) -> int:
-    """Tokens that a passage needs with what follows it."""
+    """Return the tokens that a passage and its continuation need."""
     followed = [len(passage.continuation), n_greedy]
     if passage.questions:
         followed = [longest(passage.questions)]
@@ -228,7 +232,7 @@ def main() -> int:
 
 
 def measure(passage: Passage, one: Round, found: list[Framework], file: ResultFile) -> None:
-    """What the file has not yet of a passage, by all frameworks."""
+    """Measure the results that the file lacks for a passage, with all frameworks."""
     for framework in found:
         chosen = [method for method in framework.methods if method.measure in one.measures]
         wanted = file.pending(chosen, passage.name, one.protocol)

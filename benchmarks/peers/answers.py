@@ -1,4 +1,4 @@
-"""Questions about what was read: facts planted into texts, and RULER's tasks."""
+"""Ask questions about a text that was read: facts planted into texts, and RULER's tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from entropykv.llamacpp.model import Model
 
 @dataclass(frozen=True)
 class FactsSize:
-    """How many passages are read for facts, of how many tokens, with how many facts each."""
+    """Hold how many passages with facts are read, their length in tokens, and the facts of each."""
 
     n_passages: int
     n_tokens: int
@@ -27,7 +27,9 @@ class FactsSize:
 
 
 def score(reader: Reader, questions: Sequence[Question]) -> float:
-    """Ask a reader that has read the prompt, each time from the same state; the mean score."""
+    """Ask a reader that has read the prompt, each time from the same state; returns the
+    mean score.
+    """
     state = reader.save_state()
     scores = []
     for question in questions:
@@ -39,12 +41,14 @@ def score(reader: Reader, questions: Sequence[Question]) -> float:
 
 
 def longest(questions: Sequence[Question]) -> int:
-    """Tokens of a question and its answer, where they are most."""
+    """Return the tokens of the longest question with its answer."""
     return max(len(question.tokens) + question.n_answer for question in questions)
 
 
 def facts_passages(pattern: str, model: Model, size: FactsSize, seed: int) -> list[Passage]:
-    """The passages that `entropykv eval --passkeys` reads of the texts with such names."""
+    """Return the passages that `entropykv eval --passkeys` makes of the texts that match the
+    pattern.
+    """
     items = recall_items(
         _texts(pattern),
         model,
@@ -69,7 +73,9 @@ def facts_passages(pattern: str, model: Model, size: FactsSize, seed: int) -> li
 
 
 def ruler_passages(pattern: str, model: Model, suite: Suite, seed: int) -> list[Passage]:
-    """The samples of `entropykv eval --suite ruler`, whose questions are not known before."""
+    """Return the samples of `entropykv eval --suite ruler`, with questions that are asked
+    afterwards.
+    """
     parts = ruler_parts(
         replace(suite, questions=("unknown",)), model, _texts(pattern), seed=seed, inside=False
     )
@@ -104,4 +110,4 @@ def _knows(fact: Fact, answer: str) -> float:
 
 
 def _ignore(_n_tokens: int) -> None:
-    """Nobody waits for progress."""
+    """Ignore the progress, which is not shown."""

@@ -1,8 +1,8 @@
-"""A dense prompt in transformers: read once for each text, compressed by many presses.
+"""Read a prompt once in transformers, and compress its full cache by many presses.
 
-What a press does, it does in a hook after the attention of each layer, from what that attention was
-given and what the cache holds; the prompt itself is read with all of its keys. So the hooks of all
-presses see the same, and can be called with what was recorded instead of reading again.
+A press works in a hook after the attention of each layer, on the arguments of that attention and
+the entries of the cache; the prompt itself is read with all of its keys. Therefore the hooks of all
+presses get the same arguments, which are recorded once instead of reading the prompt again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from entropykv.llamacpp.distributions import Logits
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the hook of one layer is given."""
+    """Hold the arguments that the hook of one layer gets."""
 
     keywords: dict[str, Any]
     output: Any
@@ -30,22 +30,24 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A cache after a press."""
+    """Hold a cache after a press was applied."""
 
     cache: DynamicCache
     kept: float
-    """Share of the prompt's entries that are attended to."""
+    """The share of the prompt's entries that attention uses."""
     held: float
-    """Share of the prompt's entries that are in memory: more where evicted ones are only masked."""
+    """The share of the prompt's entries in memory; it is larger if evicted entries are
+    only masked.
+    """
 
 
 def attentions(model: Any) -> list[Any]:
-    """The attention module of every layer."""
+    """Return the attention module of every layer."""
     return [layer.self_attn for layer in model.model.layers]
 
 
 def with_own_prefill(model: Any, press: Any, prompt: Sequence[int]) -> Compressed:
-    """Read a prompt with a press around it, as kvpress's pipeline does."""
+    """Read a prompt within the context of a press, as kvpress's pipeline does."""
     cache = DynamicCache()
     with torch.no_grad(), press(model):
         model.model(input_ids=torch.tensor([list(prompt)]), past_key_values=cache)
@@ -53,7 +55,7 @@ def with_own_prefill(model: Any, press: Any, prompt: Sequence[int]) -> Compresse
 
 
 class DensePrompt:
-    """The full cache of a prompt, and what the hooks of its layers saw."""
+    """Hold the full cache of a prompt, and the recorded arguments of its layers' hooks."""
 
     def __init__(self, model: Any, prompt: Sequence[int]) -> None:
         """Read the prompt."""
@@ -79,7 +81,7 @@ class DensePrompt:
         ]
 
     def compressed(self, press: Any | None = None) -> Compressed:
-        """A new cache that a press went over; the full one without."""
+        """Return a new cache after applying a press; without one, the full cache."""
         cache = DynamicCache()
         for index, seen in enumerate(self._layers):
             cache.update(seen.keys.clone(), seen.values.clone(), index)
@@ -106,15 +108,15 @@ def _compressed(model: Any, cache: DynamicCache, n_prompt: int) -> Compressed:
 
 
 class Continued:
-    """Reads on after a compressed prompt.
+    """Read tokens after a compressed prompt.
 
-    Every layer gets a mask of its own: layers may keep different numbers of entries, and what a
-    press evicts for some heads alone is masked (kvpress does that with keys made up so that the
-    attention they get is zero, which cannot always be found for so many queries at once).
+    Every layer gets its own mask, because layers may keep different numbers of entries. Entries
+    that a press evicts only for some heads are masked. (kvpress instead replaces their keys by ones
+    that get no attention; such keys do not always exist for many queries at once.)
     """
 
     def __init__(self, model: Any, compressed: Compressed, n_prompt: int) -> None:
-        """Take over the cache of a prompt of so many tokens."""
+        """Use the cache of a prompt of n_prompt tokens."""
         self._model, self._cache, self._n_prompt = model, compressed.cache, n_prompt
         self._kept = [
             _kept(module, layer.keys.shape[2])
@@ -123,7 +125,7 @@ class Continued:
         self.position = n_prompt
 
     def read(self, tokens: Sequence[int]) -> Logits:
-        """Logits of tokens, all in one pass: (tokens, n_vocab)."""
+        """Read tokens in one pass; returns their logits, (tokens, n_vocab)."""
         end = self.position + len(tokens)
         with torch.no_grad(), self._masks(len(tokens)):
             logits = self._model(
@@ -136,7 +138,7 @@ class Continued:
         return result
 
     def truncate(self, position: int) -> None:
-        """Forget what was read from a position behind the prompt on."""
+        """Remove the tokens from a position after the prompt on."""
         self.position = position
         for layer, kept in zip(self._cache.layers, self._kept, strict=True):
             n_entries = kept.shape[1] + position - self._n_prompt
@@ -165,7 +167,9 @@ class Continued:
 
 
 def _kept(module: Any, n_entries: int) -> torch.Tensor:
-    """True where a query head attends to what is left of the prompt: (heads or 1, entries)."""
+    """Return which of the prompt's remaining entries each query head sees: (heads or 1,
+    entries).
+    """
     kept = torch.ones(1, n_entries, dtype=torch.bool)
     if (indices := getattr(module, "masked_key_indices", None)) is not None:
         _, heads, entries = indices
@@ -176,7 +180,9 @@ def _kept(module: Any, n_entries: int) -> torch.Tensor:
 
 
 def _mask(kept: torch.Tensor, n_read: int, n_tokens: int) -> torch.Tensor:
-    """True where a query head attends: (1, heads or 1, tokens, kept entries, read and tokens)."""
+    """Return which entries each query head sees: (1, heads or 1, tokens, kept entries + read
+    tokens).
+    """
     causal = torch.ones(n_tokens, n_read + n_tokens, dtype=torch.bool).tril(n_read)
     rows = (len(kept), n_tokens)
     return torch.cat([kept[:, None].expand(*rows, -1), causal[None].expand(*rows, -1)], dim=2)[None]

@@ -1,10 +1,9 @@
-"""OpenVINO GenAI's rows: the same GGUF file, its cache eviction, greedy tokens.
+"""Measure OpenVINO GenAI: the same GGUF file, its cache eviction, greedy tokens.
 
-Its eviction begins after the prompt, whose cache is dense, and goes on while text is written, in
-whole blocks. Nothing can be forced on it while it writes, so what is compared is the text: the
-greedy tokens under eviction with those of its own full cache, both with an f16 cache. Its reader of
-GGUF files does not give llama.cpp's numbers: the rows of a measure are each against their own full
-cache.
+Its eviction begins after the prompt, whose cache is dense, and continues during generation, in
+whole blocks. It offers no teacher forcing, so texts are compared: the greedy tokens under eviction
+with those of its own full cache, both with an f16 cache. Its reader of GGUF files does not compute
+the same numbers as llama.cpp. Therefore each framework is compared with its own full cache.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from benchmarks.peers.ours import equality
 from benchmarks.peers.protocol import GREEDY, SPEED, Method, Passage
 
 BLOCK = 32
-"""Tokens of a block on the CPU: all sizes are multiples of it."""
+"""Tokens of a block on the CPU; all sizes are multiples of it."""
 SINKS = 32
 RECENT_SHARE = 128 / 672
-"""Of the cache, in the default configuration of the library."""
+"""The share of recent tokens in the cache, as in the default configuration of the library."""
 EXACT_HINTS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}
 SPEED_HINTS: dict[str, dict[str, str]] = {
     "full cache, its own precisions": {},
     "full cache, f32 and f16": EXACT_HINTS,
 }
-"""How the pipelines compute whose speed is measured."""
+"""Hints for the pipelines whose speed is measured, by the name of the row."""
 AGGREGATIONS = ("SUM", "NORM_SUM")
 
 
 def blocks(entries: float) -> int:
-    """So many entries, up to a whole block."""
+    """Return the number of entries, rounded up to a whole block."""
     return -int(-entries // BLOCK) * BLOCK
 
 
 def eviction(aggregation: str, keep: float, n_prompt: int) -> Any:
-    """The configuration that keeps this share of a prompt."""
+    """Return the configuration that keeps the share `keep` of a prompt."""
     size = blocks(keep * n_prompt)
     recent = blocks(RECENT_SHARE * size)
     mode = getattr(genai.AggregationMode, aggregation)
@@ -47,12 +46,12 @@ def eviction(aggregation: str, keep: float, n_prompt: int) -> Any:
 
 
 class OpenVINO:
-    """Pipelines of one model, a new one for every configuration."""
+    """Run pipelines of one model, with a new pipeline for every configuration."""
 
     name = "openvino-genai"
 
     def __init__(self, model: str, keeps: Sequence[float], n_greedy: int, n_threads: int) -> None:
-        """Every aggregation at every keep ratio."""
+        """Prepare every aggregation at every keep ratio."""
         self._model, self._n_greedy, self._n_threads = model, n_greedy, n_threads
         self.methods = [
             *(
@@ -66,7 +65,7 @@ class OpenVINO:
     def measure(
         self, passage: Passage, wanted: Sequence[Method]
     ) -> Iterator[tuple[Method, dict[str, float]]]:
-        """Figures of the wanted methods for one text."""
+        """Yield the figures of the wanted methods for one text."""
         if not wanted:
             return
         full: list[int] = []
@@ -81,7 +80,7 @@ class OpenVINO:
             yield method, equality(full, tokens) | {"kept": share, "bytes": share}
 
     def _speed(self, passage: Passage, hints: dict[str, str]) -> dict[str, float]:
-        """Return what the pipeline itself measures, with a full cache."""
+        """Return the speeds that the pipeline itself measures, with a full cache."""
         metrics = self._run(passage, None, hints).perf_metrics
         return {
             "prompt_speed": 1000 * len(passage.prompt) / metrics.get_ttft().mean,

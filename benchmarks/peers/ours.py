@@ -1,4 +1,4 @@
-"""entropykv's rows, against stock llama.cpp with its full f16 cache."""
+"""Measure entropykv against stock llama.cpp with its full f16 cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.options import Budget
 
 EQUAL_BYTES = ", equal bytes"
-"""Ends the name of a method that keeps what fits into the keep ratio's share of the f16 bytes."""
+"""The ending of the names of methods that keep as many entries as fit into the keep ratio's share
+of the f16 bytes.
+"""
 
 STOCK = "stock llama.cpp, full cache"
 """The method that the speeds and scores of others are compared with."""
@@ -26,7 +28,7 @@ STOCK = "stock llama.cpp, full cache"
 
 @dataclass(frozen=True)
 class Run:
-    """What every session of a run has in common."""
+    """Hold what all sessions of a run have in common."""
 
     model: str
     n_ctx: int
@@ -34,7 +36,7 @@ class Run:
     entropy_config: str | None
 
     def session(self, policy: str, kv_type: str) -> Session:
-        """A headwise session that holds everything, until it is resized."""
+        """Open a headwise session that keeps everything until it is resized."""
         return Session(
             self.model,
             n_ctx=self.n_ctx,
@@ -47,7 +49,7 @@ class Run:
 
 
 class StockReference:
-    """Stock llama.cpp, asked once for each text and measure."""
+    """Run stock llama.cpp, once for each text and measure."""
 
     def __init__(self, run: Run) -> None:
         """Load the model."""
@@ -56,11 +58,11 @@ class StockReference:
         self._greedy: tuple[Passage, list[int]] | None = None
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text, without BOS."""
+        """Return the tokens of a text, without BOS."""
         return self.session.tokenize(text)
 
     def logits(self, passage: Passage) -> Logits:
-        """Of the continuation, (tokens, n_vocab)."""
+        """Return the logits of the continuation, (tokens, n_vocab)."""
         if self._logits is None or self._logits[0] != passage:
             self.session.reset()
             self.session.decode(passage.prompt)
@@ -68,18 +70,18 @@ class StockReference:
         return self._logits[1]
 
     def score(self, passage: Passage) -> dict[str, float]:
-        """See answers.score()."""
+        """Read the prompt, and return the mean score of the answers to its questions."""
         self.session.reset()
         self.session.decode(passage.prompt)
         return {"score": score(self.session, passage.questions), "kept": 1.0, "bytes": 1.0}
 
     def speed(self, passage: Passage, n_tokens: int) -> dict[str, float]:
-        """See speed()."""
+        """Return the speeds of reading the prompt and of writing, as speed() does."""
         self.session.reset()
         return speed(self.session, passage, n_tokens)
 
     def greedy(self, passage: Passage, n_tokens: int) -> list[int]:
-        """The most probable tokens after the prompt."""
+        """Return the most probable tokens after the prompt."""
         if self._greedy is None or self._greedy[0] != passage:
             self.session.reset()
             logits = self.session.decode(passage.prompt)
@@ -92,7 +94,7 @@ class StockReference:
 
 
 def speed(session: Session | StockSession, passage: Passage, n_tokens: int) -> dict[str, float]:
-    """Tokens a second of reading the prompt, and of writing greedily after it."""
+    """Return the tokens per second of reading the prompt, and of writing greedily after it."""
     start = time.perf_counter()
     logits = session.decode(passage.prompt)
     read = time.perf_counter()
@@ -106,7 +108,7 @@ def speed(session: Session | StockSession, passage: Passage, n_tokens: int) -> d
 
 
 class Ours:
-    """Sessions that read the prompt inside their budget, in micro-batches of 512."""
+    """Run sessions that read the prompt inside their budget, in micro-batches of 512."""
 
     name = "entropykv"
 
@@ -119,9 +121,9 @@ class Ours:
         keeps: Sequence[float],
         n_greedy: int,
     ) -> None:
-        """All policies, types and keep ratios; what is smaller than f16 at equal bytes, too.
+        """Prepare all policies, types and keep ratios; types smaller than f16 also at equal bytes.
 
-        Scores of answers, which take long, are measured at equal bytes alone.
+        Scores of answers take long, and are measured only at equal bytes.
         """
         self._run, self._reference, self._n_greedy = run, reference, n_greedy
         plain = [(policy, kv_type) for policy in policies for kv_type in kv_types]
@@ -147,7 +149,7 @@ class Ours:
     def measure(
         self, passage: Passage, wanted: Sequence[Method]
     ) -> Iterator[tuple[Method, dict[str, float]]]:
-        """Figures of the wanted methods for one text."""
+        """Yield the figures of the wanted methods for one text."""
         for method in wanted:
             yield method, self._figures(passage, method)
 
@@ -188,7 +190,7 @@ class Ours:
 
 
 def kept_shares(session: Session) -> dict[str, float]:
-    """Shares of the entries that are kept, and of the bytes of f16 that the pool may have."""
+    """Return the share of entries that are kept, and the pool's share of the f16 bytes."""
     stats = session.stats()
     return {
         "kept": stats.entries_kept / stats.entries_full,
@@ -197,7 +199,7 @@ def kept_shares(session: Session) -> dict[str, float]:
 
 
 def bytes_per_token(session: Session, token: int) -> int:
-    """What K and V of a token take in f16, for all KV heads; the session forgets everything."""
+    """Return the bytes of a token's K and V in f16, for all KV heads; clears the session."""
     session.decode([token])
     n_bytes = session.stats().kv_bytes_full
     session.reset()
@@ -205,13 +207,15 @@ def bytes_per_token(session: Session, token: int) -> int:
 
 
 def entries_in(session: Session, n_bytes: int) -> int:
-    """Entries per KV head, on average, for which a session needs no more than so many bytes."""
+    """Return the mean entries per KV head with which a session needs at most n_bytes bytes."""
     session.resize(Budget("bytes", n_bytes))
     return int(np.mean([entries for layer in session.budgets() for entries in layer]))
 
 
 def equality(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, float]:
-    """Share of tokens that are the expected ones, and how many are before the first other one."""
+    """Return the share of tokens that are as expected, and the number before the first
+    difference.
+    """
     equal = [a == b for a, b in zip(expected, tokens, strict=True)]
     return {
         "equal": sum(equal) / len(equal),

@@ -1,4 +1,4 @@
-"""The presses of kvpress that need no question, no training and no GPU."""
+"""List the presses of kvpress that need no question, no training and no GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import kvpress
 
 @dataclass(frozen=True)
 class PressKind:
-    """How to make a press for a share of entries to evict."""
+    """Hold how to make a press that evicts a given share of entries."""
 
     make: Callable[[float], Any]
     own_prefill: bool = False
-    """It reads the prompt in its own way, several times."""
+    """If true, the press reads the prompt in its own way, several times."""
     eager: bool = False
-    """It needs the attention matrices, which transformers has with eager attention alone."""
+    """If true, the press needs attention matrices, which transformers returns only with eager
+    attention.
+    """
 
 
 def _snapkv(window: int) -> Callable[[float], Any]:
@@ -67,10 +69,10 @@ PRESSES: dict[str, PressKind] = {
     ),
     "KVgrad": PressKind(kvpress.KVgradPress, own_prefill=True),
 }
-"""By the name of their rows, the slow ones last.
+"""All presses by the name of their rows, the slow ones last.
 
 Left out: presses that need weights or patterns from a model hub for the model (FastKVzip, KVzap,
 QFilter, ExpectedAttentionStats, LU-KV, RestoreKV, DMS, DuoAttention), that read a question (Finch),
 that have no keep ratio (SimLayerKV), that drop channels instead of entries (ThinK), and that evict
-while decoding alone.
+only while decoding.
 """

@@ -1,4 +1,4 @@
-"""What all frameworks are given, and what they give back."""
+"""Define the inputs and the results of all frameworks."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 AGREEMENT = "agreement"
-"""Teacher-forced continuation against the framework's own full cache (evaluation.metrics)."""
+"""Measure: how close a teacher-forced continuation is to the framework's own full cache."""
 GREEDY = "greedy"
-"""Share of greedy tokens that are those of the framework's own full cache."""
+"""Measure: the share of greedy tokens that equal those of the framework's own full cache."""
 SPEED = "speed"
-"""Tokens a second of reading the prompt, and of writing greedy tokens after it."""
+"""Measure: tokens per second of reading the prompt, and of writing greedy tokens after it."""
 FACTS = "facts"
-"""Share of the facts planted into a text that are known after it was read."""
+"""Measure: the share of planted facts that are known after the text was read."""
 RULER = "ruler"
-"""RULER's score of the answer to a question that follows the context."""
+"""Measure: RULER's score of the answer to a question that follows the context."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked after a prompt was read, of which it was not known before."""
+    """Hold a question that is asked after a prompt, and was not known when the prompt was read."""
 
     tokens: tuple[int, ...]
     n_answer: int
     """How many tokens an answer may have."""
     score: Callable[[str], float]
-    """Gives an answer's text a score from 0 to 1."""
+    """Returns the score of an answer's text, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text cut into llama.cpp's tokens: a prompt, and what follows it."""
+    """Hold a text in llama.cpp's tokens: a prompt, and its continuation."""
 
     name: str
     prompt: tuple[int, ...]
     continuation: tuple[int, ...] = ()
     questions: tuple[Question, ...] = ()
-    """What is asked about the prompt; each question follows it alone."""
+    """The questions about the prompt; each follows the prompt directly."""
     is_chat: bool = False
-    """The prompt begins as the model's chat template does."""
+    """True if the prompt begins with the model's chat template."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and continuation."""
+        """Return the tokens of prompt and continuation."""
         return self.prompt + self.continuation
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table: what a framework does with its cache, at one keep ratio."""
+    """Hold one row of the table: a framework's eviction method at one keep ratio."""
 
     measure: str
     framework: str
@@ -60,7 +60,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """A method's figures for one text. `protocol` tells results of other runs apart."""
+    """Hold a method's figures for one text; `protocol` distinguishes the results of other runs."""
 
     method: Method
     text: str
@@ -68,7 +68,7 @@ class Result:
     figures: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """One flat object, as the file of results has it."""
+        """Return one flat object, for the file of results."""
         return asdict(self.method) | {
             "text": self.text,
             "protocol": self.protocol,
@@ -77,14 +77,14 @@ class Result:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Result:
-        """The inverse of as_json(); KeyError or TypeError for anything else."""
+        """Read an object of as_json(); raises KeyError or TypeError for any other object."""
         rest = dict(fields)
         text, protocol, figures = (rest.pop(name) for name in ("text", "protocol", "figures"))
         return cls(Method(**rest), text, protocol, figures)
 
 
 class Framework(Protocol):
-    """Something that evicts; measures are added by further methods in `methods`."""
+    """Define a framework that evicts; further methods in `methods` add measures."""
 
     name: str
     methods: Sequence[Method]
@@ -92,11 +92,11 @@ class Framework(Protocol):
     def measure(
         self, passage: Passage, wanted: Sequence[Method]
     ) -> Iterator[tuple[Method, dict[str, float]]]:
-        """Figures of the wanted methods for one text, as they are ready."""
+        """Yield the figures of the wanted methods for one text, each as soon as it is measured."""
 
 
 def passage_of(name: str, tokens: Sequence[int], n_prompt: int, n_continuation: int) -> Passage:
-    """Cut a text; ValueError where it is too short."""
+    """Cut a text into a passage; raises ValueError if it is too short."""
     if len(tokens) < n_prompt + n_continuation:
         raise ValueError(
             f"{name}: {len(tokens)} tokens are fewer than {n_prompt} and {n_continuation}; "

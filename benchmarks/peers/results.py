@@ -1,4 +1,4 @@
-"""Results that survive an interruption, and the tables made of them."""
+"""Keep results in a file that survives an interruption, and make tables of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = {
     FACTS: ("kept", "bytes", "score"),
     RULER: ("kept", "bytes", "score"),
 }
-"""Figures shown for every measure; scores also for each task."""
+"""The figures that are shown for every measure; scores are also shown for each task."""
 
 _TITLES = {
     "kept": "entries",
@@ -49,21 +49,21 @@ _FORMATS = {
 
 
 class ResultFile:
-    """A JSON line for every method and text: what is there is not measured again."""
+    """Keep a JSON line for every method and text, so that it is not measured again."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read what an earlier run left; a line that was cut short is measured again."""
+        """Read the results of an earlier run; an incomplete line is measured again."""
         self._path = path
         text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
         self.results = [result for line in text.splitlines() if (result := _read(line)) is not None]
 
     def pending(self, methods: Iterable[Method], text: str, protocol: str) -> list[Method]:
-        """Methods without a result for this text."""
+        """Return the methods without a result for this text."""
         done = {r.method for r in self.results if (r.text, r.protocol) == (text, protocol)}
         return [method for method in methods if method not in done]
 
     def add(self, result: Result) -> None:
-        """Keep a result, on disk at once."""
+        """Add a result, and write it to disk at once."""
         self.results.append(result)
         if self._path is None:
             return
@@ -84,9 +84,10 @@ def _read(line: str) -> Result | None:
 def summarise(
     results: Iterable[Result], texts: Sequence[str], protocol: str
 ) -> list[dict[str, Any]]:
-    """A row for every method: means over its texts, and the worst of them.
+    """Return a row for every method: means over its texts, and the worst of them.
 
-    Sorted by measure, then from the largest keep ratio down, then from the best row down.
+    The rows are sorted by measure, then by keep ratio from the largest down, then from the best row
+    down.
     """
     groups: dict[Method, dict[str, dict[str, float]]] = {}
     for result in results:
@@ -97,7 +98,7 @@ def summarise(
 
 
 def _worse_than_best(row: dict[str, Any]) -> float:
-    """What sorts the rows of a measure: smaller is better."""
+    """Return the sort key of rows within a measure; smaller is better."""
     for name, sign in (("kl", 1), ("equal", -1), ("score", -1), ("prompt_speed", 1)):
         if name in row:
             return float(sign * row[name])
@@ -123,7 +124,7 @@ def _row(method: Method, by_text: dict[str, dict[str, float]]) -> dict[str, Any]
 
 
 def _by_task(by_text: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Mean scores of texts whose names differ in the number at their end alone."""
+    """Return the mean scores of texts whose names differ only in the number at their end."""
     tasks: dict[str, list[float]] = {}
     for name, figures in by_text.items():
         tasks.setdefault(name.rpartition(" ")[0], []).append(figures["score"])
@@ -135,7 +136,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]], measure: str) -> str:
-    """The rows of one measure in Markdown; empty where there are none."""
+    """Return the rows of one measure as a Markdown table; empty if there are none."""
     chosen = [row for row in rows if row["measure"] == measure]
     if not chosen:
         return ""

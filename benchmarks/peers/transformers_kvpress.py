@@ -1,4 +1,4 @@
-"""kvpress's rows: the dequantised weights in transformers, against its own full cache."""
+"""Measure kvpress: the dequantised weights in transformers, against its own full cache."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.stock import StockSession
 
 FULL = "full cache, against llama.cpp's"
-"""The row that tells how far apart the two frameworks are with the same weights."""
+"""The row that shows how much the two frameworks differ with the same weights."""
 FULL_CACHE = "full cache"
 """The row of scores without a press."""
 
 
 def load_dequantised(model: Path, tokenizers: Sequence[Path]) -> Any:
-    """The weights of a GGUF file in transformers, in float32, and its tokenizer in two directories.
+    """Return the weights of a GGUF file in transformers, in float32, and save its tokenizer twice.
 
-    KVzip reads a tokenizer from the directory that the model's name is. The first of them has no
-    chat template, of which KVzip would take the first tokens of a text for the beginning.
+    KVzip reads a tokenizer from the directory in the model's name. The first directory has no chat
+    template, because KVzip would otherwise cut the template's beginning off the text.
     """
     source: dict[str, Any] = {"gguf_file": model.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(str(model.parent), **source)
@@ -47,10 +47,10 @@ def load_dequantised(model: Path, tokenizers: Sequence[Path]) -> Any:
 
 
 class ContinuedReader:
-    """A compressed prompt as answers.score() reads on after it, with llama.cpp's vocabulary."""
+    """Let answers.score() read after a compressed prompt, with llama.cpp's vocabulary."""
 
     def __init__(self, continued: Continued, vocabulary: StockSession) -> None:
-        """Take a prompt after which nothing was read."""
+        """Use a prompt after which nothing was read yet."""
         self._continued = continued
         self.tokenize = vocabulary.tokenize
         self.detokenize = vocabulary.detokenize
@@ -58,25 +58,25 @@ class ContinuedReader:
 
     @property
     def position(self) -> int:
-        """Tokens read so far."""
+        """Return the number of tokens read so far."""
         return self._continued.position
 
     def decode_micro_batches(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Logits]:
-        """Read all tokens at once."""
+        """Read all tokens in one pass."""
         logits = self._continued.read(tokens)
         yield logits if all_logits else logits[-1:]
 
     def save_state(self) -> int:
-        """The position: what is read is only ever added behind."""
+        """Return the position, which is enough because tokens are only ever appended."""
         return self.position
 
     def load_state(self, state: int) -> None:
-        """Go back to a position."""
+        """Remove the tokens after a saved position."""
         self._continued.truncate(state)
 
 
 class KVPress:
-    """Presses at the given keep ratios, and the full cache."""
+    """Run presses at the given keep ratios, and the full cache."""
 
     name = "kvpress"
 
@@ -88,9 +88,9 @@ class KVPress:
         keeps: Sequence[float],
         n_threads: int,
     ) -> None:
-        """Load the model; errors are transformers' own."""
+        """Load the model; raises the errors of transformers."""
         torch.set_num_threads(n_threads)
-        torch.manual_seed(0)  # some presses project at random
+        torch.manual_seed(0)  # Some presses use random projections.
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         self._directory = tempfile.TemporaryDirectory()
         self._tokenizers = [Path(self._directory.name) / name for name in ("text", "chat")]
@@ -110,7 +110,7 @@ class KVPress:
     def measure(
         self, passage: Passage, wanted: Sequence[Method]
     ) -> Iterator[tuple[Method, dict[str, float]]]:
-        """Figures of the wanted methods for one text."""
+        """Yield the figures of the wanted methods for one text."""
         if not wanted:
             return
         self._model.config.name_or_path = str(self._tokenizers[passage.is_chat])

@@ -14,7 +14,6 @@ from typing import Any
 
 from entropykv import EntropyKVError, Pool, Session
 from entropykv.errors import UnsupportedModelError
-from entropykv.session.pool_session import PoolSession
 from tests.fuzz.checks import check_refusal, require
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import topic
@@ -87,7 +86,7 @@ class _Run:
         self._chance = chance
         self._model = model
         self._pool = pool
-        self._sessions: list[PoolSession] = []
+        self._sessions: list[Session] = []
         self._texts: dict[int, list[int]] = {}
         """By the number of a session: what it must say that it has read."""
         self._saved: list[tuple[list[int], bytes]] = []
@@ -143,7 +142,7 @@ class _Run:
         )
         require(left == (0,) * 5, f"sessions, live, swapped, its bytes, bytes of the pool: {left}")
         require(
-            runner.shared and len(runner.shared._free_numbers) == runner.n_sequences,
+            len(runner.shared._free_numbers) == runner.n_sequences,
             "slots are free",
         )
         if self._fresh is not None:
@@ -151,16 +150,16 @@ class _Run:
 
     # --- operations -------------------------------------------------------------------------------
 
-    def _add(self, session: PoolSession, text: list[int]) -> None:
+    def _add(self, session: Session, text: list[int]) -> None:
         self._sessions.append(session)
         self._texts[session.number] = text
 
-    def _read(self, session: PoolSession, text: list[int]) -> None:
+    def _read(self, session: Session, text: list[int]) -> None:
         n_tokens = min(self._chance.randrange(1, 90), N_CTX - session.position)
         if n_tokens:
             self._decode(session, text, list(topic(self._chance, n_tokens, self._model)))
 
-    def _write(self, session: PoolSession, text: list[int]) -> None:
+    def _write(self, session: Session, text: list[int]) -> None:
         for _ in range(self._chance.randrange(1, 6)):
             if session.position < N_CTX:
                 token = list(topic(self._chance, 1, self._model))
@@ -172,7 +171,7 @@ class _Run:
                     require(error < Oracle.rounding, f"{error:.3g} from the logits of the oracle")
                     self.n_compared += 1
 
-    def _decode(self, session: PoolSession, text: list[int], tokens: list[int]) -> None:
+    def _decode(self, session: Session, text: list[int], tokens: list[int]) -> None:
         before = session.position
         try:
             session.decode(tokens)
@@ -181,27 +180,27 @@ class _Run:
             text += tokens[: session.position - before]
         self._compare(session, text)
 
-    def _truncate(self, session: PoolSession, text: list[int]) -> None:
+    def _truncate(self, session: Session, text: list[int]) -> None:
         position = self._chance.randrange(session.position + 1)
         if self._fresh is not None and not session.can_return_to(position):
             return
         session.truncate(position)
         del text[position:]
 
-    def _fork(self, session: PoolSession, text: list[int]) -> None:
+    def _fork(self, session: Session, text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
             self._add(session.fork(), list(text))
 
-    def _park(self, session: PoolSession, text: list[int]) -> None:
+    def _park(self, session: Session, text: list[int]) -> None:
         session.swap_out()
         session.pool_status()
         require(session.position == len(text), "swap_space changes no position")
 
-    def _checkpoint(self, session: PoolSession, text: list[int]) -> None:
+    def _checkpoint(self, session: Session, text: list[int]) -> None:
         session.keep_checkpoint()
         require(session.position == len(text), "a checkpoint changes no position")
 
-    def _go_back(self, session: PoolSession, text: list[int]) -> None:
+    def _go_back(self, session: Session, text: list[int]) -> None:
         other = self._texts[self._chance.choice(self._sessions).number]
         asked = other[: self._chance.randrange(len(other) + 1)]
         repeatable = self._chance.random() < 0.5
@@ -209,36 +208,36 @@ class _Run:
             text[:] = asked[: session.position]
             self._compare(session, text)
 
-    def _begin_as_another(self, _session: PoolSession, text: list[int]) -> None:
+    def _begin_as_another(self, _session: Session, text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
             begun = self._pool.session_for(text)
             self._add(begun, text[: begun.position])
 
-    def _save(self, session: PoolSession, text: list[int]) -> None:
+    def _save(self, session: Session, text: list[int]) -> None:
         if text:
             self._saved = [*self._saved[-3:], (list(text), session.save_state())]
 
-    def _load(self, session: PoolSession, text: list[int]) -> None:
+    def _load(self, session: Session, text: list[int]) -> None:
         if self._saved:
             saved, data = self._chance.choice(self._saved)
             session.load_state(data)
             text[:] = saved
             self._compare(session, text)
 
-    def _new(self, _session: PoolSession, _text: list[int]) -> None:
+    def _new(self, _session: Session, _text: list[int]) -> None:
         if len(self._sessions) < MOST_SESSIONS:
             self._add(self._pool.session(weight=self._chance.choice((0.5, 1.0, 2.0))), [])
 
-    def _reset(self, session: PoolSession, text: list[int]) -> None:
+    def _reset(self, session: Session, text: list[int]) -> None:
         session.reset()
         text.clear()
 
-    def _close(self, session: PoolSession, _text: list[int]) -> None:
+    def _close(self, session: Session, _text: list[int]) -> None:
         self._sessions.remove(session)
         del self._texts[session.number]
         session.close()
 
-    def _resize(self, _session: PoolSession, _text: list[int]) -> None:
+    def _resize(self, _session: Session, _text: list[int]) -> None:
         if self._fresh is None:
             self._pool.resize(self._chance.choice((60, 90, 150, 400, 1.0, "40KiB", "1MiB")))
 
@@ -254,7 +253,7 @@ class _Run:
             text = self._texts[session.number]
             require(session.tokens == text, f"session {session.number} has read what it was given")
 
-    def _compare(self, session: PoolSession, text: list[int]) -> None:
+    def _compare(self, session: Session, text: list[int]) -> None:
         """Compare the logits with those of a fresh reading, where nothing may be evicted.
 
         Once a text of the pool was longer than the trained context they are others: keys that were
@@ -274,7 +273,7 @@ class _Run:
         require(error < limit, f"the logits are {error:.3g} from those of a fresh reading")
         self.n_compared += 1
 
-    def _by_oracle(self, session: PoolSession, token: int) -> Any:
+    def _by_oracle(self, session: Session, token: int) -> Any:
         """Return what the next token's logits must be, where a budget may have evicted."""
         if self._fresh is not None or not session.position:
             return None

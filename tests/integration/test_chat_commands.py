@@ -52,7 +52,7 @@ def test_nothing_to_take_back_is_one_sentence(tiny_llama: Path, chat: Chat) -> N
     for command in ("/undo", "/regen", "/edit a dog"):
         out, err = chat(tiny_llama, f"{command}\n")
         assert out == ""
-        assert "no turn to take back" in err
+        assert "no turn to remove" in err
 
 
 def test_save_asks_before_it_replaces_a_file(tiny_llama: Path, chat: Chat, tmp_path: Path) -> None:

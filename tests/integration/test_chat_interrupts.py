@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from entropykv import Session
+from entropykv.session.reader import SequenceReader
 from tests.support.chats import GREEDY, Chat, open_plain, piped
 
 
@@ -61,14 +62,14 @@ def test_ctrl_c_stops_the_answer_only(
 def test_ctrl_c_while_a_turn_is_read_takes_it_back(
     tiny_llama: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = Session._decode_micro_batch
+    read = SequenceReader._read_micro_batch
     long = " ".join(["the and of to in"] * 20)
     n_calls = 1 + 12 + 2  # the first turn, its answer, and a part of the second turn
-    monkeypatch.setattr(Session, "_decode_micro_batch", interrupting(decode, n_calls))
+    monkeypatch.setattr(SequenceReader, "_read_micro_batch", interrupting(read, n_calls))
     out, errors = chat(tiny_llama, f"the\n{long}\n/history\nof\n", "-ub", 32)
     assert "interrupted while the turn was read: it does not count" in errors
     assert long not in errors
-    monkeypatch.setattr(Session, "_decode_micro_batch", decode)
+    monkeypatch.setattr(SequenceReader, "_read_micro_batch", read)
     expected, _ = chat(tiny_llama, "the\nof\n", "-ub", 32)
     answers = out.split("\n")
     assert [answers[0], *answers[2:]] == expected.split("\n")

@@ -57,7 +57,7 @@ def test_the_page_is_opened_with_what_chat_was_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--no-chat",), "--no-chat is of the terminal"),
+        (("--no-chat",), "--no-chat works only in the terminal"),
         (("--mirostat", "2"), "leave other samplers"),
         (("--rope-freq-base", "1000"), "use entropykv serve"),
     ],

@@ -18,7 +18,7 @@ from entropykv.drop_in.reading import LEAST_SPARED
 from entropykv.server.loading import ServedLlama
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import SOMEBODY
-from entropykv.session import going_back
+from entropykv.session import rollback
 from tests.architectures import ARCHITECTURES
 from tests.support.llamas import QUIET
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Rows, Steps, pool_of, written
@@ -107,7 +107,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where something was evicted, or layers are recurrent: no later one could be cut there."""
-    monkeypatch.setattr(going_back, "INTERVAL", 2 * PIECE)
+    monkeypatch.setattr(rollback, "INTERVAL", 2 * PIECE)
     if name != "llama":
         models = {each.name: each for many in ARCHITECTURES.values() for each in many}
         model = tmp_path / f"{name}.gguf"

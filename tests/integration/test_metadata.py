@@ -24,7 +24,7 @@ def test_damaged_metadata_never_ends_the_process() -> None:
         ("tokenizer.ggml.tokens", None, "has no tokenizer"),
         ("tokenizer.ggml.model", None, "has no tokenizer"),
         ("tokenizer.ggml.scores", b"\x09\0\0\0\x06\0\0\0" + bytes(8), "0 values for"),
-        ("tokenizer.ggml.token_type", b"\x04\0\0\0" + bytes(4), "no array of int32"),
+        ("tokenizer.ggml.token_type", b"\x04\0\0\0" + bytes(4), "not an array of int32"),
         ("llama.attention.layer_norm_rms_epsilon", b"\x06\0\0\0\0\0\x80\xbf", "is -1"),
     ],
 )

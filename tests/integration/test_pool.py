@@ -11,7 +11,6 @@ import pytest
 from entropykv import (
     Session,
 )
-from entropykv.session.pool_session import PoolSession
 from tests.architectures import ARCHITECTURES
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PIECE, PROMPTS, Steps, pool_of, together, written
@@ -54,7 +53,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
                 np.testing.assert_array_equal(row, other)
 
 
-def noting_shares(session: PoolSession) -> list[tuple[int, int, int | None]]:
+def noting_shares(session: Session) -> list[tuple[int, int, int | None]]:
     """Return what becomes of a session's share from now on: position, pages, longest text."""
     slot, found = session._slot, list[tuple[int, int, int | None]]()
     take = slot.headwise.take_share
@@ -85,7 +84,6 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
         with pool_of(model, n_sequences=1, kv_budget=360, policy=policy) as single:
             session = single.session()
             shared = single.runner.shared
-            assert shared is not None
             run, left = single.runner.scheduler._run, list(had)
 
             def follow(works: Any, session: Any = session, run: Any = run, left: Any = left) -> Any:

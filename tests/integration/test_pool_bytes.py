@@ -23,7 +23,6 @@ from entropykv import (
     UnsupportedModelError,
 )
 from entropykv.cli import main
-from entropykv.session.pool_session import PoolSession
 from tests.support.pools import N_CTX, PROMPTS, Steps, pool_of, together
 from tests.support.threads import in_threads
 
@@ -140,7 +139,7 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
         together(sessions, [[5], [6], [7]], 4)
 
 
-def changed(session: PoolSession, kind: int, chance: random.Random) -> PoolSession:
+def changed(session: Session, kind: int, chance: random.Random) -> Session:
     """Go back, swap, fork, keep a checkpoint or return to one; returns who goes on."""
     if kind == 4 and session.position:
         position = chance.randrange(session.position)
@@ -281,7 +280,6 @@ def test_a_fraction_means_for_each_conversation_what_it_means_for_one_alone(mode
         sessions = [pool.session() for _ in range(4)]
         together(sessions, [PROMPTS[4]] * 4, 3)
         assert {session.stats().kv_bytes_budget for session in sessions} == {alone}
-        assert pool.runner.shared is not None
         told = pool.runner.shared.describe()
         assert told.startswith("4 conversations at a time share ")
         assert f"{alone / 2**20:.1f} MiB each" in told

@@ -91,9 +91,9 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
 def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> None:
     """Read a text as calibration does, each chunk with its echo behind it."""
     echo = Echo(lambda text: session.tokenize(text, add_bos=False), session.config.n_ubatch)
-    sequence = session._sequence
+    sequence = session._slot.text
     for first in range(0, len(tokens), echo.chunk):
         chunk = tokens[first : first + echo.chunk]
-        session._decode(chunk, 0, echo.of(sequence.tokens, chunk) if echoes else [], first)
+        session._reader._decode(chunk, 0, echo.of(sequence.tokens, chunk) if echoes else [], first)
         sequence.add(chunk, None, is_prompt=True)
-        session._broken = False
+        session._slot.broken = False

@@ -16,8 +16,8 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.prefix_cache import PrefixCache
 from entropykv.server.users import Caller
-from entropykv.session.pool_session import PoolSession
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
+from entropykv.session.session import Session
 from tests.architectures import ARCHITECTURES
 from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
 from tests.support.releases import write_known
@@ -48,7 +48,7 @@ def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> An
 
 
 def read(
-    prefix_cache: PrefixCache, session: PoolSession, tokens: list[int], until: int | None = None
+    prefix_cache: PrefixCache, session: Session, tokens: list[int], until: int | None = None
 ) -> None:
     """Read a prompt as those who serve do, piece by piece; to its end, if `until` is not given."""
     last = len(tokens) if until is None else until
@@ -87,7 +87,7 @@ class Coming:
 
     def __init__(self, prefix_cache: PrefixCache, tokens: list[int], caller: Caller = ANNA) -> None:
         self.asked = 0
-        self.session: PoolSession | None = None
+        self.session: Session | None = None
 
         def look() -> None:
             self.asked += 1
@@ -103,7 +103,7 @@ class Coming:
         while not self.asked and self.thread.is_alive():
             time.sleep(0.001)
 
-    def end(self) -> PoolSession:
+    def end(self) -> Session:
         self.thread.join(20)
         assert self.session is not None, "it still waits"
         return self.session

@@ -212,4 +212,4 @@ def test_chat_begins_with_a_turn_and_may_end_with_it(
     assert chat("the cat\na dog\n", "-st") == both[:1]
     assert chat("", "-e", "-p", "the\\tcat", "-st") == chat("", "-p", "the\tcat", "-st")
     assert main(["chat", "-m", str(tiny_llama), "--web", "-p", "the cat"]) == 2
-    assert "-p is of the terminal" in capsys.readouterr().err
+    assert "-p works only in the terminal" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, attach
-from entropykv.session.read_parts import ReadParts
+from entropykv.session.sequence import ReadParts
 from tests.support.llamas import QUIET, STORES
 from tests.support.logits import tokens_for
 

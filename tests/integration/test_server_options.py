@@ -12,11 +12,12 @@ import openai
 import pytest
 
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.serve import _read, add_serve
+from entropykv.cli.serve import add_serve
+from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
 from entropykv.model.shipped import DEMOS
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.loading import _path_of
+from entropykv.server.loading import path_of
 from entropykv.settings.cores import usable_cores
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import ORIGIN, served
@@ -45,7 +46,7 @@ def options_of(*given: str) -> Any:
 @pytest.mark.parametrize(
     ("spellings", "field", "value"),
     [
-        (("-m", "--model"), "model", "x.gguf"),
+        (("-m", "--model"), "model", ["x.gguf"]),
         (("-c", "--ctx-size", "--n_ctx", "--n-ctx"), "n_ctx", 4096),
         (("-b", "--batch-size", "--n_batch"), "n_batch", 64),
         (("-ub", "--ubatch-size", "--n_ubatch"), "n_ubatch", 32),
@@ -67,7 +68,8 @@ def test_options_have_the_names_of_both_servers(
     spellings: tuple[str, ...], field: str, value: object
 ) -> None:
     for spelling in spellings:
-        assert getattr(options_of(spelling, str(value)), field) == value
+        given = value[0] if isinstance(value, list) else value
+        assert getattr(options_of(spelling, str(given)), field) == value
 
 
 def test_options_without_a_value_switch_what_they_name() -> None:
@@ -76,10 +78,10 @@ def test_options_without_a_value_switch_what_they_name() -> None:
     assert options_of().shared_prefixes is options_of().show_text is None
 
 
-@pytest.mark.parametrize("again", ["-m", "--model"])
-def test_a_second_model_is_refused_in_a_sentence(again: str) -> None:
+@pytest.mark.parametrize("again", ["-a", "--alias"])
+def test_a_second_value_is_refused_in_a_sentence(again: str) -> None:
     with pytest.raises(SettingsError, match="is given twice"):
-        options_of("-m", "a.gguf", again, "b.gguf")
+        options_of("-a", "one", again, "two")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,8 @@ def test_words_of_llama_server_mean_what_they_mean_there(
 ) -> None:
     found = options_of("-m", "x.gguf", *words)
     assert {name: getattr(found, name) for name in fields} == fields
-    model, server = _read(ModelOptions, found), _read(ServerOptions, found)
+    server = read_options(ServerOptions, found)
+    model = models_of(found, server, CommandParser())
     for name, value in fields.items():
         assert getattr(model if hasattr(model, name) else server, name) == value
 
@@ -250,6 +253,6 @@ def test_a_ladder_that_would_change_nothing_is_refused(options: dict[str, Any]) 
 
 def test_a_model_of_this_machine_is_served_by_its_name() -> None:
     options = ModelOptions(model="bitnet")
-    assert _path_of(options) == DEMOS["bitnet"].path
+    assert path_of(options) == DEMOS["bitnet"].path
     assert options.served_name == "bitnet"
-    assert _path_of(ModelOptions(model="no-such-name")) == Path("no-such-name")
+    assert path_of(ModelOptions(model="no-such-name")) == Path("no-such-name")

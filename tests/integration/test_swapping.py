@@ -175,9 +175,7 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
         together([first, *forks], [[7], [8], [9], [10]], 4)
         # Each has its own last page of every KV head, and at most one more, and nothing else.
         n_heads = 3 * 2
-        shared = pool.runner.shared
-        assert shared is not None
-        page = shared.core.budget_bytes // shared._pages
+        page = first._slot.headwise.sharing.plan.page_bytes
         assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
         first.close()
         rows = [fork.decode([5]) for fork in forks]  # what they share is still theirs

@@ -40,9 +40,8 @@ class Steps:
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []
         self.most_bytes = 0
-        scheduler, shared = pool.runner.scheduler, pool.runner.shared
-        assert shared is not None
-        core = shared.core
+        scheduler, core = pool.runner.scheduler, pool.runner.shared.core
+        assert core is not None
         run = scheduler._run
 
         def noted(works: Any) -> None:

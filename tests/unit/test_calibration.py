@@ -148,7 +148,7 @@ def test_means_spread_and_stability() -> None:
     np.testing.assert_allclose(by_rows.spread * 4, by_quarters.spread * 3.5, rtol=1e-5)
     alone = measure(entropies, excerpts[:1], seen.append).summary(CalibrationSettings(), "f16")
     assert alone.stability is None
-    with pytest.raises(CalibrationError, match="no number"):
+    with pytest.raises(CalibrationError, match="not numbers"):
         measure(lambda t: entropies(t) * np.float32("nan"), excerpts, seen.append)
 
 
@@ -196,7 +196,7 @@ def test_a_profile_is_a_result_too(tmp_path: Path) -> None:
         ('{"L0_H0": {"median": 1}}', "L0_H0 must be a number"),
         ("[[1, 2], [3, null]]", "entropies[1][1] must be a number"),
         ("[[1, 2], [3]]", "lacks L1_H1"),
-        ('{"model": "x"}', "'model' is no name of a query head"),
+        ('{"model": "x"}', "'model' is not the name of a query head"),
         ('{"head_entropies": {"L0_H0": 1}, "n_layer": 2}', "lacks L1_H0"),
     ],
 )

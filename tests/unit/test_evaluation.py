@@ -192,15 +192,15 @@ def test_a_data_set_is_read_whatever_else_is_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("no json", "is no JSON object"),
-        ("[1]", "is no JSON object"),
+        ("no json", "is not a JSON object"),
+        ("[1]", "is not a JSON object"),
         ('{"input": "i", "answers": ["a"]}', "'context'"),
         ('{"context": 1, "input": "i", "answers": ["a"]}', "'context'"),
         ('{"context": "c", "answers": ["a"]}', "'input'"),
         ('{"context": "c", "input": "i"}', "'answers'"),
         ('{"context": "c", "input": "i", "answers": []}', "'answers'"),
         ('{"context": "c", "input": "i", "answers": [1]}', "'answers'"),
-        ("[" * 100_000, "is no JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
     ],
 )
 def test_malformed_lines_are_named(tmp_path: Path, line: str, words: str) -> None:

@@ -79,7 +79,7 @@ def test_logs_of_something_else_are_refused(log_file: Path, tmp_path: Path) -> N
     for content in ("a letter\n", "a letter", '{"format": "other"}\n', "[1]\n"):
         other = tmp_path / "other.txt"
         other.write_text(content, encoding="utf-8")
-        with pytest.raises(SettingsError, match="no log of"):
+        with pytest.raises(SettingsError, match="not a log of"):
             log_of(other)
         assert other.read_text(encoding="utf-8") == content
     for line in (b"nonsense\n", b'{"contestant": "stock"}\n', b'{"values": 1}\n'):

@@ -115,11 +115,11 @@ def sibling(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ([], "the answer is no object"),
+        ([], "the answer is not an object"),
         ({"siblings": []}, "names no commit"),
         ({"sha": "../../etc", "siblings": []}, "names no commit"),
         ({"sha": COMMIT}, "lists no files"),
-        ({"sha": COMMIT, "siblings": [5]}, "a file is no object"),
+        ({"sha": COMMIT, "siblings": [5]}, "a file is not an object"),
         ({"sha": COMMIT, "siblings": [sibling(rfilename=5)]}, "a file has no name"),
         ({"sha": COMMIT, "siblings": [sibling(rfilename="a" * 2000)]}, "a file has no name"),
         ({"sha": COMMIT, "siblings": [sibling(size=None)]}, "'a.gguf' has no size"),

@@ -31,7 +31,7 @@ def test_sizes_are_read(kind: str) -> None:
 def test_files_that_are_cut_short_are_refused(kind: str) -> None:
     n_needed = {"png": 24, "gif": 10, "bmp": 26, "old bmp": 22, "jpeg": len(FILES[kind])}[kind]
     for size in range(n_needed):
-        with pytest.raises(ImageError, match="^it: "):
+        with pytest.raises(ImageError, match=r"^it: "):
             image_size(FILES[kind][:size], "it")
 
 

@@ -148,7 +148,7 @@ def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
         (lambda w: w.add_float32("llama.attention.head_count", 4.0), "is not an integer"),
         (lambda w: w.add_int32("llama.attention.head_count", -4), "impossible values"),
         (lambda w: w.add_array("llama.attention.head_count", ["4"]), "is not an integer"),
-        (lambda w: (w.add_head_count(4), w.add_head_count_kv(3)), "no multiple"),
+        (lambda w: (w.add_head_count(4), w.add_head_count_kv(3)), "not a multiple"),
         (lambda w: (w.add_head_count(4), w.add_string("llama.vocab_size", "x")), "not an integer"),
         (lambda w: (w.add_head_count(4), w.add_uint32("general.name", 1)), "is not a text"),
         (lambda w: (w.add_head_count(4), w.add_bool("entropykv.activation", True)), "not a text"),

@@ -33,7 +33,7 @@ def test_attributes_have_their_earlier_names(tiny_llama: Path) -> None:
         with pytest.warns(DeprecationWarning, match=r"Pool\.host is called runner"):
             assert isinstance(pool.host, ModelRunner)
         session.decode([1, 2, 3])
-        with pytest.warns(DeprecationWarning, match=r"PoolSession\.park is called swap_out"):
+        with pytest.warns(DeprecationWarning, match=r"Session\.park is called swap_out"):
             session.park()
         with pytest.warns(DeprecationWarning, match="standing is called pool_status"):
             assert session.standing().is_swapped_out

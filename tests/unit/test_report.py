@@ -220,7 +220,7 @@ def test_without_a_trajectory_there_is_no_figure(files: list[Path], tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "of no kind that a report shows"),
         ('{"rows": []}', "of no kind that a report shows"),
         ('{"rows": [{"length": 1}], "read_bandwidth": 1}', "is damaged"),

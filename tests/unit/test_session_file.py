@@ -18,9 +18,9 @@ from entropykv import SessionFileError, _core
 from entropykv.session.file import (
     MAGIC,
     VERSION,
+    SessionReader,
     check_settings,
 )
-from entropykv.session.file_reader import SessionReader
 from tests.support.session_files import CONTENTS, SECTIONS, SETTINGS, file_bytes
 
 

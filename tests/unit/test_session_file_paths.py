@@ -13,9 +13,9 @@ from entropykv.session.file import (
     MAGIC,
     check_target,
     new_session_file,
+    open_session,
     write_session,
 )
-from entropykv.session.file_reader import open_session
 from tests.support.session_files import CONTENTS, SECTIONS, SETTINGS, file_bytes
 
 # --- paths ----------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Measure what a model's heads attend to: entropies of query heads, and what a KV head loses."""
+"""Measure attention in a model: the entropies of query heads, and what KV heads lose by
+eviction.
+"""
 
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.calibration.texts import Text, read_texts

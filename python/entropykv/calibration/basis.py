@@ -1,4 +1,6 @@
-"""Say what a profile rests on, so that a worse one does not take the place of a better one."""
+"""Describe the data that a profile is based on, so that a worse profile never replaces a better
+one.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,24 @@ from entropykv.profile.profile import EntropyProfile
 
 @dataclass(frozen=True)
 class Basis:
-    """Hold which model a profile is of, and how much was read for it."""
+    """Hold the model that a profile belongs to, and how much text was read for it."""
 
     geometry: tuple[int, int, int]
-    """Numbers of layers, query heads and KV heads."""
+    """The numbers of layers, query heads and KV heads."""
     fingerprint: Fingerprint | None
-    """The model file that it was made with; None where unknown, as where transformers ran it."""
+    """The model file that the profile was made with; None if unknown, for example if transformers
+    ran the model.
+    """
     texts: int
-    """How many texts the entropies are means of."""
+    """How many texts the entropies are averaged over."""
     curve_texts: int = 0
-    """How many texts the loss curves are means of; 0 where there are none."""
+    """How many texts the loss curves are averaged over; 0 if there are no curves."""
     curve_length: int = 0
-    """How many tokens each of those texts has."""
+    """How many tokens each text of the loss curves has."""
 
     @classmethod
     def of(cls, profile: EntropyProfile) -> Basis:
-        """Return what a profile says about itself."""
+        """Return the basis of an existing profile."""
         measured, curves = profile.measurement, profile.curves
         return cls(
             (profile.n_layer, profile.n_head, profile.n_head_kv),
@@ -40,13 +44,15 @@ class Basis:
         )
 
     def is_of_the_model_of(self, other: Basis) -> bool:
-        """Tell whether both can be of one model file."""
+        """Tell whether both profiles can belong to the same model file."""
         ours, theirs = self.fingerprint, other.fingerprint
         same = ours is None or theirs is None or ours.is_of_file(theirs)
         return self.geometry == other.geometry and same
 
     def advantage_over(self, other: Basis) -> str | None:
-        """Say what this one has that the other one has less of; None where that is nothing."""
+        """Name what this basis has more of than `other`, for a message; None if it has more of
+        nothing.
+        """
         if self.curve_texts * self.curve_length > other.curve_texts * other.curve_length:
             has = f"loss curves from {self.curve_texts} texts of {self.curve_length} tokens"
             theirs = f"from {other.curve_texts} of {other.curve_length}"
@@ -57,16 +63,16 @@ class Basis:
 
 
 def was_learnt(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a profile that sessions have learnt is at the path."""
+    """Tell whether the file at `path` is a profile that sessions have learnt."""
     with suppress(ProfileError):
         return EntropyProfile.load(path).is_learnt
     return False
 
 
 def refuse_worse(path: str | os.PathLike[str], new: Basis) -> None:
-    """Raise CalibrationError where a better profile of the same model is at the path already.
+    """Raise CalibrationError if `path` already holds a better profile of the same model.
 
-    A file that is no profile has nothing to lose, and one that was learnt gives way to any other.
+    A file that is not a profile may be replaced, and a learnt profile may be replaced by any other.
     """
     if not Path(path).exists():
         return

@@ -1,10 +1,10 @@
-"""Damage: what a model's predictions lose when a layer forgets all but sinks and newest tokens.
+"""Measure damage: what a model's predictions lose if one layer keeps only sinks and newest tokens.
 
-Loss curves tell how far a KV head's output is off, and nothing of what that does to the model: some
-layers look back at much that changes no prediction. So half of a text is read; then, for one layer
-after the other, its KV heads drop what is not protected, and the model predicts how the text goes
-on, and the text itself once more behind a request to repeat it. The damage is the divergence from
-what it predicts with everything at hand.
+Loss curves tell how much the output of a KV head changes, but not what this changes in the model's
+predictions: some layers attend to many entries that change no prediction. Therefore half of a text
+is read; then, for one layer after the other, its KV heads drop everything that is not protected,
+and the model predicts the rest of the text, and, after a request to repeat it, the text itself. The
+damage is the divergence from its predictions with all entries kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from entropykv.session.echo import REQUEST
 
 RECENT_WINDOW = 32
 MOST_TEXTS = 3
-"""Every layer reads on in each of them."""
+"""The most texts that are used; every layer is measured in each of them."""
 
 
 def layer_damage(
@@ -33,9 +33,9 @@ def layer_damage(
     texts: Sequence[Sequence[int]],
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> FloatArray | None:
-    """Return the mean damage of every layer, (n_layer,), in nats a token.
+    """Return the mean damage of every layer, (n_layer,), in nats per token.
 
-    None for texts that are too short.
+    Returns None if the texts are too short.
     """
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     if not long_enough:
@@ -53,11 +53,11 @@ def _of_text(
     request = observer.tokenize_plainly(REQUEST)
     with observer.reading(half_of(text)) as read:
         for prediction in predictions_after_half(text, request):
-            read.go_back()
+            read.rollback()
             whole = prediction.rows(read.predictions)
             weight = prediction.weight(whole)
             for layer in range(observer.n_layer):
-                read.go_back()
+                read.rollback()
                 read.forget(layer, RECENT_WINDOW)
                 damage[layer] += weight * mean_divergence(whole, prediction.rows(read.predictions))
                 on_progress(len(prediction.tokens))

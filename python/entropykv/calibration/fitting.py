@@ -1,9 +1,9 @@
-"""Fit the predictor of a model: read its long texts once more, every chunk with its echo.
+"""Fit the predictor of a model: read its long texts again, and repeat every chunk (echo).
 
-The queries of an echo tell how much each entry is looked up when the text is repeated, and that is
-what the predictor learns to say from the entry's key and value. Nothing is evicted meanwhile, so
-that every query finds all of its text. The last text is held back: it chooses the ridge, and shows
-how good the predictor is with a text that it has not seen.
+The queries of an echo tell how much attention each entry gets when the text is repeated. The
+predictor learns to compute this from the entry's key and value. Nothing is evicted meanwhile, so
+that queries can attend to the whole text. The last text is held back: it chooses the ridge, and
+shows the quality of the predictor for a text that it was not fitted to.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from entropykv.profile.curves import N_SINKS
 from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
 from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import decode_inside
 
 Rows = npt.NDArray[np.float32]
 
 POLICY = "uniform:predicted"
-"""A policy whose store collects lessons."""
+"""The policy of the store that reads; it makes the store collect lessons."""
 HELD_BACK = 1 / 4
-"""Of a single text: its end, which is held back."""
+"""The fraction at the end that is held back if there is only one text."""
 
 
 def fitting_tokens(lengths: Sequence[int]) -> int:
-    """Return how many tokens fit_by_echoes() reads of texts of these lengths, but for echoes."""
+    """Return how many tokens fit_by_echoes() reads of texts of these lengths, without the
+    echoes.
+    """
     return sum(lengths) + lengths[-1] if lengths else 0
 
 
@@ -49,9 +51,9 @@ def fit_by_echoes(
 ) -> ScorePredictor:
     """Return the predictor of a GGUF model, fitted to the tokens of `texts`, at least one.
 
-    It is fitted to all texts but the last, or to the first three quarters of a single one; the rest
-    is held back. Memory: the weights, a pool that holds the longest text, and for every KV head the
-    sums of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
+    It is fitted to all texts but the last, or to the first three quarters of a single text; the
+    rest is held back. Memory: the weights, a pool that holds the longest text, and for every KV
+    head the sums of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
     UnsupportedModelError, and SettingsError for a model whose keys before RoPE are not known.
     """
     *others, last = texts
@@ -70,7 +72,7 @@ def fit_by_echoes(
 
 
 class _EchoReader:
-    """Read texts with everything kept, and add up what their echoes look up."""
+    """Read texts with all entries kept, and sum up which entries their echoes attend to."""
 
     def __init__(
         self, path: str | os.PathLike[str], n_ctx: int, kv_type: str, n_threads: int
@@ -94,7 +96,7 @@ class _EchoReader:
             raise
         self._batch = MicroBatch(self._echo.n_ubatch, self._model.n_vocab)
         try:
-            self._store = PooledStore(self._model, config, shared_context=self._context)
+            self._store = HeadwiseStore(self._model, config, shared_context=self._context)
             self._store.sharing.keep_everything()
             self._store.prediction.collect_lessons(True)
         except BaseException:
@@ -117,7 +119,7 @@ class _EchoReader:
         return self._model.tokenize(text, add_bos=False, special=False)
 
     def read(self, tokens: Sequence[int], first: int = 0) -> None:
-        """Read a text from token `first` on; where that is not 0, what is before it was read."""
+        """Read a text from token `first` on; the tokens before it must have been read already."""
         if first == 0:
             self._store.truncate(0)
         for start in range(first, len(tokens), self._echo.chunk):
@@ -126,15 +128,15 @@ class _EchoReader:
             self._decode(chunk, start, echo)
 
     def take_lessons(self) -> Lessons:
-        """Return what was added up since the last call."""
+        """Return the sums that were collected since the last call."""
         lessons = list(self._store.prediction.lessons())
         self._store.prediction.clear_lessons()
         return lessons
 
     def scores(self, tokens: Sequence[int], predictor: ScorePredictor) -> list[list[Rows]]:
-        """Read a text without echoes; returns what is predicted, [layer][KV head][entry].
+        """Read a text without echoes; returns the predicted scores as [layer][KV head][entry].
 
-        Sinks are left out: every query looks at them, whatever the text.
+        Sinks are left out, because every query attends to them in any text.
         """
         self._store.prediction.collect_lessons(False)
         self._store.prediction.adopt(predictor)

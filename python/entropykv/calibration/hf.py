@@ -1,4 +1,4 @@
-"""Measure the same entropies through transformers with eager attention, without a GGUF file."""
+"""Measure attention entropies through transformers with eager attention, without a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def calibrate_hf(
     on_start: Progress = lambda _: None,
     on_progress: Progress = lambda _: None,
 ) -> EntropyProfile:
-    """Measure a model that transformers loads, in float32; no loss curves.
+    """Measure entropies of a model that transformers loads, in float32; loss curves are not
+    measured.
 
-    Raises CalibrationError where transformers is missing or cannot load the model.
+    Raises CalibrationError if transformers is missing or cannot load the model.
     """
     missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
     if missing:
@@ -56,7 +57,9 @@ def calibrate_hf(
 
 
 def load_eager(name: str, device: str, **options: Any) -> tuple[Any, Any]:
-    """Load model and tokenizer; raises CalibrationError in one sentence where that fails."""
+    """Load model and tokenizer; raises CalibrationError with a one-sentence reason if that
+    fails.
+    """
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
@@ -88,7 +91,7 @@ def eager_entropies(model: Any, tokens: Sequence[int]) -> npt.NDArray[np.float32
         ids = torch.tensor([list(tokens)], device=model.device)
         result = model(ids, output_attentions=True, use_cache=False)
         rows = []
-        for weights in result.attentions:  # weights are (1, n_head, n_tokens, n_tokens)
+        for weights in result.attentions:  # `weights` has shape (1, n_head, n_tokens, n_tokens).
             nats = torch.special.entr(weights[0].float()).sum(dim=-1)
             rows.append((nats / np.log(2.0)).T.cpu().numpy())
     return np.stack(rows).astype(np.float32)

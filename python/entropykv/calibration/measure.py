@@ -1,8 +1,9 @@
-"""Calibrate: measure the entropy of every query head over texts, and what a KV head loses.
+"""Calibrate a model: measure the entropy of every query head over texts, and what KV heads lose.
 
-The BitNet document: H = -sum p log2 p of the attention rows at 25, 50, 75 and 100 % of every text,
-averaged over 20 texts. The attention op of the headwise store computes the entropy of every row
-anyway, so that one pass over a text, quantised as users run the model, gives all of them.
+The method is that of the BitNet document: H = -sum p log2 p of the attention rows at 25, 50, 75 and
+100 % of every text, averaged over 20 texts. The attention op of the headwise store computes the
+entropy of every row anyway. Therefore one pass over a text gives all of them, with the model
+quantised as users run it.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from entropykv.profile.parts import ROWS, Measurement
 from entropykv.profile.profile import EntropyProfile
 
 RowEntropies = Callable[[Sequence[int]], npt.NDArray[np.float32]]
-"""Returns the entropy of each attention row of a text in bits, (n_layer, n_tokens, n_head)."""
+"""Returns the entropy in bits of each attention row of a text, (n_layer, n_tokens, n_head)."""
 
 Progress = Callable[[int], None]
-"""Called with how many more tokens were read."""
+"""Called with the number of tokens that were read since the last call."""
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """Say what to read; the defaults are those of the BitNet document.
+    """Hold how much is read; the defaults are those of the BitNet document.
 
-    `rows`: see entropykv.profile.parts.ROWS. `curve_texts` texts of `curve_length` tokens each give
-    the loss curves; 0 gives none. Raises SettingsError, naming the field.
+    `rows`: one of entropykv.profile.parts.ROWS. The loss curves are measured in `curve_texts` texts
+    of `curve_length` tokens each; 0 texts measure none. Raises SettingsError, naming the field.
     """
 
     n_sequences: int = 20
@@ -61,7 +62,7 @@ class CalibrationSettings:
     curve_texts: int = 4
 
     def __post_init__(self) -> None:
-        """Check every field."""
+        """Check every field; raises SettingsError."""
         least = {"n_sequences": 1, "max_length": 4, "seed": 0, "n_threads": 0, "curve_texts": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
@@ -83,14 +84,15 @@ def calibrate(
     on_progress: Progress = lambda _: None,
     on_basis: Callable[[Basis], None] = lambda _: None,
 ) -> EntropyProfile:
-    """Measure a GGUF model. `on_start` gets the number of tokens that will be read, but for echoes.
+    """Measure a GGUF model; returns its profile.
 
-    With loss curves, the profile has a predictor, too, unless the model has recurrent layers or
-    keys that are not known as they were before RoPE.
+    `on_start` gets the number of tokens that will be read, not counting echoes. If loss curves are
+    measured, the profile also gets a predictor, unless the model has recurrent layers or its keys
+    before RoPE are not known.
 
-    `on_basis` is told before that what the profile will rest on, and may raise. Raises
-    ModelFileError, UnsupportedModelError, SettingsError, and CalibrationError, also where the texts
-    are too short for the loss curves that are wanted.
+    `on_basis` is called before anything is read, with the basis of the coming profile; it may raise
+    to stop here. Raises ModelFileError, UnsupportedModelError, SettingsError, and CalibrationError,
+    also if the texts are too short for the loss curves.
     """
     trained = _trained_context(path, settings)
     longest = max(settings.max_length, settings.curve_length if settings.curve_texts else 0)
@@ -134,7 +136,9 @@ def calibrate(
 def _long_texts(
     texts: Sequence[Text], observer: Observer, settings: CalibrationSettings, trained: int
 ) -> list[tuple[int, ...]]:
-    """Return what to read for the loss curves; raises CalibrationError for too little text."""
+    """Return the texts to read for the loss curves, as tokens; raises CalibrationError for too
+    little text.
+    """
     found = long_sequences(
         texts,
         observer.tokenize,
@@ -164,7 +168,9 @@ def _basis(
 
 
 def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings) -> int:
-    """Return the tokens of the trained context; raises SettingsError if texts are longer."""
+    """Return the length of the trained context in tokens; raises SettingsError if texts
+    are longer.
+    """
     trained = read_geometry(path).n_ctx_train
     if settings.max_length > trained:
         raise SettingsError(
@@ -177,7 +183,7 @@ def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings
 def excerpts_of(
     texts: Sequence[Text], tokenize: Callable[[str], list[int]], settings: CalibrationSettings
 ) -> list[Excerpt]:
-    """Cut the texts into what is read of them."""
+    """Cut the texts into the sequences of tokens that are read."""
     return choose_sequences(
         texts,
         tokenize,
@@ -189,18 +195,20 @@ def excerpts_of(
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Hold mean entropies of every text, in bits: (n_texts, n_layer, n_head)."""
+    """Hold mean entropies of every text, in bits, as arrays of shape (n_texts, n_layer, n_head)."""
 
     excerpts: Sequence[Excerpt]
     quarters: FloatArray
     all_rows: FloatArray
 
     def chosen(self, rows: str) -> FloatArray:
-        """Return the entropies over the attention rows of that name, see ROWS."""
+        """Return the entropies over the attention rows with this name, one of ROWS."""
         return self.quarters if rows == "quarters" else self.all_rows
 
     def summary(self, settings: CalibrationSettings, kv_type: str) -> Measurement:
-        """Return mean and spread over the texts, and the stability between two halves of them."""
+        """Return the mean and spread over the texts, and the correlation between two halves of the
+        texts.
+        """
         chosen = self.chosen(settings.rows)
         halves = [
             chosen[[excerpt.half == half for excerpt in self.excerpts]].reshape(
@@ -227,13 +235,13 @@ class Measured:
 def measure(
     entropies: RowEntropies, excerpts: Sequence[Excerpt], on_progress: Progress
 ) -> Measured:
-    """Read every text; raises CalibrationError where an entropy is no number."""
+    """Read every text; raises CalibrationError if an entropy is not a finite number."""
     quarters, all_rows = [], []
     for excerpt in excerpts:
         rows = entropies(excerpt.tokens).astype(np.float64)
         if not np.isfinite(rows).all():
             raise CalibrationError(
-                f"{excerpt.name}: the model computes attention that is no number; "
+                f"{excerpt.name}: the model computes attention entropies that are not numbers; "
                 "check the model file"
             )
         quarters.append(rows[:, quarter_rows(len(excerpt.tokens))].mean(axis=1))
@@ -243,12 +251,14 @@ def measure(
 
 
 def quarter_rows(n_tokens: int) -> list[int]:
-    """Return the rows at 25, 50, 75 and 100 % of a text: the last of its quarters, rounded up."""
+    """Return the rows at 25, 50, 75 and 100 % of a text: the last row of each quarter,
+    rounded up.
+    """
     return [-(-n_tokens * quarter // 4) - 1 for quarter in (1, 2, 3, 4)]
 
 
 def correlation(a: FloatArray, b: FloatArray) -> float | None:
-    """Return Pearson's r of the entropies of all heads; None where one side does not vary."""
+    """Return Pearson's r of the entropies of all heads; None if one side does not vary."""
     if a.std() < 1e-12 or b.std() < 1e-12:
         return None
     return float(np.clip(np.corrcoef(a.ravel(), b.ravel())[0, 1], -1.0, 1.0))
@@ -271,7 +281,7 @@ def _curves(
 def _to_read(
     observer: Observer, excerpts: Sequence[Excerpt], texts: Sequence[Sequence[int]]
 ) -> int:
-    """Return how many tokens a calibration reads."""
+    """Return how many tokens a calibration reads, without echoes."""
     damaged = [len(text) for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     of_layers = sum(map(predicted_tokens, damaged)) * observer.n_layer
     of_texts = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))

@@ -1,4 +1,4 @@
-"""Read texts with a full cache, and watch a GGUF model's attention rows as they are computed."""
+"""Read texts with a full cache, and record a GGUF model's attention rows as they are computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import resolve
 from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, head_loss
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.store.pooled import PooledStore
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import decode_inside
 
 Entropies = npt.NDArray[np.float32]
@@ -26,8 +26,8 @@ Entropies = npt.NDArray[np.float32]
 class Observer:
     """Read one text after the other, with the model quantised as users run it.
 
-    `n_ctx`: the longest text, in tokens; `kv_type`: how K and V are stored while it reads. Memory:
-    the weights, and one pool that holds n_ctx tokens. Raises ModelFileError and
+    `n_ctx`: the longest text, in tokens; `kv_type`: the type in which K and V are stored meanwhile.
+    Memory: the weights, and one pool that holds n_ctx tokens. Raises ModelFileError and
     UnsupportedModelError.
     """
 
@@ -40,7 +40,7 @@ class Observer:
         n_threads: int = 0,
         n_ubatch: int = 512,
     ) -> None:
-        """Load the model and take over its attention."""
+        """Load the model and replace its attention by that of the headwise store."""
         options = CacheOptions(
             policy="uniform",
             kv_type=kv_type,
@@ -67,9 +67,9 @@ class Observer:
             self.close()
             raise
 
-    def _full_store(self, options: CacheOptions) -> PooledStore:
-        """Make a store that evicts nothing and ranks as the policies by attention mass do."""
-        store = PooledStore(self._model, resolve(options, self.geometry))
+    def _full_store(self, options: CacheOptions) -> HeadwiseStore:
+        """Make a store that evicts nothing, and scores entries as policies by mass do."""
+        store = HeadwiseStore(self._model, resolve(options, self.geometry))
         store.sharing.keep_everything()
         return store
 
@@ -85,11 +85,11 @@ class Observer:
         return (len(layers), *shapes.pop())
 
     def __enter__(self) -> Observer:
-        """Use the observer as a context manager: it closes at the end."""
+        """Return the observer itself; leaving the `with` block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Free the context and the model."""
         self.close()
 
     def close(self) -> None:
@@ -100,25 +100,25 @@ class Observer:
 
     @property
     def name(self) -> str:
-        """Return the model's name, or its file's."""
+        """Return the model's name, or the name of its file."""
         return self._model.name
 
     @property
     def predictable(self) -> bool:
         """Tell whether scores can be predicted from this model's keys and values.
 
-        They cannot where a text cannot be read twice, as with recurrent layers, and where keys are
-        not known as they were before RoPE.
+        They cannot if a text cannot be read twice, as with recurrent layers, or if the keys before
+        RoPE are not known.
         """
         recurrent = self.geometry.recurrent or is_recurrent(self._model)
         return not recurrent and not self._store.rope_obstacle
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the tokens of a text as a prompt has them, with BOS where the model wants it."""
+        """Return the tokens of a text as a prompt, with BOS if the model wants it."""
         return self._model.tokenize(text, add_bos=self._model.adds_bos, special=False)
 
     def tokenize_plainly(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands within another one."""
+        """Return the tokens of a text that stands within another one, without BOS."""
         return self._model.tokenize(text, add_bos=False, special=False)
 
     def entropies(self, tokens: Sequence[int]) -> Entropies:
@@ -133,7 +133,7 @@ class Observer:
         return rows
 
     def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
-        """Return what every KV head loses in a text of rules.length tokens: [layer][KV head]."""
+        """Return what every KV head loses in a text of rules.length tokens, as [layer][KV head]."""
         self._store.truncate(0)
         for first in range(0, rules.n_read, self._n_ubatch):
             self._read(tokens[first : min(first + self._n_ubatch, rules.n_read)], first)
@@ -162,7 +162,9 @@ class Observer:
 
     @contextmanager
     def reading(self, tokens: Sequence[int]) -> Iterator[ReadText]:
-        """Read a text, so that it can be gone on with several times."""
+        """Read a text, and keep it in the store, so that several continuations can be read after
+        it.
+        """
         self._store.truncate(0)
         for first in range(0, len(tokens), self._n_ubatch):
             self._read(tokens[first : first + self._n_ubatch], first)
@@ -190,31 +192,35 @@ class Observer:
 
 
 class ReadText:
-    """A text that was read with everything kept, to go on from its end again and again."""
+    """Hold a text that was read with all entries kept; several continuations can be read
+    after it.
+    """
 
     def __init__(
-        self, store: PooledStore, position: int, predict: Callable[[Sequence[int], int], Logits]
+        self, store: HeadwiseStore, position: int, predict: Callable[[Sequence[int], int], Logits]
     ) -> None:
-        """`store` holds the text, which ends at `position`; `predict` reads on."""
+        """Use `store`, which holds the text; it ends at `position`, and `predict` reads tokens
+        after it.
+        """
         self._store = store
         self._position = position
         self._predict = predict
         self._whole = store.checkpoint()
 
-    def go_back(self) -> None:
-        """Hold the whole text again, and nothing after it."""
+    def rollback(self) -> None:
+        """Restore the state in which the store holds the whole text, and nothing after it."""
         if self._whole is None or not self._store.go_on_from(self._whole, ends=False):
             raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
 
     def forget(self, layer: int, recent_window: int) -> None:
-        """Have the KV heads of a layer keep only the sinks and the newest tokens."""
+        """Drop all entries of a layer's KV heads except the sinks and the newest tokens."""
         self._store.sharing.limit_layer(layer, recent_window)
 
     def predictions(self, tokens: Sequence[int]) -> Logits:
-        """Read tokens after what is held; returns their logits, (len(tokens), n_vocab)."""
+        """Read tokens after the text that is held; returns their logits, (len(tokens), n_vocab)."""
         return self._predict(tokens, self._position)
 
     def end(self) -> None:
-        """Give the pages back."""
+        """Give the store's pages back to the pool."""
         if self._whole is not None:
             self._whole.drop()

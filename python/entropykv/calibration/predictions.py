@@ -1,4 +1,6 @@
-"""Compare what a model predicts after half of a text: how it goes on, and the text itself again."""
+"""Define what a model must predict after half of a text: its second half, and a repetition
+of it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from entropykv.llamacpp.distributions import Logits
 from entropykv.session.echo import OVERLAP
 
 LEAST_TEXT = 256
-"""Shorter texts tell nothing: half of them is not much more than what is protected."""
+"""The shortest text in tokens; half of a shorter one hardly exceeds the protected entries."""
 CONTINUATION_FRACTION = 1 / 8
 REPETITION_FRACTION = 1 / 16
-"""Of the text: what is predicted."""
+"""The fraction of the text that is predicted."""
 
 
 def half_of(text: Sequence[int]) -> Sequence[int]:
@@ -29,21 +31,21 @@ def predicted_tokens(length: int) -> int:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hold what is predicted once half of a text was read."""
+    """Hold tokens that a model predicts once half of a text was read."""
 
     request: Sequence[int]
-    """Tokens of a request to repeat the text; none where it just goes on."""
+    """Tokens of a request to repeat the text; empty if the text just continues."""
     tokens: Sequence[int]
 
     def rows(self, predict: Callable[[Sequence[int]], Logits]) -> Logits:
-        """Return the logits after each token, by `predict`, which returns those of tokens."""
+        """Return the logits after each token; `predict` reads tokens and returns their logits."""
         return predict([*self.request, *self.tokens])[len(self.request) :]
 
     def weight(self, whole: Logits) -> float:
-        """Return how much it counts, by the rows with everything at hand.
+        """Return the weight of this prediction, given the logits `whole` with all entries kept.
 
-        What is repeated counts by the share of it that the model repeats right: not every model
-        follows a request.
+        A repetition is weighted by the share of tokens that the model then repeats correctly,
+        because not every model follows a request.
         """
         if not self.request:
             return 1.0
@@ -53,7 +55,9 @@ class Prediction:
 def predictions_after_half(
     text: Sequence[int], request: Sequence[int]
 ) -> tuple[Prediction, Prediction]:
-    """Return how a text goes on after its first half, and its beginning, to be repeated."""
+    """Return two predictions: the continuation of a text after its first half, and a repetition of
+    its beginning.
+    """
     half = len(text) // 2
     continuation = text[half : half + int(len(text) * CONTINUATION_FRACTION)]
     repeated = text[OVERLAP : OVERLAP + int(len(text) * REPETITION_FRACTION)]

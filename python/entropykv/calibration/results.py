@@ -1,4 +1,4 @@
-"""Read existing calibration results (`--from-results`): entropies in the usual JSON shapes."""
+"""Read existing calibration results (`--from-results`): entropies in common shapes of JSON."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _WAY_OUT = 'give {"head_entropies": {"L0_H0": bits, ...}} or calibrate the model
 
 
 def read_results(path: str | os.PathLike[str]) -> EntropyProfile:
-    """Make a profile of calibration results.
+    """Make a profile from calibration results.
 
-    A profile of version 1 or 2 is taken as it is. Otherwise the entropies are under one of
-    `head_entropies`, `per_head_entropy`, `entropies` or `results`, or are the file itself: as
-    {"L0_H0": x} or [layer][head], where x is a number of bits, a list of them over texts (its mean
-    counts), or an object with `mean_entropy`, `entropy` or `mean`. Geometry that is not given is
-    that of the entropies, with one KV head per query head and a context of 2,048 tokens. Raises
+    A profile of version 1 or 2 is returned unchanged. Otherwise the entropies are under one of the
+    keys `head_entropies`, `per_head_entropy`, `entropies` or `results`, or are the file itself: as
+    {"L0_H0": x} or [layer][head], where x is a number of bits, a list of them over texts (which is
+    averaged), or an object with `mean_entropy`, `entropy` or `mean`. Missing geometry is derived
+    from the entropies, with one KV head per query head and a context of 2,048 tokens. Raises
     CalibrationError and ProfileError, naming the field.
     """
     where = Path(path).name
@@ -62,14 +62,14 @@ def read_results(path: str | os.PathLike[str]) -> EntropyProfile:
 
 
 def _cells(table: object, where: str) -> dict[tuple[int, int], float]:
-    """Return bits by (layer, head)."""
+    """Return the entropy in bits of every query head, by (layer, head)."""
     cells: dict[tuple[int, int], float] = {}
     if isinstance(table, dict):
         for key, value in table.items():
             match = _KEY.match(key)
             if match is None:
                 raise CalibrationError(
-                    f"{where}: {shown(key)} is no name of a query head; {_WAY_OUT}"
+                    f"{where}: {shown(key)} is not the name of a query head; {_WAY_OUT}"
                 )
             cells[int(match[1]), int(match[2])] = _bits(value, f"{where}: {key}")
     elif isinstance(table, list) and all(isinstance(layer, list) for layer in table):

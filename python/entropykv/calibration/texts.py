@@ -11,7 +11,7 @@ from entropykv.errors import CalibrationError
 from entropykv.files import read_text
 
 LEAST_TOKENS = 4
-"""The shortest sequence, in tokens: its quarters are different ones."""
+"""The shortest sequence, in tokens, so that its four quarters end at different tokens."""
 LEAST_CURVE_TOKENS = 64
 """The shortest text for loss curves, in tokens."""
 
@@ -20,7 +20,7 @@ _SHIPPED = Path(__file__).parent / "texts"
 
 @dataclass(frozen=True)
 class Text:
-    """Hold a text to read, and where it is from."""
+    """Hold a text to read, and the name of its source."""
 
     name: str
     content: str
@@ -28,7 +28,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Hold the tokens of one part of a text; the texts of different halves are disjoint."""
+    """Hold the tokens of one part of a text; excerpts of different halves come from different
+    texts.
+    """
 
     name: str
     tokens: tuple[int, ...]
@@ -36,7 +38,9 @@ class Excerpt:
 
 
 def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
-    """Read the given files, or those that come with entropykv; CalibrationError names a bad one."""
+    """Read the given files, or those that entropykv ships; raises CalibrationError that names an
+    unreadable file.
+    """
     paths = sorted(_SHIPPED.glob("*.txt")) if files is None else list(files)
     if not paths:
         raise CalibrationError(
@@ -60,11 +64,12 @@ def choose_sequences(
     max_length: int,
     seed: int,
 ) -> list[Excerpt]:
-    """Return up to n_sequences of at most max_length tokens: the beginning of every text first.
+    """Return up to n_sequences of at most max_length tokens, beginning with the start of every
+    text.
 
-    The seed permutes the texts. Where there are fewer texts than sequences, the next max_length
-    tokens of each follow, and so on, unless less than half of that is left. Raises CalibrationError
-    for a text of fewer than 4 tokens.
+    The seed permutes the texts. If there are fewer texts than sequences, the next max_length tokens
+    of each text follow, and so on, unless less than half of max_length is left. Raises
+    CalibrationError for a text of fewer than 4 tokens.
     """
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311
@@ -98,10 +103,10 @@ def long_sequences(
     length: int,
     seed: int,
 ) -> list[tuple[int, ...]]:
-    """Join texts by blank lines, and cut them into sequences of exactly `length` tokens.
+    """Join texts with blank lines, and cut them into sequences of exactly `length` tokens.
 
-    Without enough text there are fewer or shorter ones, all of one length; none where all texts
-    together have fewer than 64 tokens.
+    Without enough text, fewer or shorter sequences are returned, all of one length, and none if all
+    texts together have fewer than 64 tokens.
     """
     order = list(texts)
     random.Random(seed).shuffle(order)  # noqa: S311

@@ -1,10 +1,10 @@
-"""Trial: which measure a model's predictions lose least with, inside a budget shared by its curves.
+"""Try which measure of importance costs a model's predictions least, in a budget shared by its
+curves.
 
-What a text shows of itself as it is read, and what keys and values predict that its repetition
-would look at, rank entries differently, and which of them a model lives by is its own: one goes on
-with what it read last, another one answers word for word. So half of a text is read inside a small
-budget, once for each measure that policy auto can take, and the model predicts as for
-layer_damage().
+The attention that a text gives to itself, and the predicted attention of a repetition, rank entries
+differently. Models differ in which ranking they need: one mostly continues from the latest text,
+another answers word for word. Therefore half of a text is read inside a small budget, once with
+each measure that policy auto can take, and the model predicts as for layer_damage().
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from entropykv.session.echo import REQUEST
 from entropykv.session.session import Session
 
 BUDGET = 0.1
-"""What is kept of the half that is read: where there is much room, all measures keep the same."""
+"""The fraction of the half that is kept; in a larger budget all measures keep the same entries."""
 
 
 def trial_tokens(lengths: Sequence[int]) -> int:
@@ -44,9 +44,9 @@ def best_importance(
     n_threads: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> str | None:
-    """Return which of IMPORTANCES loses least, with the profile's curves and predictor.
+    """Return the measure in IMPORTANCES that loses least, with the profile's curves and predictor.
 
-    None for texts that are too short, and without a predictor.
+    Returns None if the texts are too short, or if the profile has no predictor.
     """
     losses = trial_losses(model, profile, texts, n_threads, on_progress)
     return None if losses is None else IMPORTANCES[int(losses.argmin())]
@@ -59,11 +59,11 @@ def trial_losses(
     n_threads: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> FloatArray | None:
-    """Return what predictions lose with each of IMPORTANCES, (2,), in nats a token.
+    """Return the loss of predictions with each measure in IMPORTANCES, (2,), in nats per token.
 
-    The model is loaded anew for every measure and text, so that there is one at a time, and one
-    text's logits. None for texts that are too short, and for a profile without a predictor, which
-    all of IMPORTANCES need.
+    The model is loaded again for every measure and text, so that memory holds one model and one
+    text's logits. Returns None if the texts are too short, or if the profile has no predictor,
+    which both measures need.
     """
     if profile.predictor is None:
         return None
@@ -81,7 +81,7 @@ def trial_losses(
 
 
 class _Reader:
-    """Reads half of a text inside different budgets, and predicts."""
+    """Read half of a text inside different budgets, and predict what follows."""
 
     predictions: Sequence[Prediction] = ()
 
@@ -123,5 +123,5 @@ class _Reader:
 
     @staticmethod
     def loss(prediction: Prediction, whole: Logits, rows: Logits) -> float:
-        """Return the divergence of a prediction, as far as it counts."""
+        """Return the divergence of a prediction in nats per token, multiplied by its weight."""
         return prediction.weight(whole) * mean_divergence(whole, rows)

@@ -1,4 +1,4 @@
-"""Run the command line: this folder has one module for each command."""
+"""Implement the command line; each command has a module in this folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXIT_BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Bad input gives one sentence on stderr, and 2."""
+    """Run one command; returns the exit code: 2, and one sentence on stderr, for bad input."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         options = _parser(serving=list(given[:1]) == ["serve"]).parse_args(given)
@@ -39,15 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # nobody reads our output any more
+    except BrokenPipeError:  # The reader of our output has closed it.
         return _without_output("the reader of the output is gone")
-    except OSError as error:  # for example, the disk is full
+    except OSError as error:  # For example, the disk is full.
         return _without_output(f"{error.strerror or error}: the output cannot be written")
     return code
 
 
 def _without_output(why: str) -> int:
-    """Say in one sentence why the output ended, and keep Python from writing the rest at exit."""
+    """Print one sentence about why the output ended, and prevent Python from flushing the rest at
+    exit.
+    """
     with contextlib.suppress(OSError):
         say(why)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)

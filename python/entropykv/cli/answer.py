@@ -1,4 +1,4 @@
-"""Write an answer to stdout as it comes."""
+"""Write an answer to stdout while it is generated."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from entropykv.session.session import Session
 
 @dataclasses.dataclass
 class Answer:
-    """Keep what was generated; write_answer() fills it, so that it is known after an error, too."""
+    """Hold the generated answer; write_answer() fills it step by step, so that it is complete even
+    after an error.
+    """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     unread: list[int] | None = None
-    """The last token, where the session has not read it; None where not even the prompt is read."""
+    """The last token if the session has not read it yet; None if not even the prompt was read."""
     interrupted: bool = False
 
 
@@ -40,10 +42,12 @@ def write_answer(
     to_question: bool = False,
     when_read: Callable[[], object] | None = None,
 ) -> None:
-    """Read a prompt and write the answer to stdout as it comes; Ctrl-C or one of `stops` ends it.
+    """Read a prompt and write the answer to stdout as it is generated; Ctrl-C or one of `stops`
+    ends it.
 
-    With `to_question`, the answer continues no text, so that blanks before its first word, which
-    some tokenizers write, are left out. `when_read` is called where a prompt was read to its end.
+    With `to_question`, the answer does not continue a text. Therefore white space before its first
+    word, which some tokenizers write, is left out. `when_read` is called once the prompt has been
+    read.
     """
     start = session.position
     end_of_prompt = start + len(tokens)
@@ -60,7 +64,7 @@ def write_answer(
 
         stream = generate(session, tokens, max_tokens, sampling, on_prompt)
         try:
-            # Closed at once, or tokens would be read that nobody has seen.
+            # Close the generator at once; otherwise it would read tokens that were never shown.
             with contextlib.closing(stream):
                 begun = not to_question
                 for piece in until_stop(_text_pieces(session, stream, answer.tokens), stops):
@@ -94,7 +98,9 @@ def _prompt_bar(n_tokens: int) -> tqdm[NoReturn]:
 
 
 def read_rest(session: Session, tokens: list[int]) -> bool:
-    """Read tokens of an answer that are not read yet; returns False where there is no room."""
+    """Read the tokens of an answer that have not been read yet; returns False if the context is
+    full.
+    """
     if session.position + len(tokens) > session.n_ctx:
         return False
     for _ in session.decode_micro_batches(tokens, all_logits=False) if tokens else ():
@@ -103,9 +109,9 @@ def read_rest(session: Session, tokens: list[int]) -> bool:
 
 
 def _text_pieces(session: Session, stream: Iterator[int], tokens: list[int]) -> Iterator[str]:
-    """Yield the text, maybe empty, of every token, and add the token to `tokens`.
+    """Yield the text of every token, which may be empty, and append the token to `tokens`.
 
-    A character may be spread over several tokens: it comes with the last one.
+    A character that is spread over several tokens is yielded with the last of them.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in stream:

@@ -1,4 +1,4 @@
-"""Print architectures, and the stores that serve them, as a table."""
+"""Print llama.cpp's architectures, and the stores that serve them, as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = (
 
 
 def format_architectures(table: ArchitectureTable) -> str:
-    """Return a Markdown table that is readable as it is, what it shows, and its notes."""
+    """Return a Markdown table that is readable as plain text, with an explanation and notes."""
     notes = _numbered_notes(table)
     cells = [_TITLES, *(_cells(row, table, notes) for row in table.rows)]
     sentences = [f"{number}. {sentence}" for sentence, number in notes.items()]
@@ -64,7 +64,9 @@ def _cells(row: ArchitectureCheck, table: ArchitectureTable, notes: dict[str, in
 
 
 def _name(row: ArchitectureCheck, table: ArchitectureTable) -> str:
-    """Return the architecture, with its models where they are not all served alike."""
+    """Return the architecture, with the models of the row if other models are served
+    differently.
+    """
     alike = [other for other in table.rows if other.architecture == row.architecture] == [row]
     return row.architecture if alike else f"{row.architecture} ({', '.join(row.models)})"
 

@@ -1,4 +1,6 @@
-"""`entropykv bench`: speed inside a budget, as ratios to stock llama.cpp in the same run."""
+"""`entropykv bench`: measure speed inside a budget, as ratios to stock llama.cpp in the
+same run.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def works_table(rows: Sequence[BenchRow]) -> list[str]:
-    """Return the lines of a table with weights and attention apart, as far as it was measured."""
+    """Return the lines of a table of weights and attention separately; empty if they were not
+    measured.
+    """
     lines = [
         "\nWeights and attention apart, every node of llama.cpp's graphs by itself; GOPS are 10^9",
         "operations a second; attention's are known where nothing is evicted:\n",
@@ -158,10 +162,10 @@ def _print_bandwidths(
 
 
 def attention_bandwidth(rows: list[BenchRow]) -> dict[tuple[int, str], float]:
-    """Return bytes of cache that attention reads per second, by (length, type).
+    """Return the bytes of cache that attention reads per second, by (length, type).
 
-    It is the difference in bytes between the largest and the smallest budget, over the difference
-    in time of a token: what does not depend on the cache falls out.
+    This is the difference in bytes between the largest and the smallest budget, divided by the
+    difference in time per token. Work that does not depend on the cache cancels out.
     """
     groups: dict[tuple[int, str], list[BenchRow]] = {}
     for row in rows:

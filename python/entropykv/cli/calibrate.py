@@ -69,7 +69,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def add_calibration_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is read to calibrate, and how."""
+    """Add options of which texts are read to calibrate, and how."""
     group = parser.add_argument_group("texts")
     group.add_argument(
         "--text",
@@ -167,7 +167,9 @@ def _profile(options: argparse.Namespace, check: Callable[[Basis], None]) -> Ent
 
 
 def _shortage(basis: Basis, options: argparse.Namespace) -> str | None:
-    """Say what the loss curves lack where there is too little text for them."""
+    """Say what the loss curves lack if the texts are too short for them; None if nothing is
+    missing.
+    """
     wanted = options.curve_texts * options.curve_length
     found = basis.curve_texts * basis.curve_length
     if found == wanted:

@@ -1,4 +1,4 @@
-"""`entropykv chat`: a conversation without end, in fixed memory."""
+"""`entropykv chat`: hold a conversation of any length in fixed memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from entropykv.files import read_text
 from entropykv.session.file import check_target
 
 CONTEXT = 1_000_000
-"""Tokens that a conversation may have: memory follows the entries that are kept, not these."""
+"""The most tokens of a conversation. Memory depends on the entries that are kept, not on this."""
 
 BUDGET = 1024
-"""Entries per KV head: enough for some ten turns, half of them word for word."""
+"""Entries per KV head: enough for about ten turns, half of which are kept word for word."""
 
 ANSWER_TOKENS = BUDGET
-"""Tokens of an answer: a longer one would leave nothing of the question."""
+"""The most tokens of an answer; a longer one would evict the whole question."""
 
 SUFFIX = ".ekv"
 
@@ -69,7 +69,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "reach (needs the extra server)",
     )
     add_no_chat(group)
-    add_load_option(group, "go on with a conversation that /save or `run --save-session` saved")
+    add_load_option(group, "continue a conversation that /save or `run --save-session` saved")
     add_sampling_options(parser, n_predict=ANSWER_TOKENS)
     add_engine_options(parser)
     parser.set_defaults(command=_chat)
@@ -104,7 +104,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 class _Terminal:
-    """Read turns and commands from stdin; only answers go to stdout."""
+    """Read turns and commands from stdin; only answers are written to stdout."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -120,17 +120,17 @@ class _Terminal:
             "/edit": ("TEXT", "say something else instead of the last turn", self._edit),
             "/system": ("TEXT", "forget all turns, and begin with this", self._system),
             "/save": ("NAME", "save the conversation to a file", self._save),
-            "/load": ("NAME", "go on with a saved one", self._load),
+            "/load": ("NAME", "continue a saved conversation", self._load),
             "/reset": ("", "forget all turns", self._reset),
             "/exit": ("", "end; as Ctrl-D, or Ctrl-C twice", self._exit),
         }
         self._ended = False
 
     def run(self, first: str = "", *, single: bool = False) -> int:
-        """Take turns until stdin or the user ends; returns the exit code.
+        """Answer turns until stdin ends or the user quits; returns the exit code.
 
-        `first`: the turn before those of the user, if it is not empty. `single`: the conversation
-        ends with its first answer.
+        `first`: a turn before those of the user, unless it is empty. `single`: the conversation
+        ends after its first answer.
         """
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
         if self._input.is_terminal:
@@ -163,10 +163,10 @@ class _Terminal:
     # --- turns and commands -----------------------------------------------------------------------
 
     def _take(self, text: str, *, is_command: bool) -> None:
-        """Do what the user wants; what goes wrong is told in one sentence."""
+        """Run a command or answer a turn; an error is reported in one sentence."""
         try:
             if is_command and text.split(maxsplit=1)[0] in ("/regen", "/edit"):
-                self._command(text)  # commands may write answers, which Ctrl-C ends
+                self._command(text)  # A command may write an answer, which Ctrl-C must end.
             elif is_command:
                 with noted_interrupts():
                     self._command(text)
@@ -194,7 +194,7 @@ class _Terminal:
         self._tell(self._conversation.ask(text))
 
     def _tell(self, answer: Answer) -> None:
-        """Say what an answer alone does not show."""
+        """Print notes about an answer, such as that it was cut off."""
         conversation = self._conversation
         if answer.unread is None:
             say("interrupted while the turn was read: it does not count")
@@ -213,7 +213,7 @@ class _Terminal:
         ]
         print(format_rows(rows, _columns()), file=sys.stderr)
         self._show(
-            f"A line that ends with a backslash goes on in the next one; so do lines between two "
+            f"A line that ends with a backslash continues in the next one; so do lines between two "
             f"lines of {BLOCK}. Ctrl-C stops an answer."
         )
 

@@ -1,4 +1,4 @@
-"""`entropykv chat --web`: hold the conversation in a browser, from a server on this machine."""
+"""`entropykv chat --web`: hold the conversation in a browser, with a server on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAME = (
     *("freeze", "freeze_limit", "freeze_type", "recall_interval", "freeze_window"),
     *("freeze_threshold", "freeze_rate", "freeze_history", "verbose"),
 )
-"""Options of `chat` that `serve` has under the same name."""
+"""Options of `chat` that `serve` has under the same names."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -48,13 +48,13 @@ _ELSEWHERE = {
     "recovery": "--recovery",
     "image": "--image",
 }
-"""Options that the page has no place for, or that `serve` spells otherwise, and what to do."""
+"""Options that the page does not support, or that `serve` names differently, each with advice."""
 
 
 def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
-    """Serve the page on a free port of this machine, and open it; returns at Ctrl-C.
+    """Serve the page on a free port of this machine, and open it in a browser; returns at Ctrl-C.
 
-    Raises SettingsError for options that only the terminal has.
+    Raises SettingsError for options that only the terminal supports.
     """
     _check(options, sampling)
     from entropykv.server import ServerOptions  # noqa: PLC0415
@@ -74,10 +74,10 @@ def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
 
 
 def _check(options: argparse.Namespace, sampling: Sampling) -> None:
-    """Raise SettingsError for an option that was given and would be ignored."""
+    """Raise SettingsError for an option that was given but would have no effect."""
     for name, option in _ELSEWHERE.items():
         if getattr(options, name):
-            raise SettingsError(f"{option} is of the terminal; leave it out with --web")
+            raise SettingsError(f"{option} works only in the terminal; leave it out with --web")
     shown = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed")}
     if sampling != Sampling(**shown):
         raise SettingsError(
@@ -122,10 +122,10 @@ def _sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open(url: str) -> None:
-    """Open the page in a thread, since a browser in the terminal returns only when it ends."""
+    """Open the page in a thread, because a text browser returns only when the user closes it."""
     threading.Thread(target=_open_now, args=(f"{url}/",), daemon=True).start()
 
 
 def _open_now(url: str) -> None:
     if not webbrowser.open(url):
-        say(f"there is no browser here: open {url} in one")
+        say(f"no browser was found: open {url} in one")

@@ -1,4 +1,4 @@
-"""Hold a conversation in one session: every turn reads only what is new."""
+"""Hold a conversation in one session; every turn reads only new tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from entropykv.cli.image_options import tokens_of, with_places
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.saved import check_chat, load_session, save_session
 from entropykv.errors import EntropyKVError, SettingsError
-from entropykv.session.file import check_target
-from entropykv.session.file_reader import open_session
+from entropykv.session.file import check_target, open_session
 from entropykv.session.generate import go_back
 from entropykv.session.sampling import Sampling
 from entropykv.session.session import Session
@@ -20,7 +19,7 @@ from entropykv.session.session import Session
 
 @dataclass(frozen=True)
 class Turn:
-    """Keep what the user said, and what came of it."""
+    """Hold what the user said, and the answer."""
 
     text: str
     answer: str
@@ -31,10 +30,11 @@ class Turn:
 
 
 class Conversation:
-    """Take turns by the model's chat template, or lines of plain text where it has none.
+    """Hold turns with the model's chat template, or lines of plain text if it has none.
 
-    `system` is read before the first turn. Between two turns everything that was shown is read, so
-    that a saved conversation goes on exactly as one that was not saved.
+    `system` is read before the first turn. Between two turns, everything that was shown has been
+    read. Therefore a conversation that was saved and loaded continues exactly like one that was
+    not.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Conversation:
         system: str | None = None,
         use_template: bool = True,
     ) -> None:
-        """Take a session; raises ModelFileError where its template cannot be used."""
+        """Use a session; raises ModelFileError if the model's template cannot be used."""
         self.session = session
         self.turns: list[Turn] = []
         self.loaded_text = ""
-        """The text that a loaded session had read, with special tokens left out."""
+        """The text that a loaded session had read, without special tokens."""
         self.files: list[bytes] = []
         """The files of images that are shown with the next turn."""
         self._sampling = sampling
@@ -64,7 +64,7 @@ class Conversation:
     def ask(self, text: str) -> Answer:
         """Read the user's turn, and write the answer to stdout.
 
-        Where the turn was not read completely, it is taken back. Raises ContextError.
+        If the turn could not be read completely, it is removed again. Raises ContextError.
         """
         start = self.session.position
         answer = Answer()
@@ -79,7 +79,7 @@ class Conversation:
                 to_question=self._answers,
             )
         except EntropyKVError:
-            # A further error would tell the user no more than the one that is raised.
+            # A second error would not help the user; the first one is raised.
             with contextlib.suppress(EntropyKVError):
                 self._end_turn(start, text, answer)
             raise
@@ -108,12 +108,12 @@ class Conversation:
             read_rest(self.session, answer.unread)
 
     def undo(self) -> Turn:
-        """Take back the last turn, and return it; raises SettingsError where there is none.
+        """Remove the last turn, and return it; raises SettingsError if there is none.
 
-        Where something was evicted since, the text before it is read again.
+        If entries were evicted during the turn, the text before it is read again.
         """
         if not self.turns:
-            raise SettingsError("there is no turn to take back; say something first")
+            raise SettingsError("there is no turn to remove; say something first")
         turn = self.turns[-1]
         with noted_interrupts():
             if self.session.can_return_to(turn.start):
@@ -124,7 +124,7 @@ class Conversation:
         return turn
 
     def ask_again(self) -> Answer:
-        """Take back the last turn, and ask it again; raises what undo() and ask() raise."""
+        """Remove the last turn, and ask it again; raises the errors of undo() and ask()."""
         turn = self.undo()
         self.files = list(turn.files)
         return self.ask(turn.text)
@@ -134,19 +134,19 @@ class Conversation:
         read_rest(self.session, tokens)
 
     def begin_with(self, system: str) -> None:
-        """Forget all turns, and put this text before the next one; raises ModelFileError."""
+        """Remove all turns, and set the system message for the next one; raises ModelFileError."""
         if self._is_chat:
-            # Raises where the template refuses a system message.
+            # Raises if the template does not support a system message.
             self.session.chat_prompt("-", system)
         self._system = system
         self.reset()
 
     def was_cut(self, answer: Answer) -> bool:
-        """Tell whether an answer ended only because it had reached its greatest length."""
+        """Tell whether an answer ended only because it reached its maximum length."""
         return len(answer.tokens) == self._max_tokens
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Remove all turns."""
         self.session.reset()
         self.turns, self.loaded_text = [], ""
 
@@ -156,7 +156,7 @@ class Conversation:
         save_session(self.session, path, [], chat=self._is_chat)
 
     def load(self, path: str) -> None:
-        """Go on with a saved session, in place of this one; raises SessionFileError."""
+        """Replace this conversation by a saved session; raises SessionFileError."""
         with open_session(path) as reader:
             check_chat(reader.contents, self._is_chat, path)
         load_session(self.session, path)

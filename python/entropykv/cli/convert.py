@@ -1,4 +1,4 @@
-"""`entropykv convert`: make a GGUF file that stock llama.cpp loads out of a 1.58-bit model."""
+"""`entropykv convert`: convert a 1.58-bit model to a GGUF file that stock llama.cpp loads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=WEIGHT_TYPES,
         help="tq2_0: smallest; q4_0: reads prompts faster; f16, f32: for reference, and master "
         "weights of a Hugging Face checkpoint are not quantised (default: tq2_0, and the next "
-        "that fits where a row is no multiple of 256)",
+        "that fits if a row is not a multiple of 256)",
     )
     parser.add_argument(
         "--embedding-type",
@@ -76,7 +76,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def format_estimate(expected: Estimate) -> str:
-    """Return one line that says, before the work starts, what it will take."""
+    """Return one line about the time and memory that the conversion will need."""
     return (
         f"writing {expected.target_bytes / 2**20:,.1f} MiB: about {expected.seconds:.0f} s, and "
         f"{expected.memory_bytes / 2**20:.0f} MiB of memory for the weights"
@@ -84,7 +84,7 @@ def format_estimate(expected: Estimate) -> str:
 
 
 def format_summary(summary: ConversionSummary) -> str:
-    """Return the final table, and the command that runs the model."""
+    """Return the table of results, and the command that runs the converted model."""
     types = ", ".join(f"{count} {kind}" for kind, count in summary.tensor_types)
     rows = [
         ("model", f"{summary.architecture}, activation {summary.activation}"),

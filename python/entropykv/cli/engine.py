@@ -1,4 +1,6 @@
-"""Declare options of how a model is run, by llama-cli's names, and make a session of them."""
+"""Declare the options of how a model is run, with llama-cli's names, and open a session
+from them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from entropykv.settings.options import KV_TYPES
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add options of how the model is run, and of what is frozen; open_engine() reads them."""
+    """Add options of how the model is run and what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
     add_learn_option(parser.add_argument_group("profile"), "later sessions use it")
@@ -80,14 +82,14 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _gpu_layers(text: str) -> int:
-    """Read a number of layers; `all` and `auto`, which llama-cli takes, become -1."""
+    """Read a number of layers; llama-cli's `all` and `auto` become -1."""
     return -1 if text in ("all", "auto") else integer(-1, 2**31 - 1)(text)
 
 
 def kv_type_of(options: argparse.Namespace) -> str:
-    """Return --kv-type, or what llama-cli's -ctk and -ctv say.
+    """Return --kv-type, or the type in llama-cli's -ctk and -ctv.
 
-    Raises SettingsError where they disagree.
+    Raises SettingsError if they differ.
     """
     kinds = {
         options.cache_type_k or options.cache_type_v,
@@ -121,7 +123,7 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
 
 
 def open_engine(options: argparse.Namespace) -> Session:
-    """Load the model, and say what the user should know of it."""
+    """Load the model and open a session, and print notes for the user."""
     _check_flash(options)
     kv_type = kv_type_of(options)
     _say_what_changes_nothing(options)
@@ -155,7 +157,7 @@ def open_engine(options: argparse.Namespace) -> Session:
             f"--kv-budget {3 * trained // 4} or less"
         )
     if session.fallback:
-        say(f"going on with the flat store: {session.fallback}")
+        say(f"using the flat store instead:  {session.fallback}")
     if note := session.other_file():
         say(note)
     say_obstacle(session.learner)

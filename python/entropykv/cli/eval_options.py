@@ -1,4 +1,4 @@
-"""Declare the options of `entropykv eval`, and make a request of them."""
+"""Declare the options of `entropykv eval`, and build an evaluation request from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DEFAULTS = EvalRequest
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Add options of what is compared, and by which texts and measures."""
+    """Add options of what is compared, on which texts, and by which measures."""
     _add_combination_options(parser)
     _add_text_options(parser)
     _add_passkey_options(parser)
@@ -217,7 +217,7 @@ def _suite_of(options: argparse.Namespace) -> Suite | None:
 
 
 def request_of(options: argparse.Namespace) -> EvalRequest:
-    """Read the texts and questions that are named; raises what their readers raise."""
+    """Read the texts and questions that the options name; raises the errors of their readers."""
     texts = read_texts(options.text or [])
     return EvalRequest(
         texts=part_of(texts, options.part, options.tuning_share) if texts else texts,
@@ -238,7 +238,7 @@ def request_of(options: argparse.Namespace) -> EvalRequest:
 
 
 def engine_of(options: argparse.Namespace) -> EngineSettings:
-    """Return how sessions are made: everything about them but policy, budget and types."""
+    """Return the settings of all sessions, without policy, budget and types, which are compared."""
     cache = CacheOptions(
         store=options.store,
         entropy_config=given_profile(options.entropy_config),
@@ -253,7 +253,7 @@ def engine_of(options: argparse.Namespace) -> EngineSettings:
 
 
 def log_settings(options: argparse.Namespace, engine: EngineSettings) -> dict[str, object]:
-    """Return what figures depend on, besides the request."""
+    """Return the settings that figures depend on, in addition to the request."""
     cache = engine.options
     path = options.entropy_config or profile_path(read_geometry(options.model))
     return {

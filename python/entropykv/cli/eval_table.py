@@ -1,4 +1,4 @@
-"""Write figures of an evaluation as a table."""
+"""Print the figures of an evaluation as a table."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _score_of(task: str) -> Callable[[EvalRow], str]:
 
 
 class EvalTable:
-    """Write a table whose columns are those of the parts that are measured."""
+    """Format a table that has the columns of the measured parts."""
 
     def __init__(self, parts: Sequence[EvalPart]) -> None:
-        """Take the columns of these parts, or those of the one suite."""
+        """Use the columns of these parts, or those of the suite if there is one."""
         self._title = ""
         self._columns = list(_COMMON)
         for part in parts:

@@ -48,7 +48,7 @@ def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument(
         "--resume",
         metavar="FILE",
-        help="keep each figure in this file as it is measured (JSON lines), and go on from there",
+        help="keep each figure in this file as it is measured (JSON lines), and continue from it",
     )
     parser.set_defaults(command=run)
 
@@ -78,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         log = ResultLog(options.resume, about, settings)
         tables = [parts] if request.suite is None else [[part] for part in parts]
         evaluations = [(Evaluation(engine, wanted, each, log), EvalTable(each)) for each in tables]
-        for note in evaluations[0][0].check():  # check() speaks of the shortest prompts
+        # check() uses the shortest prompts, so the first evaluation is enough.
+        for note in evaluations[0][0].check():
             say(note)
         log.begin()
         with noted_interrupts() as interrupts:
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 def _print_tables(
     evaluations: Sequence[tuple[Evaluation, EvalTable]], interrupts: Interrupts
 ) -> bool:
-    """Measure one table after the other; returns whether all was measured."""
+    """Measure one table after the other; returns whether everything was measured."""
     n_steps = sum(evaluation.n_steps for evaluation, _ in evaluations)
     with ProgressBar(total=n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
 
@@ -112,7 +113,7 @@ def _print_tables(
 
 
 def _print_rows(evaluation: Evaluation, table: EvalTable, tick: Tick, bar: ProgressBar) -> bool:
-    """Measure and print row by row; after an interrupt, the last row has what was measured."""
+    """Measure and print row by row; after an interrupt, print what was measured of the last row."""
     n_done = 0
     try:
         for row in evaluation.run(tick):

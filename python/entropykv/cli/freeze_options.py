@@ -16,7 +16,9 @@ _DEFAULTS = Freezing
 
 
 def add_freeze_options(parser: argparse.ArgumentParser) -> None:
-    """Add where evicted entries are kept, and the schedule of policy rolling-freeze."""
+    """Add options of where evicted entries are kept, and of the schedule of policy
+    rolling-freeze.
+    """
     group = parser.add_argument_group("freezing (headwise store)")
     group.add_argument(
         "--freeze",
@@ -73,9 +75,9 @@ def _add_schedule_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_recovery_options(parser: argparse.ArgumentParser, *, rewalks: bool = True) -> None:
-    """Add options of what is done where the output grows uncertain.
+    """Add options of what is done when the output becomes uncertain.
 
-    Without `rewalks`, what was written stays: there are no options to write it again.
+    Without `rewalks`, written tokens are never replaced, so the options of rewalks are left out.
     """
     group = parser.add_argument_group("recovery (where entries are frozen)")
     rewalk = ", rewalk (and write the last tokens again; as many are held back)" * rewalks
@@ -97,7 +99,7 @@ def add_recovery_options(parser: argparse.ArgumentParser, *, rewalks: bool = Tru
         "--recovery-window",
         type=integer(1),
         metavar="N",
-        help=f"steps that a window reset looks back (default: {Recovery.window})",
+        help=f"newest steps that a window reset restores (default: {Recovery.window})",
     )
     if rewalks:
         group.add_argument(

@@ -1,4 +1,6 @@
-"""Handle signals: Ctrl-C takes effect between two steps of a session, SIGTERM as an error would."""
+"""Handle signals: Ctrl-C takes effect between two steps of a session, and SIGTERM raises an
+exception.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-"""The exit code that a shell gives a command that SIGTERM ended."""
+"""The exit code that a shell reports for a command that SIGTERM ended."""
 
 
 class InterruptionError(Exception):
-    """Raised where Ctrl-C was pressed, and nothing is half-done."""
+    """Raised between two steps after Ctrl-C, when no step is incomplete."""
 
 
 class Interrupts:
-    """Know whether Ctrl-C was pressed."""
+    """Record whether Ctrl-C was pressed."""
 
     requested = False
 
@@ -29,9 +31,10 @@ class Interrupts:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Interrupts]:
-    """Note the first Ctrl-C, which would leave a decode half-done; the second one interrupts.
+    """Record the first Ctrl-C, which would leave a decode incomplete; a second one interrupts at
+    once.
 
-    Where interrupts are ignored, as in a shell's background job, they stay so.
+    If interrupts are ignored, as in a shell's background job, they stay ignored.
     """
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
@@ -52,9 +55,9 @@ def noted_interrupts() -> Iterator[Interrupts]:
 
 @contextmanager
 def orderly_termination() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that files that are half-written are removed.
+    """Let SIGTERM raise SystemExit, so that incomplete files are removed.
 
-    Where somebody else handles SIGTERM, or ignores it, it stays so.
+    If SIGTERM is already handled or ignored, this does not change.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ _TITLES = ("model", "converted from", "file", "KV/1,000", "KV full", "KV budget"
 
 
 def format_known(models: list[KnownModel], kv_budget: str) -> str:
-    """Return a table, a paragraph for each model, and what the values are taken from."""
+    """Return a table, a paragraph about each model, and the sources of the values."""
     about = (
         "The public 1.58-bit language models, as `entropykv convert` writes them, their KV cache\n"
         f"in f16, and what a budget of {kv_budget} leaves of it at their own context (entries per "

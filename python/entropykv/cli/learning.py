@@ -1,4 +1,4 @@
-"""Declare --learn, and say what came of it."""
+"""Declare --learn, and print what was learnt."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def add_learn_option(group: argparse._ActionsContainer, when: str) -> None:
 
 
 def say_obstacle(learner: Learner | None) -> None:
-    """Say what is in the way of learning, before anything is read."""
+    """Print why nothing can be learnt, if so, before anything is read."""
     if learner is not None and learner.obstacle is not None:
         say(f"--learn: {learner.obstacle}")
 
 
 def say_learnt(session: Session) -> None:
-    """Say in the end what came of it, but for an obstacle, which is known by then."""
+    """Print what was learnt at the end, but not an obstacle, which say_obstacle() has printed."""
     learner, fit = session.learner, session.predictor_fit
     if learner is not None and learner.obstacle is None:
         report = learner.report()

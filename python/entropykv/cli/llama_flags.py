@@ -1,8 +1,9 @@
-"""List every flag of llama-cli, llama-completion and llama-server, and what becomes of it here.
+"""List every flag of llama.cpp's tools (llama-cli, llama-completion, llama-server), and how
+entropykv treats it.
 
-The flags are those of the llama.cpp that llama-cpp-python 0.3.36 vendors (common/arg.cpp), and a
-few of former releases that people still paste. The parser of the commands, the tests and
-docs/reference/llama-flags.md all follow this one table.
+The flags are those of the llama.cpp version in llama-cpp-python 0.3.36 (common/arg.cpp), and some
+of earlier versions that are still in use. The parser of the commands, the tests and
+docs/reference/llama-flags.md all use this table.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from dataclasses import dataclass
 from entropykv.errors import SettingsError
 
 CLI, SERVER, COMPLETION, FORMER = "csp-"
-"""The letters by which a row says who has a flag: llama-cli, llama-server, llama-completion, and
-former releases of one of them."""
+"""Letters in a row of the table for the tools that have a flag: llama-cli, llama-server,
+llama-completion, and earlier versions of any of them.
+"""
 
 _COMMANDS = ("run", "chat", "serve")
-"""The commands that take command lines of llama.cpp."""
+"""The commands that accept command lines of llama.cpp."""
 
 
 class Use(enum.Enum):
-    """Say what becomes of a flag at a command."""
+    """Define how a command treats a flag."""
 
     TAKEN = "taken"
     NOTED = "taken with a note"
@@ -32,15 +34,15 @@ class Use(enum.Enum):
 
 @dataclass(frozen=True)
 class Treatment:
-    """Hold what becomes of a flag at a command, and why."""
+    """Hold how a command treats a flag, and why."""
 
     use: Use
     why: str = ""
-    """Why a noted flag changes nothing, or what to do in the place of a refused one."""
+    """Why a noted flag changes nothing, or what to do instead of a refused one."""
     unless: tuple[str, ...] = ()
-    """Values with which a refused flag changes nothing, so that it is taken with a note."""
+    """Values with which a refused flag changes nothing, so that it is accepted with a note."""
     places_weights: bool = False
-    """Whether it is refused only where there is a device that weights could be on."""
+    """If true, the flag is refused only if there is a device that weights could be placed on."""
 
 
 def noted(why: str) -> Treatment:
@@ -49,17 +51,19 @@ def noted(why: str) -> Treatment:
 
 
 def refused(way_out: str, unless: str = "") -> Treatment:
-    """Return the treatment of a flag that would change the answer; see Treatment."""
+    """Return the treatment of a flag that would change the answer; the arguments are fields of
+    Treatment.
+    """
     return Treatment(Use.REFUSED, way_out, tuple(unless.split()))
 
 
 def placed(way_out: str) -> Treatment:
-    """Return the treatment of a flag that says which weights are on a device."""
+    """Return the treatment of a flag that places weights on a device."""
     return Treatment(Use.REFUSED, way_out, places_weights=True)
 
 
 TAKEN = Treatment(Use.TAKEN)
-_OF_A_SERVER = refused("it is of a server; use `entropykv serve`")
+_OF_A_SERVER = refused("only a server has it; use `entropykv serve`")
 
 
 @dataclass(frozen=True)
@@ -68,22 +72,24 @@ class LlamaFlag:
 
     names: tuple[str, ...]
     tools: str
-    """Who has it, by the letters above."""
+    """The letters of the tools that have the flag."""
     values: str
-    """How many values follow it: 0, 1 or 2; ?: one, unless another flag follows."""
+    """How many values follow the flag: 0, 1 or 2; `?` means one, unless another flag follows."""
     run: Treatment
     chat: Treatment
     serve: Treatment
 
     def at(self, command: str) -> Treatment:
-        """Return what becomes of it at a command; commands besides the three are as `run`."""
+        """Return how a command treats the flag; other commands than `run`, `chat` and `serve` treat
+        it as `run` does.
+        """
         treatment: Treatment = getattr(self, command if command in _COMMANDS else "run")
         return treatment
 
     def count_values(self, following: Sequence[str]) -> int:
-        """Return how many of the words that follow the flag are its values.
+        """Return how many of the following words are values of the flag.
 
-        Raises SettingsError where there are too few.
+        Raises SettingsError if there are too few.
         """
         if self.values == "?":
             return int(bool(following) and not following[0].startswith("-"))
@@ -100,9 +106,11 @@ def _flags(
     chat: Treatment | None = None,
     serve: Treatment | None = None,
 ) -> list[LlamaFlag]:
-    """Return the flags of rows such as `csp 1 -t --threads`; chat and serve are as run unless set.
+    """Return the flags of rows such as `csp 1 -t --threads`; chat and serve default to run's
+    treatment.
 
-    A row has the letters of those who have the flag, how many values it takes, and its spellings.
+    A row has the letters of the tools that have the flag, the number of its values, and its
+    spellings.
     """
     found = []
     for row in rows.strip().splitlines():
@@ -206,14 +214,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 0 --ignore-eos
         """,
         TAKEN,
-        serve=refused("requests say it themselves; leave it out here"),
+        serve=refused("it is a field of requests; leave it out here"),
     ),
     *_flags(
         """
         csp 1 --adaptive-target
         csp 1 --adaptive-decay
         """,
-        refused("there is no sampler adaptive-p here; use --top-p or --min-p"),
+        refused("the sampler adaptive-p is not available; use --top-p or --min-p"),
     ),
     *_flags(
         """
@@ -223,14 +231,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cp 1 -f --file
         """,
         TAKEN,
-        serve=refused("requests say it themselves; leave it out here"),
+        serve=refused("it is a field of requests; leave it out here"),
     ),
     *_flags(
         """
         csp 0 -e --escape
         """,
         TAKEN,
-        serve=noted("requests have their texts as JSON says"),
+        serve=noted("texts in requests are JSON strings"),
     ),
     *_flags(
         """
@@ -250,7 +258,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         p 0 -cnv --conversation
         """,
         refused("`run` gives one answer; use `entropykv chat` for a conversation"),
-        serve=noted("/v1/chat/completions has conversations"),
+        serve=noted("/v1/chat/completions serves conversations"),
         chat=noted("this is a conversation"),
     ),
     *_flags(
@@ -298,7 +306,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cp 1 -bf --binary-file
         """,
         refused("use -f: it reads text"),
-        serve=refused("requests say it themselves; leave it out here"),
+        serve=refused("it is a field of requests; leave it out here"),
     ),
     *_flags(
         """
@@ -350,7 +358,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 0 --swa-full
         """,
-        noted("the budget says what windows hold"),
+        noted("the budget also limits layers with windows"),
     ),
     *_flags(
         """
@@ -370,7 +378,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         cs 1 -ctxcp --ctx-checkpoints --swa-checkpoints
         cs 1 -cram --cache-ram
         """,
-        noted("one conversation goes back without checkpoints"),
+        noted("a single conversation rolls back without checkpoints"),
         serve=TAKEN,
     ),
     *_flags(
@@ -384,14 +392,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --cache-idle-slots
         s 0 --no-cache-idle-slots
         """,
-        noted("idle conversations are swapped out where another one needs room"),
+        noted("idle conversations are swapped out if another one needs room"),
     ),
     *_flags(
         """
         csp 0 --context-shift
         csp 0 --no-context-shift
         """,
-        noted("the budget evicts in its place, and -c may be longer than the model's context"),
+        noted("the budget evicts instead, and -c may be longer than the model's context"),
     ),
     *_flags(
         """
@@ -453,7 +461,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 -cb --cont-batching
         s 0 -nocb --no-cont-batching
         """,
-        noted("what waits is always read together"),
+        noted("waiting requests are always read together"),
     ),
     *_flags(
         """
@@ -471,7 +479,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         csp 1 -fitt --fit-target
         csp 1 -fitc --fit-ctx
         """,
-        noted("--kv-budget, -c and -ngl say what is where"),
+        noted("--kv-budget, -c and -ngl decide what is kept where"),
     ),
     *_flags(
         """
@@ -622,13 +630,13 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 0 --completion-bash
         """,
-        refused("there is no script for shells; use --help"),
+        refused("completion scripts are not written; use --help"),
     ),
     *_flags(
         """
         c 1 --server-base
         """,
-        refused("ask a running server by a client of OpenAI's API"),
+        refused("use a client of OpenAI's API with a running server"),
     ),
     *_flags(
         """
@@ -646,7 +654,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         cs 1 --log-prompts-dir
         """,
-        refused("what is said is never logged; leave it out"),
+        refused("conversations are never logged; leave it out"),
     ),
     *_flags(
         """
@@ -725,38 +733,38 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         csp 1 --reasoning-format
         """,
-        refused("leave it out: thoughts are a part of the answer", unless="none"),
+        refused("leave it out: reasoning is a part of the answer", unless="none"),
     ),
     *_flags(
         """
         csp 1 -rea --reasoning
         """,
-        refused("thoughts are a part of the answer; use --chat-template-kwargs", unless="auto on"),
+        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="auto on"),
     ),
     *_flags(
         """
         csp 1 --reasoning-budget
         """,
-        refused("leave it out: thoughts are a part of the answer", unless="-1"),
+        refused("leave it out: reasoning is a part of the answer", unless="-1"),
     ),
     *_flags(
         """
         csp 1 --reasoning-effort
         """,
-        refused("thoughts are a part of the answer; use --chat-template-kwargs", unless="default"),
+        refused("reasoning is a part of the answer; use --chat-template-kwargs", unless="default"),
     ),
     *_flags(
         """
         csp 1 --reasoning-budget-message
         csp 0 --reasoning-preserve
         """,
-        refused("leave it out: thoughts are a part of the answer"),
+        refused("leave it out: reasoning is a part of the answer"),
     ),
     *_flags(
         """
         csp 0 --no-reasoning-preserve
         """,
-        noted("thoughts are a part of the answer"),
+        noted("reasoning is a part of the answer"),
     ),
     *_flags(
         """
@@ -782,13 +790,13 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """
         s 0 --prefill-assistant
         """,
-        refused("an answer does not go on a message of the assistant; use /v1/completions"),
+        refused("an answer cannot continue a message of the assistant; use /v1/completions"),
     ),
     *_flags(
         """
         s 0 --no-prefill-assistant
         """,
-        noted("an answer does not go on a message of the assistant"),
+        noted("an answer cannot continue a message of the assistant"),
     ),
     *_flags(
         """
@@ -814,7 +822,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --reuse-port
         """,
         _OF_A_SERVER,
-        serve=noted("the server has its port alone"),
+        serve=noted("the server shares its port with no other process"),
     ),
     *_flags(
         """
@@ -859,14 +867,14 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --sse-ping-interval
         """,
         _OF_A_SERVER,
-        serve=noted("streams are kept open by pings of their own"),
+        serve=noted("streams send pings to stay open"),
     ),
     *_flags(
         """
         s 1 --threads-http
         """,
         _OF_A_SERVER,
-        serve=noted("one thread takes all requests"),
+        serve=noted("one thread accepts all requests"),
     ),
     *_flags(
         """
@@ -876,7 +884,7 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 -sps --slot-prompt-similarity
         """,
         _OF_A_SERVER,
-        serve=noted("requests go on from what was read of their text"),
+        serve=noted("requests reuse what was already read of their text"),
     ),
     *_flags(
         """
@@ -886,13 +894,6 @@ FLAGS: tuple[LlamaFlag, ...] = (
         """,
         _OF_A_SERVER,
         serve=noted("/metrics, /props and /slots are always there"),
-    ),
-    *_flags(
-        """
-        s 0 --no-models-autoload
-        """,
-        _OF_A_SERVER,
-        serve=noted("there is one model"),
     ),
     *_flags(
         """
@@ -942,16 +943,11 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 1 --models-preset
         s 1 --models-max
         s 0 --models-autoload
-        """,
-        _OF_A_SERVER,
-        serve=refused("a server has one model; give it with -m"),
-    ),
-    *_flags(
-        """
+        s 0 --no-models-autoload
         s 1 --sleep-idle-seconds
         """,
         _OF_A_SERVER,
-        serve=refused("the model stays loaded; leave it out", unless="-1"),
+        serve=TAKEN,
     ),
     *_flags(
         """
@@ -965,10 +961,10 @@ FLAGS: tuple[LlamaFlag, ...] = (
         s 0 --spm-infill
         """,
         _OF_A_SERVER,
-        serve=refused("`suffix` of a request is llama-cpp-python's; leave it out"),
+        serve=refused("llama-cpp-python applies `suffix` of a request; leave it out"),
     ),
 )
-"""Every flag, grouped by what becomes of it."""
+"""All flags, grouped by their treatment."""
 
 
 @functools.cache
@@ -977,12 +973,12 @@ def _by_name() -> dict[str, LlamaFlag]:
 
 
 def flag_named(name: str) -> LlamaFlag | None:
-    """Return the flag of a spelling; None where llama.cpp has no such flag."""
+    """Return the flag with this spelling; None if llama.cpp has no such flag."""
     return _by_name().get(name)
 
 
 def flags_of(tools: str) -> list[LlamaFlag]:
-    """Return the flags that one of `tools` has, by the letters above."""
+    """Return the flags that any of `tools` has; `tools` are letters as above."""
     return [flag for flag in FLAGS if set(flag.tools) & set(tools)]
 
 

@@ -1,4 +1,4 @@
-"""Declare options of how a model is loaded, by llama-cli's names."""
+"""Declare the options of how a model is loaded, with llama-cli's names."""
 
 from __future__ import annotations
 
@@ -102,12 +102,14 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("it is no JSON object; give one such as '{\"name\": 1}'")
+        raise argparse.ArgumentTypeError(
+            "it is not a JSON object; give one such as '{\"name\": 1}'"
+        )
     return found
 
 
 def add_split_options(group: argparse._ActionsContainer) -> None:
-    """Add how several devices share a model."""
+    """Add options of how several devices share a model."""
     group.add_argument(
         "-sm",
         "--split-mode",
@@ -146,7 +148,7 @@ def device_parts(text: str) -> tuple[float, ...]:
 
 
 def model_options_of(options: argparse.Namespace) -> LoadOptions:
-    """Make LoadOptions; raises SettingsError for options that contradict each other."""
+    """Return LoadOptions; raises SettingsError for options that contradict each other."""
     template = options.chat_template
     if options.chat_template_file is not None:
         if template is not None:
@@ -173,7 +175,9 @@ def model_options_of(options: argparse.Namespace) -> LoadOptions:
 
 
 def _scaled(words: list[str]) -> list[tuple[str, float]]:
-    """Read FILE:SCALE, several of them separated by commas, or FILE SCALE of former releases."""
+    """Read FILE:SCALE, several separated by commas, or FILE SCALE as in earlier versions of
+    llama.cpp.
+    """
     pairs = [text.rpartition(":")[::2] for word in words for text in word.split(",")]
     if len(words) == 2 and not pairs[0][0]:
         pairs = [(words[0], words[1])]
@@ -187,7 +191,7 @@ def _scaled(words: list[str]) -> list[tuple[str, float]]:
 
 
 def _rope_of(options: argparse.Namespace) -> dict[str, float]:
-    """Return the fields of llama_context_params that were given."""
+    """Return the given fields of llama_context_params."""
     given = {field: getattr(options, field) for field, _ in _ROPE.values()}
     if options.rope_scale is not None:
         if given["rope_freq_scale"] is not None or options.rope_scale <= 0.0:

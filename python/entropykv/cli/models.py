@@ -1,4 +1,6 @@
-"""`entropykv models`: list what runs without a download, public 1.58-bit models, architectures."""
+"""`entropykv models`: list models that run without a download, public 1.58-bit models, and
+architectures.
+"""
 
 from __future__ import annotations
 

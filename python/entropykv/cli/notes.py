@@ -1,4 +1,4 @@
-"""Print notes to the user: sentences on stderr, beside what a command prints."""
+"""Print notes to the user on stderr, separately from a command's output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 
 
 def say(text: str) -> None:
-    """Print a note to stderr: one line, which ends between words where a terminal is too narrow."""
+    """Print a note to stderr, wrapped between words at the width of the terminal."""
     note = f"entropykv: {text}"
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns

@@ -1,7 +1,7 @@
-"""Parse every command: a flag that it does not know is refused in one sentence.
+"""Parse all commands; an unknown flag is refused in one sentence.
 
 argparse alone reads `-fa` as `-f a`. Users of llama.cpp paste whole command lines: llama_flags.py
-says which of their flags change nothing here, and what to do in the place of the others.
+lists which of llama.cpp's flags have no effect here, and what to use instead of the others.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _IN_MEMORY = "all weights are in main memory: this llama-cpp-python is built wit
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parse arguments, and never read a flag as the beginning of another one."""
+    """Parse arguments, and never read one flag as an abbreviation of another."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Take what argparse takes; names of options are never completed."""
+        """Accept the arguments of argparse.ArgumentParser; names of options are never completed."""
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
         self.add_argument("--usage", action="help", help=argparse.SUPPRESS)
         self.add_argument(
@@ -35,9 +35,10 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse without the flags of llama.cpp that change nothing, which one note names.
+        """Parse arguments, and skip flags of llama.cpp that have no effect, naming them in one
+        note.
 
-        Raises SettingsError for a flag of several letters that is not one of this command.
+        Raises SettingsError for a flag of several letters that this command does not have.
         """
         notes: dict[str, str] = {}
         kept = self._without_noted(list(args or ()), notes)
@@ -53,7 +54,9 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _without_noted(self, given: list[str], notes: dict[str, str]) -> list[str]:
-        """Return the words without flags that change nothing, and note why each of them does."""
+        """Remove the flags without effect from the words, and add the reason for each to
+        `notes`.
+        """
         kept: list[str] = []
         at = 0
         while at < len(given):
@@ -74,7 +77,9 @@ class CommandParser(argparse.ArgumentParser):
         return kept
 
     def _foreign(self, name: str) -> LlamaFlag | None:
-        """Return a flag of llama.cpp that is not an option of this command, which runs a model."""
+        """Return the flag of llama.cpp with this name, if this command runs a model and lacks the
+        option.
+        """
         if name in self._option_string_actions or "-m" not in self._option_string_actions:
             return None
         flag = flag_named(name)
@@ -84,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
         return flag.at(self.prog.rpartition(" ")[2])
 
     def _why_noted(self, name: str, flag: LlamaFlag, values: Sequence[str]) -> str:
-        """Return why a flag with these values changes nothing; raises SettingsError if it does."""
+        """Return why a flag with these values has no effect; raises SettingsError if it has one."""
         treatment = self._treatment(flag)
         if treatment.use is Use.NOTED:
             return treatment.why
@@ -99,22 +104,22 @@ class CommandParser(argparse.ArgumentParser):
         if not is_flag or flag in self._option_string_actions or len(flag) < 2:
             return
         if self._subparsers is not None:
-            return  # the command looks at the word itself
+            return  # The command examines the word itself.
         if flag.startswith("--") or (len(flag) > 2 and flag[1].isalpha() and not _has_number(flag)):
             raise SettingsError(f"{flag} is not an option of {self.prog}; see {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
-        """Raise SettingsError with one sentence, without the usage, which is long."""
+        """Raise SettingsError with one sentence, without the long usage text."""
         raise SettingsError(f"{message}; see {self.prog} --help")
 
 
 def _has_number(flag: str) -> bool:
-    """Tell whether a value is written behind a flag of one letter, as in -n128."""
+    """Tell whether a one-letter flag is directly followed by its value, as in -n128."""
     return flag[2:].lstrip("-").replace(".", "", 1).isdigit()
 
 
 def _has_device() -> bool:
-    """Tell whether weights could be elsewhere than in main memory."""
+    """Tell whether there is a device besides main memory that weights could be placed on."""
     import llama_cpp  # noqa: PLC0415  (help and errors need not wait for it)
 
     return bool(llama_cpp.llama_supports_gpu_offload())

@@ -38,7 +38,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="plan for `entropykv serve -np N`: what all conversations share, and each gets",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    # A pool reads fewer tokens at a time unless the user says how many.
+    # None lets the default depend on -np: a pool reads fewer tokens at a time than one session.
     parser.set_defaults(command=_plan, ubatch_size=None)
 
 

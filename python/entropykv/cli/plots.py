@@ -1,4 +1,4 @@
-"""Write a figure to the file that --plot names."""
+"""Write figures to the file that --plot names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUFFIXES = (".png", ".svg")
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise SettingsError where no plot can be written to the path."""
+    """Raise SettingsError if no plot can be written to the path."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise SettingsError(f"{path}: a plot is a {' or '.join(SUFFIXES)} file; name it so")
     if not Path(path).resolve().parent.is_dir() or Path(path).is_dir():
@@ -34,37 +34,45 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def check_matplotlib() -> None:
-    """Raise SettingsError where matplotlib is missing, so that nothing can be drawn."""
+    """Raise SettingsError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("plots need matplotlib; install it with: pip install 'entropykv[plot]'")
 
 
 def draw(profile: EntropyProfile, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a profile; raises SettingsError where that cannot be done."""
+    """Write the figure of a profile; raises SettingsError if the file cannot be written."""
     check_plot(path)
     _save(profile_figure(profile), path)
 
 
 def draw_bench(rows: Sequence[BenchRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture of prompt and decode speed over the length; raises as draw()."""
+    """Write a figure of prompt and decode speed over the length; raises SettingsError as draw()
+    does.
+    """
     check_plot(path)
     _save(bench_figure({"": rows}), path)
 
 
 def draw_eval(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture of the quality over the bytes of the cache; raises as draw()."""
+    """Write a figure of quality over the bytes of the cache; raises SettingsError as
+    draw() does.
+    """
     check_plot(path)
     _save(eval_figure({"": rows}), path)
 
 
 def draw_suite(rows: Sequence[EvalRow], path: str | os.PathLike[str]) -> None:
-    """Write a picture of a suite's scores over bytes, a panel a table; raises as draw()."""
+    """Write a figure of a suite's scores over bytes, one panel per table; raises SettingsError as
+    draw() does.
+    """
     check_plot(path)
     _save(suite_figure({"": rows}), path)
 
 
 def draw_trajectory(trajectory: Trajectory, path: str | os.PathLike[str]) -> None:
-    """Write a picture of what a KV head holds as the text grows; raises SettingsError as draw()."""
+    """Write a figure of the entries that a KV head holds as the text grows; raises SettingsError as
+    draw() does.
+    """
     check_plot(path)
     _save(trajectory_figure({"": trajectory.to_json()}), path)
 

@@ -1,4 +1,4 @@
-"""`entropykv profile`: show a profile, compare two, convert an old one."""
+"""`entropykv profile`: show a profile, compare two profiles, or convert an old one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write an entropy profile, or the difference of two, as text for a terminal."""
+"""Format an entropy profile, or the difference of two, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.report.budgets import budget_tables
 
 _LETTERS = "sfmxd"
-"""Letters of HEAD_TYPES, written beside a head's entropy."""
+"""A letter for each of HEAD_TYPES, printed next to a head's entropy."""
 _WIDTH = 92
 
 
 def summary_line(profile: EntropyProfile) -> str:
-    """Return one line: heads, entropy, stability, and how well scores are predicted."""
+    """Return one line: heads, entropy, stability, and the quality of predicted scores."""
     text = (
         f"{profile.n_layer} x {profile.n_head} heads, mean entropy {profile.mean:.3f} bits, "
         + ", ".join(f"{count} {kind}" for kind, count in profile.head_types().items() if count)
@@ -38,7 +38,9 @@ def _quality(predictor: ScorePredictor) -> str:
 
 
 def format_profile(profile: EntropyProfile) -> str:
-    """Return layers x heads with their types, statistics, and budgets at 0.5, 0.2 and 0.1."""
+    """Return a table (layers x heads) with entropies and types, statistics, and budgets at 0.5, 0.2
+    and 0.1.
+    """
     letters = ", ".join(f"{c} {name}" for c, name in zip(_LETTERS, HEAD_TYPES, strict=True))
     lines = [
         f"{profile.model or 'unnamed model'}: {summary_line(profile)}",
@@ -87,8 +89,8 @@ def _budgets(profile: EntropyProfile, policy: str) -> list[str]:
 
 def _lookups(lookups: FloatArray) -> list[str]:
     lines = [
-        f"Where KV heads look things up: % of each one's entries among those {LOOKUP_SHARE:.0%} of",
-        "all entries that are predicted to be looked at most:",
+        f"KV heads that look facts up: % of a head's entries among those {LOOKUP_SHARE:.0%} of",
+        "all entries with the highest predicted scores:",
         "  layer   mean  KV heads",
     ]
     per_line = max(1, _WIDTH // 6)
@@ -101,9 +103,9 @@ def _lookups(lookups: FloatArray) -> list[str]:
 
 
 def compare(first: EntropyProfile, second: EntropyProfile, most: int = 10) -> str:
-    """Return correlation and mean difference of two profiles, and the largest differences.
+    """Return correlation and mean difference of two profiles, and the `most` largest differences.
 
-    Raises ProfileError where their shapes differ.
+    Raises ProfileError if their shapes differ.
     """
     if first.head_entropies.shape != second.head_entropies.shape:
         raise ProfileError(

@@ -1,4 +1,4 @@
-"""Show a bar on stderr for commands that know how much of their work is done."""
+"""Show a progress bar on stderr for commands that know their total work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from tqdm import tqdm
 
 
 class ProgressBar(tqdm):  # type: ignore[type-arg]
-    """Show progress to callbacks that are told (done, in all), as tqdm does."""
+    """Offer tqdm's progress bar to callers that report (done, total)."""
 
     def advance_to(self, done: int, total: int) -> None:
-        """Show that `done` of `total` is done."""
+        """Set the bar to `done` of `total`."""
         self.total = total
         self.update(done - self.n)

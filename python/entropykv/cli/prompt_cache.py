@@ -1,7 +1,7 @@
-"""Keep what a prompt left in the KV cache in a file, by llama-completion's --prompt-cache.
+"""Keep the KV cache of a prompt in a file, with llama-completion's --prompt-cache.
 
-It is a saved session, as --save-session writes it; what differs is that the prompt is the whole
-text, of which as much is not read again as the file begins with.
+The file is a saved session, as --save-session writes it. The difference is that the prompt of the
+next run is a whole text, and its beginning is not read again as far as the file contains it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from entropykv.cli.notes import say
 from entropykv.cli.saved import load_session, save_session
 from entropykv.errors import SettingsError
 from entropykv.session.file import check_target
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
 from entropykv.session.session import Session
 
 
 def add_prompt_cache(group: argparse._ActionsContainer) -> None:
-    """Add --prompt-cache, and what of it is written; PromptCache.of() reads them."""
+    """Add --prompt-cache and the options of what is written to it; PromptCache.of() reads them."""
     group.add_argument(
         "--prompt-cache",
         metavar="FILE",
@@ -30,7 +30,7 @@ def add_prompt_cache(group: argparse._ActionsContainer) -> None:
         "--prompt-cache-all", action="store_true", help="keep the answer in that file, too"
     )
     group.add_argument(
-        "--prompt-cache-ro", action="store_true", help="go on from that file, and never write it"
+        "--prompt-cache-ro", action="store_true", help="continue from that file, and never write it"
     )
 
 
@@ -44,7 +44,9 @@ class PromptCache:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> PromptCache | None:
-        """Return what was asked for; None: nothing. Raises SettingsError, or SessionFileError."""
+        """Return the prompt cache that the options ask for, or None. Raises SettingsError or
+        SessionFileError.
+        """
         path = options.prompt_cache
         if path is None:
             if options.prompt_cache_all or options.prompt_cache_ro:
@@ -65,10 +67,10 @@ class PromptCache:
         return cls(path, options.prompt_cache_all, not options.prompt_cache_ro)
 
     def go_on_from(self, session: Session, tokens: list[int]) -> list[int]:
-        """Take what the file has read of a prompt, and return the tokens that are left to read.
+        """Load the beginning of a prompt from the file; returns the tokens that are left to read.
 
-        Where the file holds more than the beginning of the prompt, the last token that both have is
-        read again: its logits begin the answer.
+        If the file contains more than the beginning of the prompt, the last common token is read
+        again, because its logits are needed for the answer.
         """
         if not Path(self.path).exists():
             return tokens
@@ -80,12 +82,14 @@ class PromptCache:
         if shared < session.position:
             if session.can_return_to(shared):
                 session.truncate(shared)
-            else:  # what was evicted of the saved text is missing in this one
+            else:  # Entries that the saved text has evicted could be needed for this one.
                 session.reset()
         say(f"{session.position} of {len(tokens)} tokens of the prompt are in {self.path}")
         return tokens[session.position :]
 
     def keep_prompt(self, session: Session, *, chat: bool | None) -> None:
-        """Write the file once the prompt is read, unless it is only read or has the answer, too."""
+        """Write the file after the prompt was read, unless the file is read-only or will include
+        the answer.
+        """
         if self.is_written and not self.keeps_answer:
             save_session(session, self.path, [], chat=chat)

@@ -1,4 +1,6 @@
-"""Declare what a model is told first: the prompt, and the system's message before it."""
+"""Declare options of the text that a model reads first: the prompt, and a system message
+before it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from entropykv.files import read_text
 
 
 def add_prompt_options(group: argparse._ActionsContainer, what: str) -> None:
-    """Add -p, -f and -e; `what` they give: the prompt, or the first turn."""
+    """Add -p, -f and -e; `what` describes their text: the prompt, or the first turn."""
     group.add_argument("-p", "--prompt", metavar="TEXT", help=f"{what}; after -f's text if both")
     group.add_argument(
         "-f", "--file", metavar="FILE", help=f"read {what} from a file (-: standard input)"
@@ -22,13 +24,13 @@ def add_prompt_options(group: argparse._ActionsContainer, what: str) -> None:
 
 
 def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
-    """Add -sys and -sysf; `where` says before what their text stands."""
+    """Add -sys and -sysf; `where` names the text that the system message precedes."""
     group.add_argument(
         "-sys",
         "--system",
         "--system-prompt",
         metavar="TEXT",
-        help=f"what stands before {where}, by the model's chat template",
+        help=f"text before {where}, in the model's chat template",
     )
     group.add_argument(
         "-sysf",
@@ -46,7 +48,7 @@ def _text_of_file(path: str) -> str:
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """Return the text of -f and -p, which may be empty, and read escapes if -e is given."""
+    """Return the text of -f and -p, which may be empty; with -e, backslash escapes are replaced."""
     if options.escape:
         for name in ("prompt", "system"):
             if getattr(options, name) is not None:
@@ -62,6 +64,6 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def _unescaped(text: str) -> str:
-    """Read backslash sequences as llama-cli does; others stay as they are."""
+    """Replace backslash escapes as llama-cli does; unknown ones stay unchanged."""
     known = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'"}
     return re.sub(r"\\(.)", lambda found: known.get(found[1], found[0]), text)

@@ -1,4 +1,4 @@
-"""`entropykv report`: write what was measured as one page that can be passed on."""
+"""`entropykv report`: combine measured results in one self-contained page."""
 
 from __future__ import annotations
 

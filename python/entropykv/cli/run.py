@@ -1,4 +1,4 @@
-"""`entropykv run`: read a prompt and write a text, inside the budget."""
+"""`entropykv run`: read a prompt and continue it, inside the budget."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def _report(session: Session, path: str | None) -> None:
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
-    """Take -f and -p of the demo where only --demo is given; returns the demo's question.
+    """Use -f and -p of the demo if only --demo is given; returns the demo's question.
 
-    With -f alone, the file is the prompt. A loaded session has read a document already.
+    With -f alone, the file is the prompt. A loaded session has already read a document.
     """
     demo = demo_of(options)
     if demo is None or options.load_session is not None:
@@ -171,7 +171,7 @@ def _prompt_tokens(
     options: argparse.Namespace,
     loaded: SavedContents | None,
 ) -> tuple[list[int], bool | None]:
-    """Return the tokens to read, and whether the session is a chat (None: nobody knows)."""
+    """Return the tokens to read, and whether the session is a chat (None if unknown)."""
     if loaded and not text.strip():
         if session.logits is None:
             raise ContextError("the saved session ends within a text; give a prompt with -p or -f")
@@ -180,7 +180,9 @@ def _prompt_tokens(
     turn = None
     if not options.no_chat:
         if loaded and options.system is not None:
-            raise SettingsError("-sys stands before the first turn, which the saved session has")
+            raise SettingsError(
+                "-sys belongs before the first turn, which the saved session already has"
+            )
         turn = session.chat_turn(text) if loaded else session.chat_prompt(text, options.system)
     if turn is None and options.system is not None:
         raise SettingsError("-sys needs a chat template, and there is none here; give it in -p")

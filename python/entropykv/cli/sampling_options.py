@@ -1,4 +1,4 @@
-"""Declare options of llama.cpp's samplers, by llama-cli's names, and make a Sampling of them."""
+"""Declare the options of llama.cpp's samplers, with llama-cli's names, and build a Sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LETTERS = {
     "xtc": "x",
     "temperature": "t",
 }
-"""The letters by which --sampler-seq names samplers, as llama-cli has them."""
+"""The letters that --sampler-seq uses for samplers, as in llama-cli."""
 
 _FLOATS = (
     ("--temp", "--temperature", "temperature", "0: greedy"),
@@ -49,14 +49,14 @@ _FLOATS = (
 )
 _INTEGERS = (
     ("--top-k", "top_k", 0, "0: off"),
-    ("--repeat-last-n", "repeat_last_n", -1, "tokens that penalties look back at, -1: all"),
+    ("--repeat-last-n", "repeat_last_n", -1, "newest tokens that penalties consider, -1: all"),
     ("--dry-allowed-length", "dry_allowed_length", 0, "repetitions of this length are free"),
-    ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "tokens that it looks back at, -1: all"),
+    ("--dry-penalty-last-n", "dry_penalty_last_n", -1, "newest tokens that it considers, -1: all"),
 )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> None:
-    """Add options of how tokens are chosen, and how many at most; sampling_of() reads them."""
+    """Add options of how tokens are chosen, and of the maximum number; sampling_of() reads them."""
     group = parser.add_argument_group("answer")
     group.add_argument(
         "-n",
@@ -65,7 +65,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         type=_n_predict,
         default=n_predict,
         metavar="N",
-        help="tokens of an answer at most (-1 or -2: until the model or the context ends; default: "
+        help="most tokens of an answer (-1 or -2: until the model or the context ends; default: "
         "%(default)s)",
     )
     group.add_argument(
@@ -77,14 +77,16 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int) -> 
         help="end an answer before this text; may be given several times",
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", help="go on where the model would end its answer"
+        "--ignore-eos", action="store_true", help="continue where the model would end its answer"
     )
     _add_samplers(parser.add_argument_group("sampling"))
     _add_grammars(parser.add_argument_group("what an answer may be"))
 
 
 def _n_predict(text: str) -> int:
-    """Read the tokens of an answer; llama-cli's -2, until the context is full, is -1 here."""
+    """Read the maximum tokens of an answer; llama-cli's -2 (until the context is full)
+    becomes -1.
+    """
     return max(-1, integer(-2)(text))
 
 
@@ -152,7 +154,7 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
-    """Make a Sampling; raises SettingsError for values outside of their range."""
+    """Return a Sampling; raises SettingsError for values out of range."""
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
     fields: dict[str, Any] = {
@@ -173,7 +175,7 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
 
 
 def ending_never(sampling: Sampling, session: Session) -> Sampling:
-    """Return the sampling without the tokens that end an answer (--ignore-eos)."""
+    """Return a sampling that excludes the tokens that end an answer (--ignore-eos)."""
     ends = [(token, -math.inf) for token in range(session.n_vocab) if session.is_end(token)]
     return dataclasses.replace(sampling, logit_bias=(*sampling.logit_bias, *ends))
 
@@ -202,7 +204,7 @@ def _bias(text: str) -> tuple[int, float]:
                 return int(token), float(sign + bias)
             except ValueError:
                 break
-    raise SettingsError(f"--logit-bias {text} is no token with a bias; give one such as 15043-1")
+    raise SettingsError(f"--logit-bias {text} is not a token with a bias; give one such as 15043-1")
 
 
 def _grammar_of(options: argparse.Namespace) -> str | None:
@@ -218,6 +220,6 @@ def _grammar_of(options: argparse.Namespace) -> str | None:
         read = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise SettingsError(
-            f'the JSON schema is no JSON ({error}); give one such as \'{{"type": "object"}}\''
+            f'the JSON schema is not JSON ({error}); give one such as \'{{"type": "object"}}\''
         ) from None
     return grammar_of_schema(read)

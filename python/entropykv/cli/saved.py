@@ -1,4 +1,4 @@
-"""Declare options of sessions on disk, and tell what was saved and loaded."""
+"""Declare options of saved sessions, and print what was saved and loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_session_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     )
     add_load_option(
         group,
-        "go on with a saved session: the prompt comes after what it has read, as a new turn "
-        "where it is a chat; without a prompt, the answer goes on",
+        "continue a saved session: the prompt follows the text that it has read, as a new turn "
+        "if it is a chat; without a prompt, the answer is continued",
     )
     return group
 
@@ -35,7 +35,7 @@ def add_load_option(group: argparse._ActionsContainer, description: str) -> None
 
 
 def load_session(session: Session, path: str | None) -> SavedContents | None:
-    """Load a session if there is a file, and say so."""
+    """Load a session if `path` is given, and print a note."""
     if path is None:
         return None
     start = time.perf_counter()
@@ -48,16 +48,20 @@ def load_session(session: Session, path: str | None) -> SavedContents | None:
 
 
 def check_chat(contents: SavedContents, chat: bool, path: str) -> None:
-    """Raise SettingsError where a chat would go on as plain text, or plain text as a chat."""
+    """Raise SettingsError if a saved chat would be continued as plain text, or plain text as a
+    chat.
+    """
     if contents.chat is None or contents.chat == chat:
         return
     way_out = "leave --no-chat out" if contents.chat else "give --no-chat"
     kind = "a chat" if contents.chat else "plain text"
-    raise SettingsError(f"{path}: was saved as {kind}; {way_out} to go on with it")
+    raise SettingsError(f"{path}: was saved as {kind}; {way_out} to continue it")
 
 
 def save_session(session: Session, path: str, unread: list[int], *, chat: bool | None) -> None:
-    """Save a session, and say so; `unread` are tokens of the answer that it has not read yet."""
+    """Save a session, and print a note; `unread` are tokens of the answer that it has not
+    read yet.
+    """
     start = time.perf_counter()
     if not read_rest(session, unread):
         say("the context is full: the saved session ends before the last token of the answer")

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from entropykv.cli.freeze_options import add_freeze_options
 from entropykv.cli.learning import add_learn_option
 from entropykv.cli.notes import say
 from entropykv.cli.options import add_keep, integer
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve_spellings import Spellings, add_llama_server_options
+from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import SettingsError
 from entropykv.policy.names import POLICY_SYNTAX
 from entropykv.settings.cores import too_many_threads
 from entropykv.settings.options import KV_CHOICES, STORES
 
 if TYPE_CHECKING:
-    from entropykv.server import ModelOptions, ServerOptions
+    from entropykv.server import ModelCatalog, ModelOptions
 
 _SUMMARY = "serve a model to OpenAI's clients inside a KV budget"
-Options = TypeVar("Options", "ModelOptions", "ServerOptions")
 
 
 def add_serve(
@@ -110,19 +111,18 @@ def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str])
 
 def run(options: argparse.Namespace) -> int:
     """Run the command until a signal; returns the exit code."""
-    from entropykv.server import ModelOptions, ServerOptions  # noqa: PLC0415
+    from entropykv.server import ServerOptions  # noqa: PLC0415
     from entropykv.server.running import serve  # noqa: PLC0415
 
-    model, server = _read(ModelOptions, options), _read(ServerOptions, options)
-    same = model.n_threads == model.n_threads_batch
-    for name in ("n_threads",) if same else ("n_threads", "n_threads_batch"):
-        if warning := too_many_threads(getattr(model, name), f"--{name}"):
-            say(warning)
+    server = read_options(ServerOptions, options)
+    model = models_of(options, server, _parser_of_models())
+    _warn_of_threads(model)
     if options.replicas is not None and server.slot_save_path is not None:
         raise SettingsError(
             "--slot-save-path is of one server: a request may reach any replica; use --sessions DIR"
         )
     if options.replicas is not None:
+        model = _for_replicas(model)
         from entropykv.server.ray_app import ReplicaOptions, run_replicas  # noqa: PLC0415
 
         replicas = ReplicaOptions(options.replicas, options.max_replicas, sessions=options.sessions)
@@ -134,15 +134,34 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(kind: type[Options], options: argparse.Namespace) -> Options:
-    from llama_cpp.server.cli import parse_model_from_args  # noqa: PLC0415
-    from pydantic import ValidationError  # noqa: PLC0415
+def _parser_of_models() -> CommandParser:
+    """Return what reads the options of a preset, which are those of this command."""
+    parser = CommandParser(prog="entropykv serve")
+    _add_options(parser)
+    return parser
 
-    try:
-        return cast(Options, parse_model_from_args(cast(Any, kind), options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        where = f"--{name}: " if name else ""
-        said = first["msg"].removeprefix("Value error, ")
-        raise SettingsError(f"{where}{said}; see entropykv serve --help") from None
+
+def _warn_of_threads(model: ModelOptions | ModelCatalog) -> None:
+    from entropykv.server import ModelOptions  # noqa: PLC0415
+
+    several = [model] if isinstance(model, ModelOptions) else [m.options for m in model.models]
+    asked: dict[str, int] = {}
+    for each in several:
+        asked["n_threads"] = max(asked.get("n_threads", 0), each.n_threads)
+        if each.n_threads_batch != each.n_threads:
+            asked["n_threads_batch"] = max(asked.get("n_threads_batch", 0), each.n_threads_batch)
+    for name, number in asked.items():
+        if warning := too_many_threads(number, f"--{name}"):
+            say(warning)
+
+
+def _for_replicas(model: ModelOptions | ModelCatalog) -> ModelOptions:
+    """Return the one model of replicas, which stays loaded; raises SettingsError otherwise."""
+    from entropykv.server import ModelOptions  # noqa: PLC0415
+
+    if not isinstance(model, ModelOptions) or model.sleep_idle_seconds >= 0:
+        raise SettingsError(
+            "replicas have one model each, which stays loaded; leave --replicas out, or give one "
+            "-m and no --sleep-idle-seconds"
+        )
+    return model

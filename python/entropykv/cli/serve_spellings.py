@@ -114,6 +114,9 @@ class Spellings:
         if field == "tensor_split":
             options["type"] = str
             action = _Parts
+        if field == "model":
+            action = _Several
+            options["nargs"] = 1
         if field in ("kv_overrides", "stop"):
             options["type"] = str
             action = _Several
@@ -249,6 +252,7 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
         (("--mlock",), "use_mlock", True),
         (("--no-shared-prefixes",), "shared_prefixes", False),
         (("--no-ui", "--no-webui"), "web", False),
+        (("--no-models-autoload",), "models_autoload", False),
     ):
         same = f"the same as --{dest} {str(value).lower()}"
         group.add_argument(*names, dest=dest, action="store_const", const=value, help=same)

@@ -1,4 +1,4 @@
-"""End an answer at texts that the user names: -r of llama-cli."""
+"""End an answer at texts that the user gives (llama-cli's -r)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield pieces of an answer up to the first of the texts that end it, which is left out.
+    """Yield the pieces of an answer up to the first stop text, which is left out.
 
-    Every piece gives one piece, maybe empty: what may be the beginning of such a text is held back
-    until more is known.
+    Every input piece yields one output piece, which may be empty: text that may be the beginning of
+    a stop text is held back until the next pieces decide.
     """
     held = ""
     for piece in pieces:
@@ -25,7 +25,7 @@ def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 
 
 def _unfinished(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that is the beginning of one of `stops`."""
+    """Return the length of the longest suffix of `text` that is a prefix of one of `stops`."""
     longest = max((len(stop) for stop in stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):

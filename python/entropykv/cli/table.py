@@ -1,4 +1,4 @@
-"""Write the figures of a session as a table for people."""
+"""Format the figures of a session as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = tuple[str, str]
 
 
 def stats_rows(stats: SessionStats) -> list[Row]:
-    """Return what a session did, as names and values."""
+    """Return the figures of a session as pairs (name, value)."""
     kept = stats.entries_kept / stats.entries_full if stats.entries_full else 1.0
     return [
         ("model", f"{stats.model}, {stats.store} store, policy {stats.policy}, {stats.kv_type}"),
@@ -33,7 +33,7 @@ def stats_rows(stats: SessionStats) -> list[Row]:
 
 
 def _frozen_rows(stats: SessionStats) -> list[Row]:
-    """Return what is in cold storage; no rows where there is none."""
+    """Return figures of cold storage; empty if the session has none."""
     if stats.freeze is None:
         return []
     rows = [
@@ -55,7 +55,7 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
 
 
 def format_columns(rows: list[tuple[str, ...]]) -> str:
-    """Return a Markdown table that is readable as it is; the first row has the titles."""
+    """Return a Markdown table that is readable as plain text; the first row has the titles."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line_of(row, widths) for row in rows]
     lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
@@ -68,7 +68,9 @@ def _line_of(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def format_rows(rows: list[Row], width: int | None = None) -> str:
-    """Return a table of two columns; values go on in the next line at `width` characters."""
+    """Return a table of two columns; values longer than `width` characters continue on the next
+    line.
+    """
     indent = max(10, *(len(name) for name, _ in rows)) + 2
     lines = []
     for name, value in rows:

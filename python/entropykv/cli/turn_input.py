@@ -1,4 +1,4 @@
-"""Read the turns of a conversation from stdin: lines, lines that go on, and blocks."""
+"""Read the turns of a conversation from stdin: single lines, continued lines, and blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ BLOCK = '"""'
 
 
 class TurnInput:
-    """Read what a user types, or what is piped in."""
+    """Read texts that a user types, or that are piped in."""
 
     def __init__(self) -> None:
-        """Find out whether a user types, or whether turns are piped in."""
+        """Find out whether stdin is a terminal."""
         self.is_terminal = sys.stdin.isatty()
 
     def read(self) -> tuple[str, bool]:
         """Return one text, and whether it is a command.
 
-        A text is a line, lines that end with a backslash and the next one, or a block, which is
-        never a command.
+        A text is a line, several lines of which all but the last end with a backslash, or a block.
+        A block is never a command.
         """
         line = self._line("> ")
         if line.strip() == BLOCK:
@@ -35,7 +35,7 @@ class TurnInput:
 
     def _block(self) -> str:
         lines: list[str] = []
-        with contextlib.suppress(EOFError):  # the end of a file ends its last block, too
+        with contextlib.suppress(EOFError):  # The end of the input also ends a block.
             while (line := self._line(". ")).strip() != BLOCK:
                 lines.append(line)
         return "\n".join(lines)
@@ -49,7 +49,7 @@ class TurnInput:
         return input()
 
     def agrees(self, question: str) -> bool:
-        """Ask the user to agree; where turns are piped in, the next line answers."""
+        """Ask the user a yes-or-no question; if turns are piped in, the next line is the answer."""
         try:
             return self._line(question).strip().lower() in ("y", "yes")
         except EOFError:

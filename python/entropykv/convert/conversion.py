@@ -1,6 +1,7 @@
 """Convert a 1.58-bit model to a GGUF file that stock llama.cpp loads.
 
-The weights stay exact: -1, 0 and 1 in TQ2_0 or Q4_0, and the F32 scale of a tensor beside it.
+The weights stay exact: the values -1, 0 and 1 are stored as TQ2_0 or Q4_0, and the F32 scale of a
+tensor is stored in a tensor of its own beside it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ Progress = Callable[[int, int], None]
 Started = Callable[[Estimate], None]
 
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37}
-"""The number that llama.h (llama_ftype) gives a file, by the type of most of its weights."""
+"""The number (llama_ftype in llama.h) that a file declares for the type that most of its weights
+have.
+"""
 _ALIGNMENT = 32
 _HEADER_ROOM = 1 << 20
-_RAW = np.dtype(np.void)  # the writer looks only at raw_dtype, and takes shapes as they are
+_RAW = np.dtype(np.void)  # The writer uses only raw_dtype, and takes shapes as they are given.
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """Say what a conversion did; `tensor_types` has (type, number of tensors), most bytes first."""
+    """Hold the result of a conversion; `tensor_types` has pairs (type, number of tensors), ordered
+    by bytes, the most first.
+    """
 
     source: Path
     target: Path
@@ -64,14 +69,15 @@ def convert(
     """Convert an I2_S file, a BitNet GGUF or a Hugging Face directory to `target`.
 
     `weight_type`: tq2_0 (the default), q4_0, f16 or f32; a tensor whose rows do not fit gets the
-    next of these. f16 and f32 keep master weights of a Hugging Face model as they are; the others
+    next of these. f16 and f32 keep the master weights of a Hugging Face model unchanged; the others
     quantise them. `embedding_type`: q6_k, q8_0, f16, f32 or keep; None takes the first that fits,
-    and keeps an embedding that is quantised already. `i2s_layout`: x86, arm64 or rows4.
-    `activation`: relu2, silu, or auto, which takes what the model says. `started` is called with an
-    Estimate before the work starts, and `progress` with (bytes written, bytes in all) during it.
+    and keeps an embedding that is already quantised. `i2s_layout`: x86, arm64 or rows4.
+    `activation`: relu2, silu, or auto, which takes the activation that the model declares.
+    `started` is called with an Estimate before the work starts, and `progress` with (bytes written,
+    bytes in total) during it.
 
-    Nothing is left at `target` unless all went well. Raises ModelFileError, UnsupportedModelError,
-    SettingsError.
+    If the conversion fails, no file is left at `target`. Raises ModelFileError,
+    UnsupportedModelError, SettingsError.
     """
     source, target = Path(source), Path(target)
     _check_options(weight_type, embedding_type, i2s_layout, activation)
@@ -112,7 +118,7 @@ def _activation(model: Source, wanted: str) -> str:
 
 
 def _main_type(outputs: list[OutputTensor]) -> str:
-    """Return the type that has most bytes of the layers; it names the file."""
+    """Return the type that most bytes of the layers have; the file is named after it."""
     sizes: Counter[str] = Counter()
     for output in outputs:
         if output.name.startswith("blk."):
@@ -135,7 +141,7 @@ def _check_options(
 
 
 def _check_target(source: Path, target: Path, force: bool) -> None:
-    """Find out before the work whether its result can be written."""
+    """Check before the conversion starts that its result can be written to `target`."""
     try:
         if not source.exists():
             raise ModelFileError(
@@ -151,7 +157,7 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
             raise SettingsError(f"{target}: is {kind}; give the path of a new file")
         elif not force:
             raise SettingsError(f"{target}: exists already; give another path, or --force")
-    except OSError as error:  # no permission, a name too long
+    except OSError as error:  # For example no permission, or a name that is too long.
         raise _unwritable(target, error) from error
 
 
@@ -172,7 +178,7 @@ def _unwritable(target: Path, error: OSError) -> SettingsError:
 
 
 class _Writer(GGUFWriter):
-    """Write GGUF files as GGUFWriter does, and copy values as the bytes of another file."""
+    """Write GGUF files as GGUFWriter does, and also copy values as raw bytes of another file."""
 
     def _pack_val(
         self,
@@ -218,7 +224,7 @@ def _write(
 
 
 def _write_header(model: Source, activation: str, outputs: list[OutputTensor], part: Path) -> None:
-    """Write the metadata, and name, type and shape of every tensor, before any data."""
+    """Write the metadata, and the name, type and shape of every tensor, before any tensor data."""
     writer = _Writer(part, model.target_architecture)
     try:
         model.add_metadata(writer)

@@ -1,8 +1,8 @@
-"""Say which tensors llama.cpp's graphs take of a converted model, and in which shapes.
+"""List the tensors, with their shapes, that llama.cpp's graphs expect in a converted model.
 
-llama.cpp applies a `.scale` tensor beside a projection in the graphs of bitnet, llama and qwen3 to
-all seven projections. Its graphs of qwen2 and gemma ignore those of the feed-forward layer: qwen2
-is written as llama, which computes the same, and gemma cannot be served.
+In the graphs of bitnet, llama and qwen3, llama.cpp applies a `.scale` tensor to each of the seven
+projections. Its graphs of qwen2 and gemma ignore the scales of the feed-forward layer. Therefore a
+qwen2 model is written as llama, which computes the same, and a gemma model cannot be converted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _BIASES = {
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Hold the sizes of a model, in elements; `architecture` is that of the converted file."""
+    """Hold the sizes of a model, in elements; `architecture` is the one that the converted file
+    declares.
+    """
 
     architecture: str
     n_layer: int
@@ -40,7 +42,7 @@ class DecoderShape:
     n_vocab: int
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Return names (without `.weight`) and shapes of the ternary tensors."""
+        """Return the shape of every ternary tensor by its name, without the ending `.weight`."""
         n_embd, n_ff = self.n_embd, self.n_ff
         n_embd_q, n_embd_kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
         block = {
@@ -59,7 +61,7 @@ class DecoderShape:
         }
 
     def norms(self) -> dict[str, tuple[int, ...]]:
-        """Return every norm that the graph needs, with its shape."""
+        """Return the shape of every norm that the graph needs, by name."""
         block = {"attn_norm": self.n_embd, "ffn_norm": self.n_embd}
         if self.architecture == "bitnet":
             block |= {"attn_sub_norm": self.n_embd, "ffn_sub_norm": self.n_ff}
@@ -72,13 +74,13 @@ class DecoderShape:
         return shapes
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """Return every tensor that the graph needs, with its shape."""
+        """Return the shape of every tensor that the graph needs, by name."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.n_vocab, self.n_embd)}
         weights = {f"{name}.weight": shape for name, shape in self.projections().items()}
         return shapes | self.norms() | weights
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors that the graph takes where a file has them, with their shapes."""
+        """Return the shapes of the tensors that the graph uses only if a file has them, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (rows, _) in self.projections().items():
             shapes[f"{name}.scale"] = (1,)
@@ -92,9 +94,10 @@ class DecoderShape:
 
 
 def drop_tied_head(path: Path, shape: DecoderShape, tensors: dict[str, Tensor]) -> None:
-    """Remove a head that equals the embedding, which llama.cpp then uses as the head.
+    """Remove an output head that equals the embedding; llama.cpp then uses the embedding as the
+    head.
 
-    Raises UnsupportedModelError for a head of its own where the graph has no place for it.
+    Raises UnsupportedModelError for a separate head if the graph has no tensor for one.
     """
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if head is None:
@@ -123,7 +126,9 @@ def _equal(one: FileTensor, other: FileTensor) -> bool:
 
 
 def check_tensors(path: Path, shape: DecoderShape, tensors: dict[str, Tensor]) -> None:
-    """Refuse a tensor that is missing, too many, or of a size that the graph cannot have."""
+    """Raise an error for a tensor that is missing, unexpected, or of a shape that the graph cannot
+    use.
+    """
     required, optional = shape.required(), shape.optional()
     for name, tensor in tensors.items():
         wanted = required.get(name, optional.get(name))

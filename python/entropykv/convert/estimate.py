@@ -1,4 +1,4 @@
-"""Estimate time and memory of a conversion, by a sample measured here before it starts."""
+"""Estimate the time and memory of a conversion by timing a small sample on this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from entropykv.convert.ternary import pack_tq2_0, unpack_i2s
 
 _COPIED_BYTES_PER_SECOND = 1 << 30
 _CHUNK_BYTES_PER_ELEMENT = 24
-"""Bytes of memory that an element takes while its rows are worked on: the floats or codes that were
-read, and what is computed from them.
+"""Bytes of memory per element while its rows are converted: the floats or codes that were read, and
+everything that is computed from them.
 """
 _SAMPLE = (64, 1024)
 _TERNARY = (Kind.TQ2_0, Kind.Q4_0)
@@ -26,9 +26,11 @@ _TERNARY = (Kind.TQ2_0, Kind.Q4_0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Say what a conversion takes: bytes of tensors to write, seconds, bytes of memory for weights.
+    """Hold what a conversion needs: bytes of tensors to write, seconds, bytes of memory for
+    weights.
 
-    The vocabulary comes on top: a tokenizer.json of 128,000 tokens takes about as much again.
+    The vocabulary is not counted: a tokenizer.json of 128,000 tokens takes about as much memory
+    again.
     """
 
     target_bytes: int
@@ -37,7 +39,7 @@ class Estimate:
 
 
 def estimate(outputs: Sequence[OutputTensor]) -> Estimate:
-    """Time a sample of each kind of work (some ms), and add it up over all outputs."""
+    """Time a sample of each kind of work (some milliseconds), and extrapolate to all outputs."""
     elements: Counter[Kind] = Counter()
     n_bytes = sum(output.n_bytes for output in outputs)
     for output in outputs:

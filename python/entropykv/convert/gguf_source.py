@@ -1,6 +1,7 @@
-"""Read a GGUF file of a 1.58-bit model: I2_S of Microsoft's fork, or BitNet for stock llama.cpp.
+"""Read a GGUF file of a 1.58-bit model: either I2_S of Microsoft's fork, or BitNet for stock
+llama.cpp.
 
-The I2_S type (36) was removed from ggml; the file format around it is plain GGUF.
+The I2_S type (number 36) was removed from ggml; the file format around it is plain GGUF.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from entropykv.model.header import (
 )
 from entropykv.model.loadable import check_loadable
 
-# The fork's graph of `bitnet` computes SiLU; its two other names are those of Microsoft's 2B-4T,
-# which has squared ReLU.
+# Microsoft's fork computes SiLU for the architecture `bitnet`. The names bitnet-b1.58 and bitnet-25
+# belong to Microsoft's 2B-4T model, which uses squared ReLU.
 _ACTIVATION_OF = {
     "bitnet": "silu",
     "bitnet-b1.58": "relu2",
@@ -56,7 +57,8 @@ _ACTIVATION_OF = {
     "qwen3": "silu",
 }
 _TARGET_OF = {"bitnet-b1.58": "bitnet", "bitnet-25": "bitnet", "qwen2": "llama"}
-# llama.cpp does not know these names, which Microsoft's converter gives to Llama 3's split.
+# Microsoft's converter writes these names for the pre-tokenizer of Llama 3; llama.cpp does not know
+# them.
 _UNKNOWN_SPLITS = {None, "falcon_e"}
 _NOT_COPIED = {
     "general.architecture",
@@ -68,14 +70,14 @@ _NOT_COPIED = {
 
 
 class RawValue(NamedTuple):
-    """Keep a value of the metadata as the bytes that stand in the file, to copy it unchanged."""
+    """Hold the bytes of a metadata value as they stand in the file, to copy it unchanged."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class I2sTensor(TernaryTensor):
-    """Read a ternary tensor of type 36 (I2_S)."""
+    """Read a ternary tensor of type I2_S (number 36)."""
 
     path: Path
     name: str
@@ -85,27 +87,31 @@ class I2sTensor(TernaryTensor):
 
     @property
     def row_step(self) -> int:
-        """Return how many rows fill whole blocks: blocks run over the flat tensor, across rows."""
+        """Return how many rows fill whole blocks, because a block may contain parts of several
+        rows.
+        """
         return i2s_row_step(self.shape[1], self.layout)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Unpack the codes of some rows."""
+        """Unpack the codes of `count` rows from row `first` on."""
         columns = self.shape[1]
         codes = read_bytes(self.path, self.offset + first * columns // 4, count * columns // 4)
         return unpack_i2s(codes, (count, columns), self.layout)
 
     def scale(self) -> np.float32:
-        """Return the F32 that the file has behind the codes."""
+        """Return the F32 scale that the file has after the codes."""
         tail = read_bytes(self.path, self.offset + math.prod(self.shape) // 4, 4)
         return checked_scale(self.path, self.name, struct.unpack("<f", tail.tobytes())[0])
 
 
 class _I2sReader(HeaderReader):
-    """Read a header as HeaderReader does, also with I2_S, and note where tensors and values are."""
+    """Read a header as HeaderReader does, accept I2_S tensors, and record where tensors and values
+    are.
+    """
 
     def __init__(self, path: Path, layout: str) -> None:
         self.layout = layout
-        # (offset, size) of each value, in the order of the keys.
+        # Offset and size in bytes of each value, in the order of the keys.
         self.values: list[tuple[int, int]] = []
         self.weights: dict[str, Tensor] = {}
         super().__init__(path)
@@ -149,7 +155,7 @@ class _I2sReader(HeaderReader):
     def copied(
         self, architecture: str, target: str, *, without: set[str]
     ) -> list[tuple[str, GGUFValueType, RawValue]]:
-        """Return the metadata of the converted file, with the target architecture's keys."""
+        """Return the metadata for the converted file, with the keys of the target architecture."""
         fields = [field for field in self.fields.values() if not field.name.startswith("GGUF.")]
         prefix = f"{architecture}."
         kept = []
@@ -171,7 +177,8 @@ def _fits_i2s(shape: tuple[int, ...], layout: str) -> bool:
 
 
 def read_gguf(path: Path, *, i2s_layout: str = "x86") -> Source:
-    """Read the header of a 1.58-bit GGUF and check every tensor; weights are read later.
+    """Read the header of a 1.58-bit GGUF and check every tensor; weights are read later, row by
+    row.
 
     Raises ModelFileError and UnsupportedModelError.
     """
@@ -217,7 +224,9 @@ def _source(reader: _I2sReader, path: Path, file_bytes: int) -> Source:
 
 
 def _permuted(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
-    """Return queries and keys of qwen2 in the order of the llama graph, others as they are."""
+    """Return the query and key projections of qwen2 in the row order of the llama graph, other
+    tensors unchanged.
+    """
     if name.split(".")[2:3] not in (["attn_q"], ["attn_k"]) or name.endswith(".scale"):
         return tensor
     return permuted(tensor, shape.head_dim)

@@ -1,4 +1,4 @@
-"""Read config.json of a Hugging Face 1.58-bit checkpoint, and make GGUF metadata of it."""
+"""Read config.json of a Hugging Face 1.58-bit checkpoint, and translate it to GGUF metadata."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from entropykv.model.header import MAX_LAYERS
 
 _TARGET_OF = {
     "BitNetForCausalLM": "bitnet",
-    "BitnetForCausalLM": "bitnet",  # the architecture of 1bitLLM's models
+    "BitnetForCausalLM": "bitnet",  # The architecture of the models of 1bitLLM.
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
-    # As llama, biases included: the qwen2 graph ignores scales, see decoder.py.
+    # Written as llama, with its biases, because llama.cpp's qwen2 graph ignores scales (see
+    # decoder.py).
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-_ROPE_BASE = {"bitnet": 500000.0}  # transformers' default; it is 10000 for all other architectures
+# The default of transformers; it is 10000 for all other architectures.
+_ROPE_BASE = {"bitnet": 500000.0}
 _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
 class HfCheckpoint:
-    """Hold a directory and its config.json, whose values are checked when they are asked for."""
+    """Hold the directory and config.json of a checkpoint; each value is checked when it is read."""
 
     path: Path
     config: dict[str, Any]
 
     @classmethod
     def open(cls, path: Path) -> HfCheckpoint:
-        """Read config.json; raises UnsupportedModelError for a model that cannot be served."""
+        """Read config.json; raises UnsupportedModelError for a model that cannot be converted."""
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -63,7 +65,7 @@ class HfCheckpoint:
 
     @property
     def _class(self) -> str:
-        """Return the name of the transformers class that runs the checkpoint."""
+        """Return the name of the transformers class that implements the checkpoint's model."""
         names = self.config.get("architectures") or []
         if self.config.get("model_type") == "bitnet":
             return "BitNetForCausalLM"
@@ -71,13 +73,13 @@ class HfCheckpoint:
 
     @property
     def target_architecture(self) -> str:
-        """Return the architecture of the file that is written."""
+        """Return the architecture that the converted file declares."""
         return _TARGET_OF[self._class]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return the positive integer under `key`, or `default` where there is none.
+        """Return the positive integer under `key`, or `default` if the key is missing.
 
-        Raises ModelFileError for anything else.
+        Raises ModelFileError for any other value.
         """
         value = self.config.get(key, default)
         value = default if value is None else value
@@ -86,14 +88,16 @@ class HfCheckpoint:
         return value
 
     def number(self, key: str, value: Any) -> float:
-        """Check that `value`, found under `key`, is a positive number."""
+        """Return `value`, found under `key`, if it is a positive number; raises ModelFileError
+        otherwise.
+        """
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise ModelFileError(f"{self.path}: {key} is {value!r} in config.json; {_AGAIN}")
         return float(value)
 
     @property
     def shape(self) -> DecoderShape:
-        """Return the sizes of the model."""
+        """Return the sizes of the model's tensors."""
         n_head = self.integer("num_attention_heads")
         n_embd = self.integer("hidden_size")
         head_dim = self.integer("head_dim", n_embd // n_head)
@@ -122,7 +126,7 @@ class HfCheckpoint:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """Return quantization_config, empty if there is none."""
+        """Return the object quantization_config, or an empty one if config.json has none."""
         value = self.config.get("quantization_config") or {}
         if not isinstance(value, dict) or value.get("quant_method", "bitnet") != "bitnet":
             raise UnsupportedModelError(
@@ -136,7 +140,9 @@ class HfCheckpoint:
         return value
 
     def keeps_dense(self, module: str) -> bool:
-        """Tell whether modules_to_not_convert leaves a module out; without a list, the head is."""
+        """Tell whether modules_to_not_convert excludes a module from quantisation; without such a
+        list, the output head is excluded.
+        """
         listed = self.quantization.get("modules_to_not_convert")
         names = ["lm_head"] if listed is None else listed
         return any(f".{name}." in f".{module}." for name in names)
@@ -145,7 +151,7 @@ class HfCheckpoint:
     def rope(self) -> Rope:
         """Return the rotary position embedding.
 
-        Raises UnsupportedModelError for one that is not converted.
+        Raises UnsupportedModelError for a kind that cannot be converted.
         """
         shape = self.shape
         rope = Rope.of_config(
@@ -163,7 +169,9 @@ class HfCheckpoint:
         return rope
 
     def check_attention(self) -> None:
-        """Refuse attention that sees only a window of the text, which the written graphs lack."""
+        """Raise UnsupportedModelError for sliding-window attention, which the written graphs do not
+        have.
+        """
         window = self.config.get("sliding_window")
         used = self.config.get("use_sliding_window", self._class == "MistralForCausalLM")
         n_ctx = self.integer("max_position_embeddings", 2048)

@@ -22,9 +22,9 @@ _YARN_KEYS: dict[str, Callable[[GGUFWriter, float], None]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Hold what a config says of RoPE.
+    """Hold the settings of RoPE in a Hugging Face config.
 
-    `kind` is rope_type in transformers; `values` the rope_parameters or rope_scaling.
+    `kind` is rope_type in transformers; `values` is the object rope_parameters or rope_scaling.
     """
 
     path: Path
@@ -38,7 +38,9 @@ class Rope:
     def of_config(
         cls, path: Path, config: dict[str, Any], *, base: float, head_dim: int, n_ctx: int
     ) -> Rope:
-        """Read a config.json; raises UnsupportedModelError for positions that are not converted."""
+        """Read RoPE from a config.json; raises UnsupportedModelError for a kind that cannot be
+        converted.
+        """
         values = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = str(values.get("rope_type", values.get("type", "default")))
         base = values.get("rope_theta", config.get("rope_theta") or base)
@@ -56,7 +58,9 @@ class Rope:
         return cls(path, kind, rope.number("rope_theta"), head_dim, n_ctx, values)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number; raises ModelFileError for anything else."""
+        """Return the positive number under `key`, or `default`; raises ModelFileError for any other
+        value.
+        """
         value = self.values.get(key, default)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise ModelFileError(
@@ -65,7 +69,9 @@ class Rope:
         return float(value)
 
     def add_metadata(self, writer: GGUFWriter) -> None:
-        """Add base and scaling; the factors of llama3 are a tensor of their own."""
+        """Add the base and the scaling as metadata; llama3's factors are written as a tensor
+        instead.
+        """
         writer.add_rope_dimension_count(self.head_dim)
         writer.add_rope_freq_base(self.base)
         if self.kind == "linear":
@@ -77,8 +83,8 @@ class Rope:
             n_ctx_orig = self.number("original_max_position_embeddings", self.n_ctx)
             writer.add_rope_scaling_orig_ctx_len(int(n_ctx_orig))
             if self.values.get("attention_factor") is not None:
-                # This is the whole factor; llama.cpp multiplies what a file has by yarn's own, and
-                # does not read the key that its converter writes.
+                # This is the whole attention factor. llama.cpp multiplies the value in a file by
+                # YaRN's own factor, and does not read the key that its converter writes.
                 own = 1.0 + 0.1 * math.log(self.number("factor"))
                 writer.add_rope_scaling_attn_factors(self.number("attention_factor") / own)
             for key, add in _YARN_KEYS.items():
@@ -86,10 +92,10 @@ class Rope:
                     add(writer, self.number(key))
 
     def factors(self) -> Floats | None:
-        """Return divisors of the frequencies, shape (head_dim / 2,); None where all are 1.
+        """Return divisors of the frequencies, shape (head_dim / 2,); None if all of them are 1.
 
         Source: _compute_llama3_parameters in transformers' modeling_rope_utils.py. Wavelengths
-        above n_ctx / low_freq_factor are stretched by `factor`, those below n_ctx /
+        above n_ctx / low_freq_factor are multiplied by `factor`, those below n_ctx /
         high_freq_factor stay, and those between are blended.
         """
         if self.kind != "llama3":
@@ -102,7 +108,7 @@ class Rope:
                 "config.json; download it again"
             )
         frequencies = self.base ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        # Full turns within the context that the model was pretrained with.
+        # Number of full rotations within the context that the model was pretrained with.
         turns = n_ctx * frequencies / (2.0 * np.pi)
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         divisors: Floats = (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Read a Hugging Face checkpoint of a 1.58-bit model: a directory, config.json and safetensors.
+"""Read a Hugging Face checkpoint of a 1.58-bit model: a directory with config.json and safetensors.
 
-Three storages of the ternary weights are known: packed uint8 with weight_scale, master weights
-that transformers quantises while it runs, and dense weights that are kept as they are.
+Ternary weights may be stored in three ways: packed in uint8 with a weight_scale, as master weights
+that transformers quantises while it runs, or as dense weights that are kept unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from entropykv.convert.ternary import (
 )
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
 
-# gguf maps transformers' names to llama.cpp's, and does not know those of 1bitLLM.
+# gguf maps transformers' tensor names to llama.cpp's; these names of 1bitLLM are missing there.
 _ALIASES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 _NAMES_OF = {"bitnet": MODEL_ARCH.BITNET, "llama": MODEL_ARCH.LLAMA, "qwen3": MODEL_ARCH.QWEN3}
 _SKIPPED = (".weight_scale", ".rotary_emb.inv_freq")
@@ -53,16 +53,16 @@ _KINDS = {
     "F16": GGMLQuantizationType.F16,
     "BF16": GGMLQuantizationType.BF16,
 }
-# What transformers computes where config.json names none.
+# The activation that transformers computes if config.json names none.
 _ACTIVATION_OF = {"bitnet": "relu2", "llama": "silu", "qwen3": "silu"}
 _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
 class PackedTensor(TernaryTensor):
-    """Read a uint8 weight of transformers that has a weight_scale beside it.
+    """Read a packed uint8 weight of transformers, which has a weight_scale beside it.
 
-    `divides` is true where the model divides by the stored scale, as transformers' BitLinear does;
+    `divides` is true if the model divides by the stored scale, as transformers' BitLinear does;
     AutoBitLinear multiplies by it.
     """
 
@@ -73,7 +73,9 @@ class PackedTensor(TernaryTensor):
     divides: bool
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Unpack some rows: each quarter of them is in two bits of every byte."""
+        """Unpack `count` rows from row `first` on: two bits of every byte hold one quarter of the
+        rows.
+        """
         n_packed = self.stored.shape[0]
         parts = []
         while count > 0:
@@ -90,14 +92,16 @@ class PackedTensor(TernaryTensor):
         return ternary
 
     def scale(self) -> np.float32:
-        """Return what the ternary weight is multiplied with."""
+        """Return the factor of the ternary values."""
         scale = checked_scale(self.stored.path, self.name, self.stored_scale.floats().item())
         return np.float32(1.0) / scale if self.divides else scale
 
 
 @dataclass(frozen=True)
 class MasterTensor(TernaryTensor):
-    """Quantise a master weight by its mean absolute value, as the model does when it runs."""
+    """Quantise a master weight by its mean absolute value, as the model itself does when
+    it runs.
+    """
 
     name: str
     master: FileTensor
@@ -109,14 +113,18 @@ class MasterTensor(TernaryTensor):
         return quantize_absmean(self.master.float_rows(first, count), self.inverse())
 
     def inverse(self) -> np.float32:
-        """Return what weights are multiplied by before rounding; reads the whole tensor once."""
+        """Return the factor that weights are multiplied by before rounding; reads the whole tensor
+        once.
+        """
         if not self._inverse:
             total = math.fsum(map(self._absolute_sum, self.master.float_chunks()))
             self._inverse.append(absmean_inverse(np.float32(total / math.prod(self.shape))))
         return self._inverse[0]
 
     def scale(self) -> np.float32:
-        """Return the mean, rounded to the type of the weight as transformers does."""
+        """Return the mean absolute value, rounded to the type of the weight as
+        transformers does.
+        """
         return _rounded(np.float32(1.0) / self.inverse(), self.master.kind)
 
     def _absolute_sum(self, weights: Floats) -> float:
@@ -130,7 +138,7 @@ class MasterTensor(TernaryTensor):
 def _rounded(value: np.float32, kind: GGMLQuantizationType) -> np.float32:
     if kind == GGMLQuantizationType.F16:
         return np.float32(np.float16(value))
-    if kind == GGMLQuantizationType.BF16:  # round to the nearest, ties to even
+    if kind == GGMLQuantizationType.BF16:  # Round to the nearest value; ties go to the even one.
         bits = np.array([value]).view(np.uint32)
         bits += 0x7FFF + ((bits >> 16) & 1)
         rounded: Floats = as_floats((bits >> 16).astype("<u2").view(np.uint8), kind)
@@ -139,10 +147,10 @@ def _rounded(value: np.float32, kind: GGMLQuantizationType) -> np.float32:
 
 
 def read_hf(path: Path, *, dense: bool = False) -> Source:
-    """Read config.json and the headers of the safetensors; weights are read later.
+    """Read config.json and the headers of the safetensors; weights are read later, row by row.
 
-    `dense` keeps weights that are not packed as they are; else they are master weights, which are
-    quantised. Raises ModelFileError and UnsupportedModelError.
+    `dense` keeps weights that are not packed unchanged; otherwise they are taken for master
+    weights, and quantised. Raises ModelFileError and UnsupportedModelError.
     """
     try:
         checkpoint = HfCheckpoint.open(path)
@@ -204,7 +212,9 @@ def _tensors(
 
 
 def _settle_head(checkpoint: HfCheckpoint, tensors: dict[str, Tensor]) -> None:
-    """Drop a head that transformers would not use; raises ModelFileError where one is missing."""
+    """Remove an output head that transformers would not use; raises ModelFileError if a needed head
+    is missing.
+    """
     if checkpoint.target_architecture == "bitnet":
         return
     if checkpoint.config.get("tie_word_embeddings", False):
@@ -227,11 +237,13 @@ def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
 
 
 def _in_order(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
-    """Return queries and keys in the order of the graph that is written, others as they are."""
+    """Return query and key projections in the row order of the target graph, other tensors
+    unchanged.
+    """
     is_rotated = name.split(".")[2:3] in (["attn_q"], ["attn_k"])
     if shape.architecture == "llama" and is_rotated and tensor.shape[0] % shape.head_dim == 0:
         return permuted(tensor, shape.head_dim)
-    return tensor  # the size is wrong: check_tensors refuses it by name
+    return tensor  # The size is wrong; check_tensors() reports the tensor by name.
 
 
 def _file_tensor(name: str, tensor: StoredTensor) -> FileTensor:

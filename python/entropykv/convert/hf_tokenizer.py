@@ -11,7 +11,7 @@ from gguf import GGUFWriter, SpecialVocab, TokenType
 from entropykv.convert.sentencepiece import Piece, read_pieces
 from entropykv.errors import ModelFileError, UnsupportedModelError
 
-# llama.cpp's names of the patterns by which a tokenizer.json first splits a text.
+# llama.cpp's names of the regular expressions by which a tokenizer.json first splits a text.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -23,7 +23,9 @@ _FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise ModelFileError for a directory without a tokenizer: its model could read no text."""
+    """Raise ModelFileError if a directory has no tokenizer, because the model could not read a
+    text.
+    """
     if not any((directory / name).is_file() for name in _FILES):
         raise ModelFileError(
             f"{directory}: has no tokenizer ({' or '.join(_FILES)}), so that the model could read "
@@ -33,11 +35,11 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
-    """Add vocabulary, merges, special tokens and chat template.
+    """Add the vocabulary, merges, special tokens and chat template to a GGUF file.
 
-    Reads a tokenizer.json of byte-level BPE, else the tokenizer.model of sentencepiece, of which
-    check_tokenizer() found one. Raises UnsupportedModelError for another tokenizer, and
-    ModelFileError for a damaged one.
+    Reads a tokenizer.json of byte-level BPE, or else the tokenizer.model of sentencepiece;
+    check_tokenizer() has found one of them. Raises UnsupportedModelError for another kind of
+    tokenizer, and ModelFileError for a damaged one.
     """
     bpe, sentencepiece = (directory / name for name in _FILES)
     path = sentencepiece
@@ -80,7 +82,7 @@ def _add_bpe(writer: GGUFWriter, tokenizer: dict[str, Any], split: str, n_vocab:
 def _add_sentencepiece(
     writer: GGUFWriter, directory: Path, pieces: list[Piece], n_vocab: int
 ) -> None:
-    """Add the pieces of a sentencepiece model, and what tokenizer_config.json adds to them."""
+    """Add the pieces of a sentencepiece model, and the special tokens of tokenizer_config.json."""
     if len(pieces) > n_vocab:
         raise ValueError(f"it has {len(pieces)} tokens for a vocabulary of {n_vocab}")
     unused = (Piece(f"[PAD{index}]", 0.0, TokenType.UNUSED) for index in range(n_vocab))
@@ -106,7 +108,9 @@ def _add_sentencepiece(
 
 
 def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], list[int]]:
-    """Return the tokens by id, and their types; an id without a token becomes an unused one."""
+    """Return the tokens and their types, ordered by id; an id without a token gets an
+    unused token.
+    """
     tokens = [f"[PAD{index}]" for index in range(n_vocab)]
     types = [TokenType.UNUSED] * n_vocab
     added = {token["id"]: token for token in tokenizer.get("added_tokens") or []}
@@ -123,10 +127,11 @@ def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], lis
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str | None:
-    """Return llama.cpp's name of the first split of a text; None for a split that it does not know.
+    """Return llama.cpp's name of the regular expression that splits a text; None if it does not
+    know it.
 
-    A split of the Falcon series that is none of the known ones is called falcon3: llama.cpp's
-    converter does so for Falcon 3, and ik_llama.cpp was seen to run Falcon-E with it.
+    An unknown expression of the Falcon series is called falcon3: llama.cpp's converter does so for
+    Falcon 3, and ik_llama.cpp was seen to run Falcon-E with it.
     """
     splits = tokenizer.get("pre_tokenizer") or {}
     steps = splits.get("pretokenizers", [splits])

@@ -1,4 +1,6 @@
-"""List the public 1.58-bit language models: shapes, converted sizes, and what a budget means."""
+"""List the public 1.58-bit language models: their shapes, converted sizes, and KV bytes by
+budget.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, p
 from entropykv.settings.options import Budget
 
 PATH = Path(__file__).parent / "known_models.json"
-"""Shapes of the public models; `unchecked` names values that no published text confirmed here."""
+"""JSON file with the shapes of the public models; `unchecked` lists values that no published text
+has confirmed.
+"""
 _N_SINKS = 4
 _PATHS = {"packed": "packed directory", "masters": "master directory"}
-"""The form that `convert` reads, by how the checkpoint stores its ternary weights."""
+"""Names of the forms that `convert` reads, by how the checkpoint stores its ternary weights."""
 
 
 @dataclass(frozen=True)
 class KnownModel:
     """Describe a model on Hugging Face, and its siblings of the same shape (`variants`).
 
-    `storage`: packed (uint8 with scales) or masters (quantised by the conversion). `i2s`: the
-    repository with a file in I2_S, if there is one. `tied`: the embedding serves as the head.
+    `storage`: packed (uint8 with scales) or masters (the conversion quantises them). `i2s`: the
+    repository that has an I2_S file, or None. `tied`: the embedding is also the output head.
     """
 
     name: str
@@ -53,7 +57,7 @@ class KnownModel:
 
     @property
     def shape(self) -> DecoderShape:
-        """Return the sizes of its tensors."""
+        """Return the sizes of the model's tensors."""
         return DecoderShape(
             architecture=self.architecture,
             n_layer=self.n_layer,
@@ -67,12 +71,14 @@ class KnownModel:
 
     @property
     def weight_types(self) -> dict[str, int]:
-        """Return the bytes of every type in the converted file, as `convert` chooses them."""
+        """Return the bytes of each tensor type in the converted file, with the types that `convert`
+        chooses.
+        """
         projections = {f"{name}.weight" for name in self.shape.projections()}
         tensors = self.shape.required()
         if not self.tied:
             tensors |= {HEAD: tensors[EMBEDDING]}
-        sizes = {"F32": 4 * len(projections)}  # 4 bytes for the scale of each projection
+        sizes = {"F32": 4 * len(projections)}  # Each projection has one scale of 4 bytes.
         for name, shape in tensors.items():
             kind = "F32"
             if name in projections:
@@ -84,7 +90,7 @@ class KnownModel:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Return what the header of the converted file will declare."""
+        """Return the geometry that the header of the converted file will declare."""
         types = sorted(self.weight_types.items(), key=lambda item: -item[1])
         n_bytes = sum(self.weight_types.values())
         return ModelGeometry(
@@ -108,9 +114,10 @@ class KnownModel:
         )
 
     def plan(self, kv_budget: Budget | str | float) -> tuple[HeadwisePlan, str]:
-        """Return what `entropykv plan` says of a budget at the model's own context, and the type.
+        """Return the plan that `entropykv plan` prints for a budget at the model's full context,
+        and the KV type.
 
-        The type is the one that `--kv-type auto` takes for this budget.
+        The type is the one that `--kv-type auto` chooses for this budget.
         """
         budget, geometry = Budget.parse(kv_budget), self.geometry
         layers = attention_layers(geometry)
@@ -123,11 +130,15 @@ class KnownModel:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return what `convert` can read of it: the directory as it is stored, and an I2_S file."""
+        """Return the forms that `convert` can read: the directory as it is stored, and an I2_S
+        file.
+        """
         return (_PATHS[self.storage], *(["I2_S"] if self.i2s else []))
 
     def to_dict(self, kv_budget: str) -> dict[str, Any]:
-        """Return what --json prints: the row of the table of models, and what follows from it."""
+        """Return one object of `entropykv models --json`: the row of the table, and the figures
+        that follow from it.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plan, kv_type = self.plan(kv_budget)
         return values | {
@@ -145,7 +156,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """Return all models of the table, the smallest family first."""
+    """Return all known models; the family with the smallest model is first."""
     rows = json.loads(PATH.read_text(encoding="utf-8"))["models"]
     lists = ("unchecked", "variants")
     return [KnownModel(**row | {k: tuple(row.get(k, ())) for k in lists}) for row in rows]

@@ -1,4 +1,4 @@
-"""Plan a converted file: one or two tensors for every tensor of the source."""
+"""Plan a converted file: each tensor of the source becomes one or two tensors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _quantize_chunk.argtypes = [
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """Describe a tensor to be written; `chunks` reads, converts and yields its bytes, in order.
+    """Describe a tensor to be written; `chunks` reads and converts its data, and yields the bytes
+    in order.
 
-    `copied` is true where the bytes are those of the source.
+    `copied` is true if the bytes equal those of the source.
     """
 
     name: str
@@ -57,7 +58,7 @@ class OutputTensor:
 
     @property
     def n_bytes(self) -> int:
-        """Return the size in the file, in bytes without padding."""
+        """Return the size in the file, in bytes, without padding."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         return math.prod(self.shape) // block * block_bytes
 
@@ -67,7 +68,8 @@ def plan_outputs(
 ) -> list[OutputTensor]:
     """Choose the type of every tensor; raises SettingsError for a type that rows do not fit into.
 
-    Embedding and head get the same type; projections the wanted one, or the next that fits.
+    The embedding and the output head get the same type; projections get the wanted type, or the
+    next one that fits.
     """
     outputs: list[OutputTensor] = []
     plain = partial(_plain, source.path)
@@ -106,7 +108,9 @@ def _embedding(path: Path, name: str, tensor: Tensor, wanted: str | None) -> Out
 
 
 def embedding_kind(row: int) -> Kind:
-    """Return the type of an embedding or head, unless one is asked for: the first that fits."""
+    """Return the first type that rows of this length fit into; it is the default for embedding and
+    head.
+    """
     kinds = (_kind(name) for name in EMBEDDING_TYPES if name != "keep")
     return next(kind for kind in kinds if row % GGML_QUANT_SIZES[kind][0] == 0)
 
@@ -122,14 +126,15 @@ def _copy(name: str, tensor: FileTensor) -> OutputTensor:
 def _plain(
     path: Path, name: str, tensor: Tensor, kind: Kind, divisor: TernaryTensor | None = None
 ) -> OutputTensor:
-    # Read values of F32, the type of norms, instead of copying them, to find damage.
+    # Read F32 values (norms) instead of copying their bytes, so that damaged values are found.
     if isinstance(tensor, FileTensor) and tensor.kind == kind != Kind.F32 and divisor is None:
         return _copy(name, tensor)
 
     def chunks() -> Iterator[Bytes]:
         scale = np.float32(1.0) if divisor is None else divisor.scale()
         for values in tensor.float_chunks():
-            # Numpy need not warn of damaged values: they are refused by name below.
+            # Suppress numpy's warnings of damaged values, because the check below reports them by
+            # name.
             with np.errstate(invalid="ignore", over="ignore"):
                 divided = values / scale
             yield quantized(f"{path}: tensor {name}", divided, kind)
@@ -138,9 +143,9 @@ def _plain(
 
 
 def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor | None:
-    """Return the weight whose scale a bias is divided by, or None.
+    """Return the weight whose scale a bias must be divided by, or None.
 
-    In the feed-forward layer llama.cpp adds the bias first and then multiplies by the scale.
+    In the feed-forward layer, llama.cpp adds the bias first and multiplies by the scale afterwards.
     """
     projection = name.removesuffix(".bias")
     weight = source.tensors.get(f"{projection}.weight")
@@ -150,7 +155,9 @@ def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor 
 
 
 def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> list[OutputTensor]:
-    """Make two outputs: the weight with a block scale of 1, and beside it its own exact scale."""
+    """Make two outputs: the weight with a block scale of 1, and its exact scale as a tensor of its
+    own.
+    """
     kind = ternary_kind(tensor.shape[-1], weight_type)
     if kind == Kind.F32:
         return [_plain(path, name, tensor, kind)]
@@ -174,7 +181,9 @@ def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> 
 
 
 def ternary_kind(row: int, weight_type: str = WEIGHT_TYPES[0]) -> Kind:
-    """Return the wanted type, or the next one that a row of this length fits into."""
+    """Return the wanted type, or the next one in WEIGHT_TYPES that a row of this length
+    fits into.
+    """
     candidates = WEIGHT_TYPES[WEIGHT_TYPES.index(weight_type) :]
     return next(k for k in map(_kind, candidates) if row % GGML_QUANT_SIZES[k][0] == 0)
 

@@ -1,7 +1,8 @@
-"""Put queries and keys in the order of llama.cpp's llama graph, whose RoPE turns neighbours.
+"""Reorder the rows of query and key projections for llama.cpp's llama graph.
 
-Hugging Face checkpoints turn the first half of a head against the second, so that the rows of a
-head are put in another order: 0, d/2, 1, d/2 + 1, ... The converter of llama.cpp calls it permute.
+RoPE in the llama graph rotates neighbouring rows of a head: 0 with 1, 2 with 3. Hugging Face
+checkpoints rotate row i with row i + d/2. Therefore the rows of a head are reordered: 0, d/2, 1,
+d/2 + 1, ... llama.cpp's converter calls this permute.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from entropykv.errors import EntropyKVError
 
 
 def permuted_rows(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
-    """Interleave the halves of every head; `rows` has whole heads in its first axis."""
+    """Interleave the two halves of every head; the first axis of `rows` holds whole heads."""
     halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
 @dataclass(frozen=True)
 class PermutedTernary(TernaryTensor):
-    """Read a ternary tensor with the rows of its heads in the order of the llama graph."""
+    """Read a ternary tensor with the rows of each head in the order of the llama graph."""
 
     shape: tuple[int, int]
     inner: TernaryTensor
@@ -35,36 +36,42 @@ class PermutedTernary(TernaryTensor):
 
     @property
     def row_step(self) -> int:
-        """Return how many rows are whole heads that the stored tensor can read alone."""
+        """Return the smallest number of rows that are whole heads and that the stored tensor can
+        read alone.
+        """
         return math.lcm(self.head_dim, self.inner.row_step)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Read `count` rows in the new order, from `first` on, a multiple of row_step."""
+        """Read `count` rows in the new order from row `first` on, which is a multiple of
+        row_step.
+        """
         return permuted_rows(self.inner.rows(first, count), self.head_dim)
 
     def scale(self) -> np.float32:
-        """Return the scale of the stored tensor: order does not change it."""
+        """Return the scale of the stored tensor, which does not depend on the order of rows."""
         return self.inner.scale()
 
 
 @dataclass(frozen=True)
 class PermutedFile(FileTensor):
-    """Read a stored weight or bias with the rows of its heads in the order of the llama graph."""
+    """Read a stored weight or bias with the rows of each head in the order of the llama graph."""
 
     head_dim: int
 
     def raw(self) -> Bytes:
-        """Return all bytes, in the new order."""
+        """Return all bytes, with the rows in the new order."""
         rows = super().raw().reshape(self.shape[0], -1)
         return permuted_rows(rows, self.head_dim).reshape(-1)
 
     def raw_chunks(self) -> Iterator[Bytes]:
-        """Yield all bytes at once: queries and keys are small beside an embedding."""
+        """Yield all bytes at once, because query and key projections are small compared with an
+        embedding.
+        """
         yield self.raw().reshape(math.prod(self.shape[:-1]), -1)
 
 
 def permuted(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return queries or keys, weight or bias, in the order of the llama graph."""
+    """Return a query or key projection (weight or bias) in the row order of the llama graph."""
     if isinstance(tensor, TernaryTensor):
         return PermutedTernary(tensor.shape, tensor, head_dim)
     if not isinstance(tensor, FileTensor):

@@ -1,4 +1,6 @@
-"""Find the tensors of a safetensors checkpoint, one file or many, and check them before use."""
+"""Find the tensors of a safetensors checkpoint, in one file or several, and check them
+before use.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _AGAIN = "download it again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Say where a tensor is: `dtype` (as safetensors names it), at `offset` of `path`."""
+    """Say where a tensor is stored: at byte `offset` of the file `path`, as safetensors type
+    `dtype`.
+    """
 
     path: Path
     offset: int
@@ -56,7 +60,9 @@ def read_safetensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the files, each with the tensors that it must have; None without an index."""
+    """Return the files of a checkpoint, each with the tensor names that its index lists; None
+    without an index.
+    """
     index = directory / _INDEX
     if index.is_file():
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -1,6 +1,6 @@
-"""Read the vocabulary of a sentencepiece tokenizer.model, without the sentencepiece package.
+"""Read the vocabulary of a sentencepiece tokenizer.model without the sentencepiece package.
 
-The file is a protobuf message: ModelProto in sentencepiece_model.proto. Only its pieces matter.
+The file is a protobuf message: ModelProto in sentencepiece_model.proto. Only its pieces are read.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # types of values in a protobuf message
-_PIECES = 1  # numbers of fields in ModelProto and SentencePiece
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Wire types of values in a protobuf message.
+_PIECES = 1  # Numbers of fields in ModelProto and SentencePiece.
 _TRAINER = 2
 _TEXT, _SCORE, _KIND = 1, 2, 3
-_MODEL_TYPE = 3  # number of a field in TrainerSpec
+_MODEL_TYPE = 3  # Number of a field in TrainerSpec.
 _BPE = 2
 
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 def read_pieces(content: bytes) -> list[Piece]:
     """Return the pieces by id; raises ValueError for a damaged file or a model that is not BPE."""
     pieces = []
-    model_type: int | bytes = 1  # unigram, unless the file says otherwise
+    model_type: int | bytes = 1  # The default of the field is unigram.
     for number, value in _fields(content):
         if number == _PIECES and isinstance(value, bytes):
             pieces.append(_piece(value))
@@ -48,7 +48,9 @@ def _piece(message: bytes) -> Piece:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of the fields of a message: an integer, or bytes of any wire type."""
+    """Yield (field number, value) of a message; the value is an integer, or the bytes of another
+    wire type.
+    """
     offset = 0
     while offset < len(message):
         key, offset = _varint(message, offset)
@@ -60,7 +62,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         if wire_type == _BYTES:
             size, offset = _varint(message, offset)
         else:
-            # Another number is a KeyError: no sentencepiece model has it.
+            # Any other wire type raises KeyError; no sentencepiece model has one.
             size = {_FIXED64: 8, _FIXED32: 4}[wire_type]
         if size > len(message) - offset:
             raise ValueError("it is truncated")
@@ -69,7 +71,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, offset: int) -> tuple[int, int]:
-    """Read an integer of 7 bits a byte, lowest first; returns it and the offset behind it."""
+    """Read an integer stored in 7 bits per byte, lowest first; returns it and the offset
+    after it.
+    """
     value = 0
     for index in range(10):
         if offset + index >= len(message):

@@ -1,4 +1,5 @@
-"""Define what the readers of convert share: a model as tensors, read some rows at a time.
+"""Define what all readers of `convert` return: a model as tensors that are read some rows at a
+time.
 
 Tensors have the names of llama.cpp's graphs; shapes are (rows, columns) or (columns,).
 """
@@ -20,8 +21,8 @@ from entropykv.errors import ModelFileError, UnsupportedModelError
 
 EMBEDDING = "token_embd.weight"
 CHUNK_ELEMENTS = 1 << 20
-"""Most elements that are read at once, except that a single row, and queries and keys that are put
-in another order, are read whole.
+"""The most elements that are read at once. Exceptions are read whole: a single longer row, and
+query and key projections whose rows are reordered.
 """
 
 FLOAT_TYPES = (
@@ -32,13 +33,13 @@ FLOAT_TYPES = (
 
 
 class Tensor(ABC):
-    """Read a tensor that lies somewhere in a file."""
+    """Read a tensor that is stored somewhere in a file."""
 
     shape: tuple[int, ...]
 
     @abstractmethod
     def floats(self) -> Floats:
-        """Return the whole tensor, dequantised, in its shape."""
+        """Return the whole tensor, dequantised to float32, in its shape."""
 
     def float_chunks(self) -> Iterator[Floats]:
         """Yield all values, some rows at a time."""
@@ -88,7 +89,7 @@ class FileTensor(Tensor):
             yield self._as_floats(data)
 
     def floats(self) -> Floats:
-        """Return the whole tensor, dequantised."""
+        """Return the whole tensor, dequantised to float32."""
         return self._as_floats(self.raw().reshape(1, -1)).reshape(self.shape)
 
     def _as_floats(self, data: Bytes) -> Floats:
@@ -103,7 +104,7 @@ class FileTensor(Tensor):
 
 @dataclass(frozen=True)
 class ArrayTensor(Tensor):
-    """Hold a small tensor that was computed, and is in no file."""
+    """Hold a small tensor that was computed rather than read from a file."""
 
     shape: tuple[int, ...]
     values: Floats
@@ -114,32 +115,38 @@ class ArrayTensor(Tensor):
 
 
 class TernaryTensor(Tensor):
-    """Read a tensor of -1, 0 and 1 with one scale."""
+    """Read a tensor of values -1, 0 and 1 with one common scale."""
 
     shape: tuple[int, int]
 
     @property
     def row_step(self) -> int:
-        """Return how many rows can be read alone: any multiple of this, and the rest at the end."""
+        """Return the granularity of reads: `first` and `count` of rows() are multiples of it,
+        except at the end.
+        """
         return 1
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Ternary:
-        """Read `count` rows without their scale, from `first` on, a multiple of row_step."""
+        """Read `count` rows without their scale from row `first` on, which is a multiple of
+        row_step.
+        """
 
     @abstractmethod
     def scale(self) -> np.float32:
-        """Return what the ternary values are multiplied with: finite and above 0."""
+        """Return the factor of the ternary values, which is finite and above 0."""
 
     def ternary_chunks(self) -> Iterator[Ternary]:
-        """Yield all rows without their scale, some at a time: a large tensor is never in memory."""
+        """Yield all rows without their scale, some at a time, so that a large tensor is never whole
+        in memory.
+        """
         rows, columns = self.shape
         step = max(1, CHUNK_ELEMENTS // (columns * self.row_step)) * self.row_step
         for first in range(0, rows, step):
             yield self.rows(first, min(step, rows - first))
 
     def floats(self) -> Floats:
-        """Return ternary values times scale."""
+        """Return the ternary values times the scale."""
         return np.concatenate(list(self.float_chunks()))
 
     def float_chunks(self) -> Iterator[Floats]:
@@ -150,10 +157,11 @@ class TernaryTensor(Tensor):
 
 @dataclass(frozen=True)
 class Source:
-    """Describe a model that can be converted; `add_metadata` writes its keys and tokenizer.
+    """Describe a model that can be converted; `add_metadata` writes its metadata and tokenizer.
 
-    `architecture` is what the source calls itself, `target_architecture` what is written.
-    `keeps_types`: projections that are not ternary tensors are copied.
+    `architecture` is the one that the source declares, `target_architecture` the one that is
+    written. If `keeps_types` is true, projections that are not ternary are copied without
+    quantising them.
     """
 
     path: Path
@@ -167,7 +175,9 @@ class Source:
 
 
 def read_bytes(path: Path, offset: int, count: int) -> Bytes:
-    """Read `count` bytes at `offset`: not mapped, since mapped pages would count as our memory."""
+    """Read `count` bytes at `offset`. The file is not mapped, because mapped pages would count as
+    our memory.
+    """
     try:
         data = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)
     except OSError as error:
@@ -182,7 +192,9 @@ def read_bytes(path: Path, offset: int, count: int) -> Bytes:
 
 
 def as_floats(data: Bytes, kind: GGMLQuantizationType) -> Floats:
-    """Dequantise rows of bytes; raises NotImplementedError for a type that gguf cannot read."""
+    """Dequantise rows of bytes to float32; raises NotImplementedError for a type that gguf cannot
+    read.
+    """
     if kind == GGMLQuantizationType.BF16:
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
     values: Floats = dequantize(data, kind)

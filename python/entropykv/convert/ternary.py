@@ -1,6 +1,6 @@
-"""Pack and unpack ternary weights, as other programs store them and as stock llama.cpp reads them.
+"""Pack and unpack ternary weights in the formats of other programs and of stock llama.cpp.
 
-Everything here is numpy on whole tensors. `ternary` is an int8 array of -1, 0, 1 with shape (rows,
+All functions are numpy on whole tensors. `ternary` is an int8 array of -1, 0, 1 with shape (rows,
 columns): one row per output, as in GGUF and PyTorch.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 I2S_LAYOUTS = ("x86", "arm64", "rows4")
-"""The ways to pack I2_S codes, see unpack_i2s; no file says which one it has."""
+"""The ways to pack I2_S codes, see unpack_i2s(); a file does not say which one it uses."""
 I2S_TAIL_BYTES = 32
-"""Bytes behind the codes of an I2_S tensor: one F32 scale, then padding."""
+"""Bytes after the codes of an I2_S tensor: one F32 scale, then padding."""
 TQ2_0_ROW = 256
 Q4_0_ROW = 32
 
@@ -28,9 +28,9 @@ _SCALE_ONE = np.array([1.0], dtype="<f2").view(np.uint8)
 
 
 def _without_threes() -> Bytes:
-    """Make a table from a byte of four codes to the same byte with 1 in place of every 3."""
+    """Make a lookup table for bytes of four codes, in which every code 3 is replaced by 1."""
     codes = np.arange(256, dtype=np.uint8)
-    threes = codes & (codes >> 1) & 0b01010101  # marks the low bit of every code that is 3
+    threes = codes & (codes >> 1) & 0b01010101  # Marks the low bit of every code that is 3.
     return codes - 2 * threes
 
 
@@ -38,7 +38,9 @@ _WITHOUT_THREES = _without_threes()
 
 
 def i2s_multiple(layout: str) -> int:
-    """Return what the number of elements must be a multiple of, in this layout of I2_S."""
+    """Return the number that the elements of an I2_S tensor must be a multiple of, in this
+    layout.
+    """
     return 4 * _I2S_BLOCK_BYTES.get(layout, 1)
 
 
@@ -51,15 +53,16 @@ def i2s_row_step(columns: int, layout: str) -> int:
 
 
 def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ternary:
-    """Unpack the codes of an I2_S tensor (Microsoft's BitNet fork, type 36), without its tail.
+    """Unpack the codes of an I2_S tensor (type 36 of Microsoft's BitNet fork), without its tail.
 
-    `codes`: rows * columns / 4 bytes. Codes are 0: -1, 1: 0, 2: +1, 3: 0. x86: 128 elements in 32
-    bytes, element j in byte j % 32, highest bits first. arm64: the same with 64 elements in 16
-    bytes. In both, blocks run over the flat tensor. rows4: a byte holds one column of four rows.
-    Source: quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
+    `codes`: rows * columns / 4 bytes. The codes mean 0: -1, 1: 0, 2: +1, 3: 0. x86: a block of 32
+    bytes holds 128 elements, element j in byte j % 32, highest bits first. arm64: the same with 64
+    elements in 16 bytes. In both layouts, blocks run over the flat tensor, across rows. rows4: a
+    byte holds one column of four rows. Source: quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
     """
     columns = shape[1]
-    # The shape is (blocks, 4, n): the four pairs of bits, highest first, are n elements apart.
+    # The shape is (blocks, 4, n): the four pairs of bits of a byte, highest first, are n elements
+    # apart.
     width = columns if layout == "rows4" else _I2S_BLOCK_BYTES[layout]
     return _unpack_pairs(_WITHOUT_THREES[codes].reshape(-1, width)).reshape(shape)
 
@@ -68,8 +71,8 @@ def unpack_hf(packed: Bytes, quarter: int) -> Ternary:
     """Unpack a quarter (0 to 3) of the rows of a uint8 weight of transformers' BitNet.
 
     Row r of a weight of 4 * n rows is in bits 2 * (r // n) of packed row r % n. Source:
-    unpack_weights in transformers' integrations/bitnet.py. A code of 3 comes out as 2, as there:
-    see is_ternary.
+    unpack_weights in transformers' integrations/bitnet.py. As there, an invalid code 3 becomes 2,
+    which is_ternary() detects.
     """
     ternary: Ternary = ((packed >> np.uint8(2 * quarter)) & np.uint8(3)).view(np.int8)
     ternary -= 1
@@ -77,7 +80,9 @@ def unpack_hf(packed: Bytes, quarter: int) -> Ternary:
 
 
 def _unpack_pairs(blocks: Bytes) -> Ternary:
-    """Unpack the pairs of bits of `blocks`, (n, width), highest first, less one: (n, 4, width)."""
+    """Unpack the pairs of bits of `blocks`, (n, width), highest first, and subtract 1: (n, 4,
+    width).
+    """
     codes = np.empty((blocks.shape[0], 4, blocks.shape[1]), dtype=np.uint8)
     for index, shift in enumerate((6, 4, 2, 0)):
         np.right_shift(blocks, shift, out=codes[:, index])
@@ -93,21 +98,24 @@ def is_ternary(values: npt.NDArray[Any]) -> bool:
 
 
 def absmean_inverse(mean: np.float32) -> np.float32:
-    """Return what WeightQuant of transformers multiplies a weight by before it rounds it."""
+    """Return the factor by which WeightQuant of transformers multiplies a weight before rounding
+    it.
+    """
     return np.float32(np.float32(1.0) / max(mean, np.float32(1e-5)))
 
 
 def quantize_absmean(weights: Floats, inverse: np.float32) -> Ternary:
-    """Round master weights to -1, 0 and 1 as WeightQuant in transformers' integrations/bitnet.py.
+    """Round master weights to -1, 0 and 1 in F32, as WeightQuant in transformers'
+    integrations/bitnet.py.
 
-    It computes in F32. The scale of the result is 1 / `inverse`, see absmean_inverse.
+    The scale of the result is 1 / `inverse`, see absmean_inverse().
     """
     ternary: Ternary = np.clip(np.rint(weights * inverse), -1, 1).astype(np.int8)
     return ternary
 
 
 def pack_tq2_0(ternary: Ternary) -> Bytes:
-    """Pack as ggml's TQ2_0 with a scale of 1: shape (rows, columns / 256 * 66).
+    """Pack as ggml's TQ2_0 with a scale of 1; returns bytes of shape (rows, columns / 256 * 66).
 
     A block has 64 bytes of codes t + 1 (element j of each half in byte j % 32, lowest bits first),
     then the F16 scale.
@@ -124,10 +132,12 @@ def pack_tq2_0(ternary: Ternary) -> Bytes:
 
 
 def pack_q4_0(ternary: Ternary) -> Bytes:
-    """Pack as ggml's Q4_0 with a scale of 1, exactly: shape (rows, columns / 32 * 18).
+    """Pack as ggml's Q4_0 with a scale of 1, exactly; returns bytes of shape (rows, columns / 32 *
+    18).
 
-    A block has the F16 scale, then 16 bytes of codes t + 8, element j in the low and j + 16 in the
-    high half of byte j. ggml's own quantiser cannot be used: its scale is max / -8.
+    A block has the F16 scale, then 16 bytes of codes t + 8: byte j has element j in its low half
+    and element j + 16 in its high half. ggml's own quantiser is not exact here, because its scale
+    is max / -8.
     """
     rows, columns = ternary.shape
     codes = (ternary + np.int8(8)).view(np.uint8).reshape(-1, 2, 16)

@@ -23,9 +23,8 @@ from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.weights import Weights
 from entropykv.session.image_spans import is_placeholder
 from entropykv.session.images import ImageLimits, Images
-from entropykv.session.pool_session import PoolSession
-from entropykv.session.read_parts import common_prefix
 from entropykv.session.recovery import Watch
+from entropykv.session.reuse import common_prefix
 from entropykv.session.session import Session
 
 LEAST_SPARED = 32
@@ -188,7 +187,7 @@ class ReadingLlama(llama_cpp.Llama):
     @property
     def _in_context(self) -> bool:
         """Tell whether the logits of the context are those of the session."""
-        return not isinstance(self._session, PoolSession)
+        return self._session.is_alone
 
     def _logits_at(self, row: int) -> npt.NDArray[np.float32]:
         """Return the logits of a token, (n_vocab,): row -1 is the last one."""

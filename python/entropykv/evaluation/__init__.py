@@ -1,1 +1,3 @@
-"""Measure what a budget costs: quality of a session under a budget against the full cache."""
+"""Measure what a budget costs: the quality and speed of budgeted sessions against the full
+cache.
+"""

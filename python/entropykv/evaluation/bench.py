@@ -1,7 +1,9 @@
-"""Measure how fast a model reads and writes inside a budget, against stock in the same run.
+"""Measure how fast a model reads and writes inside a budget, against stock llama.cpp in the same
+run.
 
-For every context length, each round reads the prompt with stock and with every budget, then decodes
-in short blocks in turn, so that all meet the same state of the machine; medians count.
+For every context length, each round first reads the prompt with stock and with every budget. Then
+all contestants decode short blocks in turn, so that they run under the same load of the machine.
+The median of the rounds is reported.
 """
 
 from __future__ import annotations
@@ -29,19 +31,21 @@ from entropykv.policy.names import AUTO
 from entropykv.session.session import Session
 
 BLOCK = 16
-"""How many tokens one contestant decodes before it is the next one's turn."""
+"""How many tokens one contestant decodes before the next one takes its turn."""
 
 NO_FLASH = "stock, no flash attention"
-"""The contestant whose attention is many nodes, which are not told apart from others."""
+"""The name of stock llama.cpp without flash attention. Its attention has many graph nodes, which
+cannot be told apart from other nodes.
+"""
 
-_READ_BYTES = 512 << 20  # far more bytes than any cache has
+_READ_BYTES = 512 << 20  # Far more bytes than any CPU cache has.
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Say what to measure; lengths in tokens, budgets as fractions of the length.
+    """Hold what is measured; lengths are in tokens, budgets are fractions of the length.
 
-    `no_flash`: whether stock llama.cpp is measured without flash attention, too.
+    `no_flash`: also measure stock llama.cpp without flash attention.
     """
 
     lengths: Sequence[int]
@@ -56,11 +60,12 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Hold one contestant at one length: tokens per second, and ratios to stock flash attention.
+    """Hold the figures of one contestant at one length: tokens per second, and ratios to stock with
+    flash attention.
 
-    `kv_bytes` and `eviction_share` (of all time spent) are 0 for stock llama.cpp. `products`: see
-    SessionStats. `works`: weights and attention apart. `disagreement`: by what share the slowest
-    round took longer than the fastest.
+    `kv_bytes` and `eviction_share` (the share of total time that eviction took) are 0 for stock
+    llama.cpp. `products`: see SessionStats. `works`: the times of weights and of attention
+    separately. `disagreement`: by what share the slowest round took longer than the fastest.
     """
 
     length: int
@@ -81,7 +86,9 @@ class _Contestant:
     name: str
     session: StockSession | Session
     apart: dict[str, Times] = field(default_factory=dict)
-    """What each kind of work took, by phase: of a prompt, of BLOCK tokens after it."""
+    """Seconds, operations and bytes of each kind of work, for phase prompt (the whole prompt) and
+    decode (BLOCK tokens).
+    """
     loads: dict[str, AttentionLoad] = field(default_factory=dict)
     prompt_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
@@ -99,7 +106,7 @@ class _Contestant:
         self.decode_seconds.append((time.perf_counter() - start) / len(tokens))
 
     def take_apart(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Read and write once more, every node by itself."""
+        """Read and write once more while llama.cpp times every graph node separately."""
         self.session.reset()
         for phase, part in (("prompt", (prompt,)), ("decode", [[token] for token in tokens])):
             self.session.hook.measure_work(True)
@@ -109,7 +116,7 @@ class _Contestant:
         self.session.hook.measure_work(False)
 
     def works(self, stock: _Contestant) -> tuple[WorkFigures, ...]:
-        """Figures of the kinds of work; none where it was not taken apart."""
+        """Return the figures of each kind of work; empty if it was not measured."""
         return tuple(
             work
             for phase, times in self.apart.items()
@@ -127,7 +134,7 @@ class _Contestant:
             stats = self.session.stats()
             spent = self.prompt_seconds[-1] + BLOCK * sum(self.decode_seconds) / len(
                 self.prompt_seconds
-            )  # the counters are those of the last round
+            )  # The counters are those of the last round.
             kv_bytes, share = stats.kv_bytes_peak, stats.eviction_seconds / spent
             products = stats.products
         return BenchRow(
@@ -145,7 +152,8 @@ class _Contestant:
         )
 
     def _disagreement(self) -> float:
-        n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)  # blocks in one round
+        # The number of blocks in one round.
+        n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)
         firsts = range(0, len(self.decode_seconds), max(1, n_blocks))
         written = [statistics.median(self.decode_seconds[i : i + n_blocks]) for i in firsts]
         return max(disagreement(self.prompt_seconds), disagreement(written))
@@ -156,10 +164,10 @@ def bench(
     settings: BenchSettings,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[BenchRow]:
-    """Measure a model; yields the rows of each length when it is done.
+    """Measure a model; yields the rows of a length once it has been measured.
 
-    `progress` is called with (steps done, steps in all). Raises as Session does, and ContextError
-    for a length that is impossible.
+    `progress` is called with (steps done, total steps). Raises the errors of Session, and
+    ContextError for a length that the model cannot have.
     """
     for length in settings.lengths:
         if length < BLOCK:
@@ -185,7 +193,7 @@ def bench(
 def _contestants(
     model: str | os.PathLike[str], settings: BenchSettings, length: int
 ) -> Iterator[_Contestant]:
-    """Make all contestants, stock flash attention first."""
+    """Make all contestants; stock with flash attention is the first."""
     n_ctx = length + settings.n_generate + BLOCK
     stock = {"stock": True, **({NO_FLASH: False} if settings.no_flash else {})}
     for name, flash in stock.items():
@@ -207,7 +215,7 @@ def _contestants(
 
 
 def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int) -> Iterator[None]:
-    """Read and write in turn; yields after every prompt."""
+    """Let all contestants read and write in turn; yields after every prompt."""
     stock = contestants[0].session
     assert isinstance(stock, StockSession)  # noqa: S101
     last = length + settings.n_generate
@@ -225,14 +233,17 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
 
 
 def _is_taken_apart(contestant: _Contestant) -> bool:
-    """Tell whether the attention of its graphs is one node a layer."""
+    """Tell whether a contestant's attention is one graph node per layer, so that it can be
+    timed.
+    """
     return contestant.name != NO_FLASH
 
 
 def _set_loads(contestants: Sequence[_Contestant], geometry: ModelGeometry, length: int) -> None:
-    """Tell what attention had to do: stock holds all in f16, we what is in the cache.
+    """Set the work of attention for each contestant: stock reads all entries in f16, we read those
+    in our cache.
 
-    How many rows a prompt's tokens attended to is known where nothing was evicted.
+    The number of rows that a prompt's tokens attend to is known only if nothing was evicted.
     """
     for contestant in contestants:
         held = geometry.cached_values * 2 * (length + BLOCK / 2)
@@ -249,11 +260,15 @@ def _set_loads(contestants: Sequence[_Contestant], geometry: ModelGeometry, leng
 
 
 def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:
-    """Return so many tokens of the calibration texts, again from the first one where they end."""
+    """Return `n_tokens` tokens of the calibration texts, which are repeated if they are
+    too short.
+    """
     tokens = session.tokenize("\n\n".join(text.content for text in read_texts()))
     return (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
 
 
 def read_bandwidth(n_threads: int) -> float:
-    """Measure bytes per second of a plain read of memory with so many threads: the best of 5."""
+    """Measure the bytes per second that `n_threads` threads read from memory: the best of
+    5 trials.
+    """
     return max(_core.read_bandwidth(_READ_BYTES, n_threads) for _ in range(5))

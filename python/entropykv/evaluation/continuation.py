@@ -1,12 +1,13 @@
-"""Compare how a text goes on, predicted or written greedily, against the full cache.
+"""Compare continuations of a text, predicted or written greedily, against the full cache.
 
-The prompt is read inside the budget, in micro-batches. Then the budget grows by the length of the
-continuation (kvpress's protocol) and the continuation is teacher-forced; or the budget stays, and
-the continuation is read token by token, as it would be written. From the end of the prompt again,
-tokens are written greedily and compared one by one.
+The prompt is read inside the budget, in micro-batches. Then there are two protocols: either the
+budget grows by the length of the continuation (as in kvpress) and the true continuation is read
+(teacher forcing), or the budget stays and the continuation is read token by token, as if it were
+generated. After that, from the end of the prompt again, tokens are written greedily and compared
+one by one.
 
-Memory: one model at a time; of logits, those of one micro-batch of one text, and as many rows of
-the reference, whose logits wait in a temporary folder (`ReferenceLogits`).
+Memory: one model at a time; the logits of one micro-batch of one text, and the same rows of the
+reference, whose logits are stored in a temporary folder (`ReferenceLogits`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _LEAST_PROMPT = 64
 
 @dataclass(frozen=True)
 class Protocol:
-    """Say how long everything is, in tokens.
+    """Hold the lengths of prompt, continuation and greedy text, in tokens.
 
-    `inside`: the budget does not grow; `greedy` 0: nothing is written.
+    `inside`: the budget does not grow. `greedy` 0: nothing is written.
     """
 
     prompt: int
@@ -48,13 +49,13 @@ class Protocol:
 
     @property
     def n_ctx(self) -> int:
-        """Return the length of the longest sequence."""
+        """Return the length of the longest sequence, in tokens."""
         return self.prompt + max(self.continuation, self.greedy)
 
 
 @dataclass(frozen=True)
 class ContinuedText(Item):
-    """Hold a text, cut to the protocol's prompt (`tokens`), and how it goes on."""
+    """Hold a text, cut to the length of the prompt (`tokens`), and its true continuation."""
 
     following: tuple[int, ...]
 
@@ -62,9 +63,11 @@ class ContinuedText(Item):
 def prompt_length(
     wanted: int | None, continuation: int, greedy: int, lengths: dict[str, int], n_ctx_train: int
 ) -> int:
-    """Return the tokens of every prompt: what is wanted, or what texts and context allow.
+    """Return the length of every prompt in tokens: the wanted one, or the longest that texts and
+    context allow.
 
-    `lengths`: tokens of every text by name. ContextError names what is too short, and by how much.
+    `lengths`: the tokens of every text, by name. ContextError names the text that is too short, and
+    by how much.
     """
     name, shortest = min(lengths.items(), key=lambda item: item[1])
     room = n_ctx_train - max(continuation, greedy)
@@ -84,10 +87,10 @@ def prompt_length(
 
 
 class ReferenceLogits:
-    """Keep logits of stock llama.cpp in a temporary folder: float32 rows, a file for each text."""
+    """Keep logits of stock llama.cpp in a temporary folder: float32 rows, one file per text."""
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int) -> None:
-        """Make the folder; raises EntropyKVError where the disk is full."""
+        """Make the folder; raises EntropyKVError if the disk is too full."""
         self._n_vocab = n_vocab
         self._folder = tempfile.TemporaryDirectory(prefix="entropykv-eval-")
         needed = 4 * n_vocab * n_texts * n_rows
@@ -103,7 +106,7 @@ class ReferenceLogits:
         self._folder.cleanup()
 
     def __enter__(self) -> ReferenceLogits:
-        """Use it as a context manager: it closes at the end."""
+        """Return the object itself; leaving the `with` block removes the folder."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +114,7 @@ class ReferenceLogits:
         self.close()
 
     def write(self, digest: str, blocks: Iterator[Logits]) -> None:
-        """Keep the rows of a text."""
+        """Write the rows of the text with this digest to its file."""
         try:
             with open(self._path(digest), "wb") as file:
                 for block in blocks:
@@ -122,7 +125,7 @@ class ReferenceLogits:
             ) from None
 
     def rows(self, digest: str, first: int, n_rows: int) -> Logits:
-        """Read `n_rows` rows of a text from `first` on: (n_rows, n_vocab)."""
+        """Read `n_rows` rows of a text from row `first` on: (n_rows, n_vocab)."""
         size = self._n_vocab
         values = np.fromfile(
             self._path(digest), np.float32, count=n_rows * size, offset=4 * first * size
@@ -134,7 +137,7 @@ class ReferenceLogits:
 
 
 class ContinuationPart:
-    """Measure the texts' continuations; the caller closes `references`."""
+    """Measure the continuations of all texts; the caller closes `references`."""
 
     name = "continuations"
     needs_reference = True
@@ -142,7 +145,7 @@ class ContinuationPart:
     def __init__(
         self, items: Sequence[ContinuedText], protocol: Protocol, references: ReferenceLogits
     ) -> None:
-        """Take items as continued_texts() makes them, of the same protocol."""
+        """Use items that continued_texts() made with the same protocol."""
         self.items = items
         self.n_ctx = protocol.n_ctx
         self._protocol = protocol
@@ -150,7 +153,9 @@ class ContinuationPart:
         self._greedy: dict[str, list[int]] = {}
 
     def reference(self, stock: StockSession, item: ContinuedText, tick: Tick) -> Values:
-        """Keep stock's logits and its greedy text; speeds alone are figures."""
+        """Store stock's logits and its greedy text for measure(); the returned figures are only
+        speeds.
+        """
         stock.reset()
         last, prompt_seconds = read(stock, item.tokens, tick)
         state = stock.save_state()
@@ -164,7 +169,7 @@ class ContinuationPart:
         return values
 
     def measure(self, session: Session, item: ContinuedText, tick: Tick) -> Values:
-        """Compare a session with what reference() kept of the text."""
+        """Compare a session with the logits and the text that reference() stored."""
         last, prompt_seconds = read(session, item.tokens, tick)
         values: Values = {"prompt_tokens": len(item.tokens), "prompt_seconds": prompt_seconds}
         values |= kept_values(session)
@@ -193,10 +198,10 @@ class ContinuationPart:
     def _predictions(
         self, session: Session, item: ContinuedText, tick: Tick
     ) -> Iterator[tuple[int, Logits]]:
-        """Yield rows of logits, each with the number of its first row.
+        """Yield rows of logits, each block with the number of its first row.
 
-        Inside the budget they come token by token: nothing is evicted within a micro-batch, so that
-        a continuation in one piece would be read beyond the budget.
+        Inside the budget they are computed token by token: nothing is evicted within a micro-batch,
+        so that a continuation read in one piece would exceed the budget.
         """
         first, step = 0, 1 if self._protocol.inside else len(item.following)
         for start in range(0, len(item.following), step):
@@ -218,7 +223,7 @@ class ContinuationPart:
 def continued_texts(
     texts: Sequence[EvaluationText], model: Model, protocol: Protocol
 ) -> list[ContinuedText]:
-    """Cut texts that are long enough: see prompt_length()."""
+    """Cut those texts that are long enough to the protocol's lengths: see prompt_length()."""
     items = []
     for text in texts:
         tokens = tokens_of(model, text)

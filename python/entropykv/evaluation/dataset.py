@@ -1,4 +1,4 @@
-"""Answer questions about long contexts, in LongBench's form, and score them by ROUGE."""
+"""Answer questions about long contexts, in LongBench's format, and score the answers by ROUGE."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from entropykv.session.session import Session
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 DEFAULT_TEMPLATE = "{context}\n\n{input}"
 Scorer = Callable[[Sequence[str], str], dict[str, float]]
-"""Returns the F1 of each of ROUGE_TYPES for (right answers, an answer)."""
+"""Returns F1 by each of ROUGE_TYPES, given the right answers and the model's answer."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Hold one line of a data set."""
+    """Hold one line of a data set: a context, a question and its right answers."""
 
     name: str
     context: str
@@ -37,13 +37,13 @@ class Question:
 
 @dataclass(frozen=True)
 class DatasetItem(Item):
-    """Hold a prompt, and the answers that are right."""
+    """Hold a prompt, and its right answers."""
 
     answers: tuple[str, ...]
 
 
 class DatasetPart:
-    """Measure the questions of a data set."""
+    """Measure how well the questions of a data set are answered."""
 
     name = "dataset"
     needs_reference = False
@@ -51,7 +51,7 @@ class DatasetPart:
     def __init__(
         self, items: Sequence[DatasetItem], max_tokens: int, score: Scorer, *, inside: bool
     ) -> None:
-        """Take items as dataset_items() makes them, with the same max_tokens.
+        """Use items that dataset_items() made with the same max_tokens.
 
         `inside`: the budget does not grow for an answer.
         """
@@ -62,13 +62,13 @@ class DatasetPart:
         self._inside = inside
 
     def reference(self, stock: StockSession, item: DatasetItem, tick: Tick) -> Values:
-        """Answer with the full cache."""
+        """Answer with the full cache of stock llama.cpp."""
         stock.reset()
         last, _ = read(stock, item.tokens, tick)
         return self._answer(stock, last, item, tick)
 
     def measure(self, session: Session, item: DatasetItem, tick: Tick) -> Values:
-        """Answer after a prompt that was read inside the budget."""
+        """Answer after the prompt was read inside the budget."""
         last, _ = read(session, item.tokens, tick)
         kept = kept_values(session)
         if not self._inside:
@@ -82,7 +82,10 @@ class DatasetPart:
 
 
 def rouge_scorer() -> Scorer:
-    """Return ROUGE F1 by the package rouge-score, the best over the right answers of each type."""
+    """Return a function that computes ROUGE F1 with the package rouge-score.
+
+    Of several right answers, the best score counts for each type.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer  # noqa: PLC0415
     except ImportError:
@@ -99,9 +102,11 @@ def rouge_scorer() -> Scorer:
 
 
 def read_dataset(path: str | os.PathLike[str]) -> list[Question]:
-    """Read the questions of a JSON Lines file; ContextError names file and line of what is none."""
+    """Read the questions of a JSON Lines file; ContextError names the file and line of an invalid
+    one.
+    """
     questions = []
-    # Splitlines() also knows ends of lines that JSON does not.
+    # Do not use splitlines(): it also splits at characters that are no line ends in JSON.
     lines = read_text(path, ContextError).split("\n")
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -117,7 +122,7 @@ def _question(line: str, where: str, name: str) -> Question:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise ContextError(f"{where} is no JSON object; give context, input and answers in it")
+        raise ContextError(f"{where} is not a JSON object; give context, input and answers in it")
     for key in ("context", "input"):
         if not isinstance(content.get(key), str):
             raise ContextError(f"{where} has no text under {key!r}; give context, input, answers")
@@ -132,7 +137,7 @@ def _question(line: str, where: str, name: str) -> Question:
 
 
 def check_template(template: str) -> None:
-    """Raise SettingsError where a template does not say where the context goes."""
+    """Raise SettingsError if a template does not contain {context}."""
     if "{context}" not in template:
         raise SettingsError(
             "the prompt template has no {context}; write {context} and {input} where they go"
@@ -142,10 +147,10 @@ def check_template(template: str) -> None:
 def dataset_items(
     questions: Sequence[Question], model: Model, *, template: str, max_tokens: int, n_ctx: int
 ) -> list[DatasetItem]:
-    """Make prompts, with the model's chat template where it has one, that fit into n_ctx tokens.
+    """Make prompts of at most n_ctx tokens, with the model's chat template if it has one.
 
-    Of a context that is too long the middle is left out, as LongBench does. Raises ContextError
-    where a prompt is too long without it.
+    If a context is too long, its middle is left out, as in LongBench. Raises ContextError if a
+    prompt is too long even without a context.
     """
     items = []
     for question in questions:
@@ -178,7 +183,8 @@ def _fitted(question: Question, model: Model, template: str, room: int) -> list[
 
 
 def _prompt(question: Question, context: str, model: Model, template: str) -> list[int]:
-    before, _, after = template.partition("{context}")  # not format(): the context may have braces
+    # format() would fail, because the context may contain braces.
+    before, _, after = template.partition("{context}")
     parts = (before.replace("{input}", question.input), context)
     text = "".join((*parts, after.replace("{input}", question.input)))
     chat = model.chat_prompt(text)

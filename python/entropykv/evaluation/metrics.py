@@ -1,4 +1,4 @@
-"""Compare logits and texts of a budgeted cache with those of the full one."""
+"""Compare the logits and texts of a budgeted cache with those of the full cache."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from entropykv.llamacpp.distributions import Logits, blocks, divergences, log_so
 
 @dataclass(frozen=True)
 class Agreement:
-    """Say how close one model's predictions of a text are to those of a reference."""
+    """Hold how close a model's predictions of a text are to those of a reference."""
 
     kl: float
-    """The mean KL divergence of the reference's distribution from this one, in nats."""
+    """The mean KL divergence of these predictions from the reference's, in nats."""
     top1: float
-    """The share of tokens where both have the same most probable one."""
+    """The share of tokens whose most probable successor is the same in both."""
     perplexity_ratio: float
-    """The perplexity of the text, relative to the reference's."""
+    """The perplexity of the text divided by the reference's."""
 
 
 class Comparison:
-    """Add up an agreement over parts of a text, without keeping them."""
+    """Compute an Agreement block by block, without keeping the logits."""
 
     def __init__(self) -> None:
-        """Begin with no rows."""
+        """Start without any rows."""
         self._kl = self._surplus = 0.0
         self._same = self._rows = self._known = 0
 
     def add(self, reference: Logits, other: Logits, following: Sequence[int]) -> None:
-        """Add rows, (tokens, n_vocab), and the tokens that really follow each of them.
+        """Add rows of logits, (tokens, n_vocab), and for each row the token that follows it in the
+        text.
 
-        What follows the last rows may be unknown: they count for KL divergence and top-1 alone.
+        The followers of the last rows may be unknown: these rows count only for KL divergence and
+        top-1.
         """
         for part in blocks(len(reference)):
             a, b = log_softmax(reference[part]), log_softmax(other[part])
@@ -46,7 +48,7 @@ class Comparison:
             self._known += len(known)
 
     def result(self) -> Agreement:
-        """Return the agreement over all that was added, which is two rows at least."""
+        """Return the agreement over all rows that were added, at least two."""
         return Agreement(
             kl=self._kl / self._rows,
             top1=self._same / self._rows,
@@ -55,13 +57,15 @@ class Comparison:
 
 
 def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreement:
-    """Compare logits over `tokens`: row i follows tokens[i] and predicts tokens[i + 1]."""
+    """Compare logits over `tokens`: row i is computed after tokens[i] and predicts
+    tokens[i + 1].
+    """
     comparison = Comparison()
     comparison.add(reference, other, tokens[1:])
     return comparison.result()
 
 
 def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
-    """Return the share of tokens that are equal at the same place; missing ones are not equal."""
+    """Return the share of the reference's tokens that `other` has at the same place."""
     longest = max(len(reference), len(other))
     return sum(a == b for a, b in zip(reference, other, strict=False)) / longest if longest else 1.0

@@ -1,4 +1,6 @@
-"""Define what the parts of an evaluation share: items, and figures measured for each."""
+"""Define what the parts of an evaluation have in common: items, and figures measured for
+each item.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,34 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session
 
 Values = dict[str, Any]
-"""The figures of one item, as JSON holds them."""
+"""The figures of one item, as JSON values."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Hold one text to be read; a subclass says what is done after it."""
+    """Hold one text to be read; a subclass says what is measured after it."""
 
     name: str
     digest: str
-    """A hash of all that the item's figures depend on, besides the settings of the evaluation."""
+    """A hash of everything that the item's figures depend on, except the settings of the
+    evaluation.
+    """
     tokens: tuple[int, ...]
     """The tokens that are read inside the budget."""
     n_steps: int
-    """How many tokens are read or written in all, for the progress."""
+    """How many tokens are read and written in total, for the progress bar."""
 
 
 class EvalPart(Protocol):
-    """Measure items of one kind; every figure is of one item, so that items can be left out."""
+    """Measure items of one kind; every figure belongs to one item, so that single items can be
+    skipped.
+    """
 
     name: str
     n_ctx: int
-    """The context of the sessions, in tokens."""
+    """The context length of the sessions, in tokens."""
     needs_reference: bool
-    """True where measuring an item needs that stock has measured it in the same run."""
+    """True if stock llama.cpp must have measured an item in the same run before a session can."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -44,11 +50,11 @@ class EvalPart(Protocol):
         """Measure an item with stock llama.cpp."""
 
     def measure(self, session: Session, item: Any, tick: Tick) -> Values:
-        """Measure an item with a session whose budget is set and that has read nothing."""
+        """Measure an item with a session whose budget is set and that has read nothing yet."""
 
 
 def kept_values(session: Session) -> Values:
-    """Return what a session holds of what it has read."""
+    """Return the number of entries and bytes that a session keeps of what it has read."""
     stats = session.stats()
     return {
         "policy": stats.policy,

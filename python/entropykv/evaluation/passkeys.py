@@ -1,8 +1,8 @@
-"""Plant facts into prose, to see whether a cache still holds what was read once, long ago.
+"""Plant facts into prose, to test whether a cache still holds facts that were read long before.
 
-Every case is a passage of the given texts with a few facts at sentence boundaries, each a sentence
-that names whom or what it is about. The passage is read first; only then a fact is asked for, so
-that nothing tells beforehand which part of the passage will be needed. The same texts, sizes and
+Every case is a passage of the given texts with a few facts at sentence boundaries. Each fact is one
+sentence that names its subject. The passage is read first, and a fact is asked for only afterwards,
+so that nothing tells beforehand which part of the passage will be needed. The same texts, sizes and
 seed give the same cases.
 """
 
@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(
 
 @dataclass(frozen=True)
 class Fact:
-    """Hold a sentence to plant, and how it is asked for."""
+    """Hold a sentence to plant, and the question that asks for its value."""
 
     question: str
     stem: str
@@ -38,7 +38,9 @@ class Fact:
 
     @property
     def prompt(self) -> str:
-        """Return what is read after the passage; a right answer goes on with the value."""
+        """Return the text that is read after the passage; a right answer continues it with the
+        value.
+        """
         return f"\n\nQuestion: {self.question}\nAnswer: {self.stem}"
 
     def is_answered_by(self, continuation: str) -> bool:
@@ -50,17 +52,17 @@ class Fact:
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a passage with facts, in the order of the passage."""
+    """Hold a passage and its facts, in the order in which the passage has them."""
 
     text: str
     facts: tuple[Fact, ...]
     depths: tuple[float, ...]
-    """Where each fact is, as the share of the passage's tokens before it."""
+    """The place of each fact: the share of the passage's tokens that precede it."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """Word a fact in one way: {who} stands for one of `subjects`."""
+    """Hold one wording of a fact; {who} is replaced by one of `subjects`."""
 
     question: str
     stem: str
@@ -71,7 +73,7 @@ class Wording:
 @dataclass(frozen=True)
 class _Sentence:
     text: str
-    """The sentence, with the white space after it."""
+    """The sentence with the white space after it."""
     n_tokens: int
 
 
@@ -165,11 +167,12 @@ def make_cases(
     facts_per_text: int,
     seed: int,
 ) -> list[Case]:
-    """Plant facts into passages of the texts, which are about `n_tokens` long and never longer.
+    """Plant facts into passages of the texts; a passage has about `n_tokens` tokens and never more.
 
-    A passage begins anywhere in the texts, at a sentence, and goes on with the next text where one
-    ends. `count_tokens` counts those of a sentence. Raises SettingsError for more facts than there
-    are wordings or than a passage has sentences, ContextError where the texts are too short.
+    A passage begins at any sentence of the texts, and continues with the next text at the end of
+    one. `count_tokens` returns the number of tokens of a sentence. Raises SettingsError for more
+    facts than there are wordings or than a passage has sentences, and ContextError if the texts are
+    too short.
     """
     if facts_per_text > len(WORDINGS):
         raise SettingsError(
@@ -198,7 +201,9 @@ def make_cases(
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return sentences with the white space that follows them; a paragraph's end ends one."""
+    """Split a text into sentences with the white space after them; a paragraph also ends a
+    sentence.
+    """
     text = text.strip() + "\n\n"
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
@@ -244,7 +249,9 @@ def _fact(rng: random.Random, wording: Wording) -> Fact:
 
 
 def _passage(rng: random.Random, sentences: Sequence[_Sentence], room: int) -> list[_Sentence]:
-    """Return whole sentences from a random one on, in a circle, as far as there is room."""
+    """Return consecutive whole sentences of at most `room` tokens, from a random one on; the first
+    follows the last.
+    """
     first = rng.randrange(len(sentences))
     passage: list[_Sentence] = []
     for sentence in (*sentences[first:], *sentences[:first]):

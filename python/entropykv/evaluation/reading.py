@@ -1,4 +1,4 @@
-"""Read and write greedily, a session under a budget and stock llama.cpp in the same way."""
+"""Read and write greedily with a budgeted session or stock llama.cpp, in the same way."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 
 Tick = Callable[[int], None]
-"""Called between two steps with how many more tokens are done; may raise to end the work there."""
+"""Called between two steps with the number of tokens done since the last call; may raise
+to stop.
+"""
 
 
 class Reader(Protocol):
-    """Define what a Session and a StockSession have in common."""
+    """Define the methods that Session and StockSession have in common."""
 
     @property
     def position(self) -> int:
@@ -25,16 +27,16 @@ class Reader(Protocol):
     def decode_micro_batches(
         self, tokens: Sequence[int], all_logits: bool
     ) -> Iterator[Logits | None]:
-        """Decode each micro-batch as the result is iterated."""
+        """Decode lazily: each micro-batch is decoded when the iterator reaches it."""
 
     def save_state(self) -> Any:
-        """Return what was read, for load_state()."""
+        """Return the current state, for load_state()."""
 
     def load_state(self, state: Any, /) -> object:
-        """Go back to what save_state() returned."""
+        """Restore a state that save_state() returned."""
 
     def tokenize(self, text: str, add_bos: bool | None) -> list[int]:
-        """Return the tokens of a text; `add_bos` None does as the model wants."""
+        """Return the tokens of a text; `add_bos` None adds BOS if the model wants it."""
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -45,7 +47,10 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """Hold what was written, and how fast: neither the first nor the last token costs a decode."""
+    """Hold the tokens that were written, and the time of their decodes.
+
+    The first token costs no decode, since its logits are given; the last one is not decoded.
+    """
 
     tokens: list[int]
     n_decoded: int
@@ -55,7 +60,7 @@ class Written:
 def rows_of(
     reader: Reader, tokens: Sequence[int], tick: Tick, *, all_logits: bool = True
 ) -> Iterator[Logits]:
-    """Read tokens; yields the logits of each micro-batch, (tokens, n_vocab), that has some."""
+    """Read tokens; yields the logits of each micro-batch that has some, (tokens, n_vocab)."""
     before = reader.position
     for logits in reader.decode_micro_batches(tokens, all_logits):
         if logits is not None:
@@ -65,7 +70,7 @@ def rows_of(
 
 
 def read(reader: Reader, tokens: Sequence[int], tick: Tick) -> tuple[Logits, float]:
-    """Read tokens; returns logits of the last one, (n_vocab,), and the seconds that it took."""
+    """Read tokens; returns the logits of the last one, (n_vocab,), and the seconds it took."""
     start = time.perf_counter()
     last = [rows[-1] for rows in rows_of(reader, tokens, tick, all_logits=False)]
     return last[0], time.perf_counter() - start
@@ -74,9 +79,10 @@ def read(reader: Reader, tokens: Sequence[int], tick: Tick) -> tuple[Logits, flo
 def write(
     reader: Reader, logits: Logits, n_tokens: int, tick: Tick, *, stops: bool = False
 ) -> Written:
-    """Write n_tokens greedily after what `logits` are of; fewer where `stops` and the text ends.
+    """Write n_tokens greedily, the first by `logits`; fewer if `stops` is set and the text ends.
 
-    A session with a recovery ladder climbs it meanwhile, up to where it writes nothing again.
+    If the session has a recovery ladder, it is used, except for its last rung, which would write
+    tokens again.
     """
     watch = _watch_of(reader, len(logits))
     tokens: list[int] = []
@@ -93,7 +99,7 @@ def write(
 
 
 def _watch_of(reader: Reader, n_vocab: int) -> Watch | None:
-    """Return the recovery ladder for one text that a session writes; None where it has none."""
+    """Return the recovery ladder for a text that a session writes; None if the session has none."""
     if isinstance(reader, Session) and reader.recovery is not None:
         return Watch(reader, reader.recovery, n_vocab)
     return None

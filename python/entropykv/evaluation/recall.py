@@ -1,6 +1,7 @@
-"""Measure recall of planted facts: the passage is read once, then every fact is asked for.
+"""Measure recall of planted facts: a passage is read once, then every fact is asked for.
 
-All questions about a passage start from the same state, so that none sees another one's answer.
+All questions about a passage start from the same state, so that no question sees the answer to
+another one.
 """
 
 from __future__ import annotations
@@ -19,45 +20,49 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session
 
 _MORE_TOKENS = 3
-"""How many tokens an answer may have besides the value's, which may be cut into other tokens."""
+"""How many more tokens an answer may have than the value, which may be split into tokens
+differently.
+"""
 
 
 @dataclass(frozen=True)
 class RecallItem(Item):
-    """Hold a passage with facts, and the tokens that ask for each of them."""
+    """Hold a passage with facts, and for each fact the tokens that ask for it."""
 
     case: Case
     questions: tuple[tuple[int, ...], ...]
     answer_tokens: tuple[int, ...]
-    """How many tokens are written to see whether each answer is right."""
+    """For each fact, how many tokens are written before the answer is judged."""
 
 
 class RecallPart:
-    """Measure the facts of all passages."""
+    """Measure how many facts are recalled, over all passages."""
 
     name = "passkeys"
     needs_reference = False
 
     def __init__(self, items: Sequence[RecallItem]) -> None:
-        """Take items as recall_items() makes them."""
+        """Use items that recall_items() made."""
         self.items = items
         self.n_ctx = max(_longest(item) for item in items)
 
     def reference(self, stock: StockSession, item: RecallItem, tick: Tick) -> Values:
-        """Measure what the full cache knows."""
+        """Measure how many facts are recalled with the full cache."""
         stock.reset()
         read(stock, item.tokens, tick)
         return ask(stock, item, tick)
 
     def measure(self, session: Session, item: RecallItem, tick: Tick) -> Values:
-        """Measure what is known inside the budget, which does not grow for the questions."""
+        """Measure how many facts are recalled inside the budget, which does not grow for the
+        questions.
+        """
         read(session, item.tokens, tick)
         kept = kept_values(session)
         return {**ask(session, item, tick), **kept}
 
 
 def ask(reader: Reader, item: RecallItem, tick: Tick) -> Values:
-    """Ask a reader that has read the passage for every fact; each time from the same state."""
+    """Ask for every fact, each time from the state after the passage, and return the figures."""
     state = reader.save_state()
     answers = []
     for question, n_tokens in zip(item.questions, item.answer_tokens, strict=True):
@@ -80,7 +85,9 @@ def recall_items(
     facts_per_text: int,
     seed: int,
 ) -> list[RecallItem]:
-    """Make passages of the texts; raises as make_cases(), and where the context is too small."""
+    """Make passages of the texts; raises the errors of make_cases(), and ContextError if the
+    context is too small.
+    """
 
     def tokens_of(text: str, *, add_bos: bool = False) -> tuple[int, ...]:
         return tuple(model.tokenize(text, add_bos=add_bos, special=True))

@@ -1,4 +1,4 @@
-"""Turn what a user asked to be evaluated into parts, before anything long starts."""
+"""Turn the options of an evaluation into parts, and check them before anything long starts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from entropykv.llamacpp.model import Model
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """Hold what is asked for; lengths in tokens.
+    """Hold the parts of an evaluation that a user asked for; lengths are in tokens.
 
-    `continuation` 0, `passkeys` 0 and no questions leave a part out.
+    `continuation` 0, `passkeys` 0 and an empty list of questions each leave out one part.
     """
 
     texts: Sequence[EvaluationText] = ()
     prompt: int | None = None
-    """The length of prompts; None takes 2,048, or what texts and context allow."""
+    """The length of prompts; None means 2,048, or the most that texts and context allow."""
     continuation: int = 256
     greedy: int = 64
     inside: bool = False
@@ -54,12 +54,16 @@ class EvalRequest:
     prompt_template: str = DEFAULT_TEMPLATE
     max_tokens: int = 128
     n_ctx: int = 0
-    """The longest prompt with its answer of a data set; 0 takes what the model was trained for."""
+    """The most tokens of a data set's prompt with its answer; 0 means the model's trained
+    context.
+    """
     suite: Suite | None = None
-    """RULER, in place of all other parts; its haystacks are made of the texts."""
+    """RULER, which replaces all other parts; its haystacks are made of the texts."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError where there is nothing to do, or nothing to do it with."""
+        """Raise SettingsError if nothing is asked for, or if texts or questions for it are
+        missing.
+        """
         check_template(self.prompt_template)
         if self.suite is not None:
             if self.passkeys or self.questions:
@@ -77,7 +81,7 @@ class EvalRequest:
             )
 
     def settings(self) -> Values:
-        """Return all that figures of one item depend on, besides the item."""
+        """Return the settings that the figures of every item depend on."""
         left_out = ("texts", "questions", "passkeys", "suite")
         names = [field.name for field in dataclasses.fields(self) if field.name not in left_out]
         haystacks = None if self.suite is None else [text.name for text in self.haystacks]
@@ -85,11 +89,11 @@ class EvalRequest:
 
     @property
     def haystacks(self) -> Sequence[EvaluationText]:
-        """Return the texts that a suite has in place of RULER's essays."""
+        """Return the texts that replace RULER's essays."""
         return self.texts or own_texts()
 
     def with_prompt(self, model: Model) -> EvalRequest:
-        """Return the same with a prompt length; ContextError names a text that is too short."""
+        """Return the request with a prompt length; ContextError names a text that is too short."""
         if self.suite is not None or not (self.texts and self.continuation):
             return self
         lengths = {text.name: len(tokens_of(model, text)) for text in self.texts}
@@ -99,10 +103,10 @@ class EvalRequest:
         return dataclasses.replace(self, prompt=prompt)
 
     def parts(self, model: Model, stack: ExitStack) -> list[EvalPart]:
-        """Make parts with their items, for which alone the model is needed.
+        """Make the parts with their items; the model is needed only here, to count tokens.
 
-        The request is one that with_prompt() returned. What the parts hold is freed where the stack
-        ends. Raises ContextError for what does not fit.
+        The request must be one that with_prompt() returned. `stack` frees the resources of the
+        parts. Raises ContextError for an item that does not fit into the context.
         """
         if self.suite is not None:
             haystacks = self.haystacks

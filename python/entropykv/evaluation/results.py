@@ -1,4 +1,4 @@
-"""Log what was measured, so that an evaluation can go on where it ended."""
+"""Log measured figures, so that an interrupted evaluation can be continued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER = "use another file, or the model and settings that it was begun with"
 
 @dataclass(frozen=True)
 class Record:
-    """Hold the figures of one item."""
+    """Hold the figures of one item, measured for one contestant."""
 
     contestant: str
     part: str
@@ -27,26 +27,28 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what finds the record again: the item's name does not matter."""
+        """Return the key that identifies the record; it does not contain the item's name."""
         return (self.contestant, self.part, self.digest)
 
 
 class ResultLog:
-    """Keep records in order, and in a file of JSON lines where there is one.
+    """Keep records in order, and append them to a file of JSON lines if a path is given.
 
-    The first line of the file has model and settings; a line that was cut off at the end is
-    forgotten. Every record is on the disk before the next one is measured.
+    The first line of the file has model and settings; an incomplete last line is dropped. Every
+    record is flushed to disk before the next item is measured.
     """
 
     def __init__(self, path: str | None, model: Values, settings: Values) -> None:
-        """Read the file if it is there; raises SettingsError where it is of something else."""
+        """Read the file if it exists; raises SettingsError if it belongs to another model or
+        evaluation.
+        """
         self._path = path
         self._header: Values = json.loads(
             json.dumps({"format": FORMAT, "model": model, "settings": settings})
         )
         self._records: dict[tuple[str, str, str], Record] = {}
         self._n_good = 0
-        """How many bytes of the file are whole lines."""
+        """How many bytes of the file are complete lines."""
         if path is not None:
             self._load(Path(path))
 
@@ -62,11 +64,11 @@ class ResultLog:
             _append(path, self._header)
 
     def get(self, contestant: str, part: str, item: Item) -> Record | None:
-        """Return the record of an item, if it is there."""
+        """Return the record of an item, or None."""
         return self._records.get((contestant, part, item.digest))
 
     def add(self, contestant: str, part: str, item: Item, values: Values) -> None:
-        """Keep a record."""
+        """Add a record."""
         record = Record(contestant, part, item.name, item.digest, values)
         self._records[record.key] = record
         if self._path is not None:
@@ -80,7 +82,7 @@ class ResultLog:
         if lines and not lines[-1].endswith(b"\n"):
             cut = lines.pop()
             if not lines and not self._header_line().startswith(cut):
-                raise SettingsError(f"{path}: is no log of `entropykv eval`; {_OTHER}")
+                raise SettingsError(f"{path}: is not a log of `entropykv eval`; {_OTHER}")
         if not lines:
             return
         self._n_good = sum(map(len, lines))
@@ -96,7 +98,7 @@ class ResultLog:
 
     def _check_header(self, path: Path, header: Any) -> None:
         if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise SettingsError(f"{path}: is no log of `entropykv eval`; {_OTHER}")
+            raise SettingsError(f"{path}: is not a log of `entropykv eval`; {_OTHER}")
         if header.get("model") != self._header["model"]:
             raise SettingsError(f"{path}: has results of another model; {_OTHER}")
         theirs, ours = header.get("settings"), self._header["settings"]

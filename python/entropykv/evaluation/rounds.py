@@ -1,20 +1,20 @@
-"""Tell whether measurements of the same thing agree: on a busy machine they do not."""
+"""Tell whether repeated measurements of the same thing agree; on a busy machine they do not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 MOST = 0.2
-"""Rounds that disagree by more than this tell of the machine rather than of what was measured."""
+"""The largest acceptable disagreement; if rounds differ more, the machine was probably busy."""
 
 
 def disagreement(measured: Sequence[float]) -> float:
-    """Return by what share the largest of some times or speeds exceeds the smallest, or 0."""
+    """Return by what share the largest of `measured` exceeds the smallest; 0 if there are none."""
     return max(measured) / min(measured) - 1.0 if measured else 0.0
 
 
 def disagreement_note(disagreements: Iterable[float]) -> str | None:
-    """Return the sentence for a user where some rounds disagree too much to be trusted."""
+    """Return a warning for the user if some rounds disagree by more than MOST, else None."""
     worst = max(disagreements, default=0.0)
     if worst <= MOST:
         return None

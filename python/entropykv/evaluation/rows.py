@@ -1,4 +1,4 @@
-"""Make one row of figures for a combination, from those of its items."""
+"""Summarise the figures of a combination's items in one row."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _WRITTEN = ("decode_tokens", "decode_seconds")
 
 @dataclass(frozen=True)
 class EvalRow:
-    """Hold figures of one contestant over all its items; None: not measured, or not for stock.
+    """Hold the figures of one contestant over all its items; None: not measured, or not defined for
+    stock.
 
-    Bytes are those of the continuations' prompts if there are any, speeds are tokens per second.
+    Bytes are those after the prompts of the continuations if there are any, speeds are tokens per
+    second.
     """
 
     policy: str
     kv_type: str
     budget: str
     kept: float | None = None
-    """The share of entries that is kept after the prompt."""
+    """The share of entries that are kept after the prompt."""
     kv_bytes: float | None = None
     """The bytes that the pool can never exceed."""
     kv_bytes_full: float | None = None
@@ -35,11 +37,11 @@ class EvalRow:
     perplexity_ratio: float | None = None
     greedy_equal: float | None = None
     greedy_identical: int | None = None
-    """How many texts have a greedy continuation that is the full cache's, to the last token."""
+    """How many texts have the same greedy continuation as the full cache, to the last token."""
     prompt_speed: float | None = None
     decode_speed: float | None = None
     disagreement: float | None = None
-    """By what share the text of the fastest prompt or continuation was faster than the slowest."""
+    """By what share the fastest text's prompt or continuation was faster than the slowest."""
     recall: float | None = None
     rouge1: float | None = None
     rouge2: float | None = None
@@ -48,21 +50,23 @@ class EvalRow:
     questions: int = 0
     """How many planted facts were asked for."""
     answers: int = 0
-    """How many questions of the data set, or of a suite, were answered."""
+    """How many questions of the data set or of a suite were answered."""
     length: int | None = None
     """The length of a suite's prompts with their answers, in tokens."""
     question: str | None = None
-    """Whether the question is `known` when a suite's context is read, or `unknown`."""
+    """`known` if the question is read with a suite's context, `unknown` if it is read
+    afterwards.
+    """
     scores: dict[str, float] = field(default_factory=dict)
-    """The share of the references found in the answers, by task."""
+    """For each task, the share of the references that the answers contain."""
     score: float | None = None
     """The mean of the tasks' scores."""
     score_relative: float | None = None
-    """The score, relative to the full cache's for the same prompts."""
+    """The score divided by the full cache's for the same prompts."""
 
 
 def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record]) -> EvalRow:
-    """Make a row of one contestant's records: means over items, but the worst KL divergence."""
+    """Summarise a contestant's records in a row: means over items, but the worst KL divergence."""
     texts, passkeys, dataset, suite = (
         [record.values for record in records if record.part == part]
         for part in ("continuations", "passkeys", "dataset", "ruler")
@@ -103,7 +107,7 @@ def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record])
 
 
 def _speeds(texts: Sequence[Values]) -> list[list[float]]:
-    """Return the speeds of each text, in tokens per second: of prompts, and of what is written."""
+    """Return the prompt speeds and the write speeds of the texts, in tokens per second."""
     speeds = [
         [text[tokens] / text[seconds] for text in texts if text.get(tokens) and text.get(seconds)]
         for tokens, seconds in (_READ, _WRITTEN)

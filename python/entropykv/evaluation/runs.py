@@ -1,7 +1,7 @@
 """Run the evaluation: stock llama.cpp first, then one combination after the other.
 
-One model is in memory at a time, and one text is read at a time; see `continuation` for what waits
-on the disk. What a log has already is not measured again.
+One model is in memory at a time, and one text is read at a time; `continuation` stores reference
+logits on disk. Figures that the log already contains are not measured again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from entropykv.policy.names import AUTO
 
 
 class Evaluation:
-    """Measure the parts of an evaluation for every combination, with figures in a log."""
+    """Measure the parts of an evaluation for every combination, and keep the figures in a log."""
 
     def __init__(
         self,
@@ -29,24 +29,23 @@ class Evaluation:
         parts: Sequence[EvalPart],
         log: ResultLog,
     ) -> None:
-        """Take what was made before; nothing is measured yet."""
+        """Use parts and a log that the caller has made; nothing is measured yet."""
         self._engine = engine
         self._combinations = combinations
         self._parts = parts
         self._log = log
 
     def check(self) -> list[str]:
-        """Open a session of every combination, for the shortest text of all.
+        """Open a session of every combination, with the budget for the shortest text.
 
-        Returns sentences that the user should know. Raises what Session does, before anything that
-        takes long.
+        Returns notes for the user. Raises the errors of Session, before anything that takes long.
         """
         notes = []
         part = min(self._parts, key=_shortest)
         for combination in self._combinations:
             with combination.session(self._engine, part.n_ctx, _shortest(part)) as session:
                 if session.fallback:
-                    notes.append(f"going on with the flat store: {session.fallback}")
+                    notes.append(f"using the flat store instead:  {session.fallback}")
                 if note := session.other_file():
                     notes.append(note)
         return list(dict.fromkeys(notes))
@@ -58,12 +57,14 @@ class Evaluation:
         return sum(
             item.n_steps
             for part in self._parts
-            for missing in (self._to_refer(part), *(self._missing(key, part) for key in keys))
+            for missing in (self._needing_stock(part), *(self._missing(key, part) for key in keys))
             for item in missing
         )
 
     def run(self, tick: Tick) -> Iterator[EvalRow]:
-        """Measure; yields a row when its figures are complete, that of stock first."""
+        """Measure everything; yields a row when its figures are complete, the row of stock
+        first.
+        """
         for part in self._parts:
             self._refer(part, tick)
         yield self._row(None)
@@ -73,11 +74,13 @@ class Evaluation:
             yield self._row(combination)
 
     def rows(self) -> list[EvalRow]:
-        """Return what is known of stock and of each combination."""
+        """Return the rows of stock and of each combination, from the figures that are
+        known so far.
+        """
         return [self._row(combination) for combination in (None, *self._combinations)]
 
     def records(self) -> list[Record]:
-        """Return the figures of every item that are known, in the order of the rows."""
+        """Return all records that are known so far, in the order of the rows."""
         contestants = (None, *self._combinations)
         return [record for each in contestants for record in self._records(each)]
 
@@ -88,7 +91,8 @@ class Evaluation:
             n_tokens = statistics.fmean(len(item.tokens) for item in self._parts[0].items)
             full = n_tokens * self._engine.full_bytes_per_token
             return dataclasses.replace(row, kept=1.0, kv_bytes=full, kv_bytes_full=full)
-        policy = combination.policy  # the policy as it was given: its name may lack the parameters
+        # Use the policy as it was given, because its name may lack the parameters.
+        policy = combination.policy
         if policy == AUTO and records:
             policy = f"{AUTO} ({records[0].values['policy']})"
         row = summarize(policy, combination.kv_type, str(combination.budget), records)
@@ -109,8 +113,10 @@ class Evaluation:
     def _missing(self, contestant: str, part: EvalPart) -> list[Item]:
         return [item for item in part.items if not self._log.get(contestant, part.name, item)]
 
-    def _to_refer(self, part: EvalPart) -> list[Item]:
-        """Return what stock has to measure, also items that others need measured again."""
+    def _needing_stock(self, part: EvalPart) -> list[Item]:
+        """Return the items that stock must measure, including those whose reference other
+        contestants need.
+        """
         contestants = [STOCK]
         if part.needs_reference:
             contestants += [combination.key for combination in self._combinations]
@@ -118,7 +124,7 @@ class Evaluation:
         return [item for item in part.items if item.digest in missing]
 
     def _refer(self, part: EvalPart, tick: Tick) -> None:
-        items = self._to_refer(part)
+        items = self._needing_stock(part)
         if not items:
             return
         with closing(self._engine.open_stock(part.n_ctx)) as stock:

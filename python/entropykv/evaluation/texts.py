@@ -1,4 +1,4 @@
-"""Read the texts of an evaluation, and split them into a part to tune on and a part to report."""
+"""Read the texts of an evaluation, and split them into a tuning part and a held-out part."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PARTS = ("all", "tuning", "held-out")
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Hold a text that a user named."""
+    """Hold a text and its name."""
 
     name: str
     content: str
 
     @property
     def digest(self) -> str:
-        """Return a hash that stands for the content, wherever the file is."""
+        """Return a hash of the content, which does not depend on the file's name or place."""
         return digest_of(self.content)
 
 
 def digest_of(*parts: str) -> str:
-    """Return a hash of texts."""
+    """Return a hash of all `parts` together."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part.encode("utf-8") + b"\0")
@@ -35,7 +35,9 @@ def digest_of(*parts: str) -> str:
 
 
 def read_texts(files: Sequence[Path]) -> list[EvaluationText]:
-    """Read every file; raises ContextError for one that is no text, is empty, or is there twice."""
+    """Read every file; raises ContextError for one that is not text, is empty, or is given
+    twice.
+    """
     texts: dict[str, EvaluationText] = {}
     for path in files:
         content = read_text(path, ContextError)
@@ -53,14 +55,16 @@ def read_texts(files: Sequence[Path]) -> list[EvaluationText]:
 
 
 def is_tuning(text: EvaluationText, tuning_share: float) -> bool:
-    """Tell whether a text is of the tuning part: its content alone decides."""
+    """Tell whether a text belongs to the tuning part; only its content decides."""
     return int(text.digest, 16) < tuning_share * (1 << 4 * len(text.digest))
 
 
 def part_of(
     texts: Sequence[EvaluationText], part: str, tuning_share: float
 ) -> list[EvaluationText]:
-    """Return the texts of `all`, `tuning` or `held-out`; raises ContextError for none."""
+    """Return the texts of part `all`, `tuning` or `held-out`; raises ContextError if there are
+    none.
+    """
     if part == "all":
         return list(texts)
     chosen = [text for text in texts if is_tuning(text, tuning_share) == (part == "tuning")]

@@ -1,6 +1,7 @@
-"""Weights and attention apart: what of a model's time goes where, and how fast each is.
+"""Measure how much of a model's time goes into weights and into attention, and how fast each is.
 
-llama.cpp computes every node of its graphs by itself for this, and times it, whoever computes it.
+For this, llama.cpp computes and times every node of its graphs separately, also those that
+entropykv computes.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ from typing import Protocol
 from entropykv.model.geometry import ModelGeometry
 
 WORKS = ("weights", "attention", "rest")
-"""Products of weights; what writes K and V and attends to them; norms, rotations and all else."""
+"""The kinds of work: products of weights; storing K and V, and attending to them; norms, rotations
+and all other nodes.
+"""
 
 
 class Hook(Protocol):
-    """What can time the nodes of a context: _core.StockHook or _core.GraphHook."""
+    """Define what times the graph nodes of a context: _core.StockHook or _core.GraphHook."""
 
     def measure_work(self, on: bool) -> None:
-        """Begin to time, or end it."""
+        """Start timing if `on` is true, else stop it."""
 
     @property
     def work(self) -> dict[str, tuple[float, float, float]]:
-        """Seconds, operations and bytes of every kind of work."""
+        """Return seconds, operations and bytes of every kind of work."""
 
 
 @dataclass(frozen=True)
 class WorkFigures:
-    """One kind of work of one contestant: `phase` is prompt or decode, `work` one of WORKS.
+    """Hold the figures of one kind of work of one contestant: `phase` is prompt or decode, `work`
+    one of WORKS.
 
-    `ratio`: stock's seconds to these. `operations` and `bytes` a second: of weights as they are
-    read, of attention those of a full cache's rows (prompt) and of the cache in use (decode); 0
-    where nobody can tell.
+    `ratio`: stock's seconds divided by these. `operations` and `bytes` are per second: for weights,
+    as they are read; for attention, those of a full cache's rows (prompt) and of the entries in use
+    (decode); 0 if unknown.
     """
 
     phase: str
@@ -46,7 +50,7 @@ class WorkFigures:
 
 @dataclass(frozen=True)
 class AttentionLoad:
-    """What attention had to do: operations of a prompt, bytes of a step; 0: not known."""
+    """Hold the work of attention: operations of a prompt, and bytes of a step; 0 if unknown."""
 
     operations: float = 0.0
     bytes: float = 0.0
@@ -79,9 +83,10 @@ def works_of(phase: str, times: Times, stock: Times, load: AttentionLoad) -> lis
 
 
 def full_attention_operations(geometry: ModelGeometry, n_tokens: int) -> float:
-    """Return what causal attention of a prompt computes: two operations a value and visible token.
+    """Return how many operations causal attention of a prompt takes: two per value and visible
+    token.
 
-    Sliding windows are not considered: the rows of a model that has some are shorter.
+    Sliding windows are ignored, so that the result is too large for a model that has some.
     """
     values = sum(geometry.heads_per_layer) * (geometry.head_dim_k + geometry.head_dim_v)
     return 2 * values * n_tokens * (n_tokens + 1) / 2

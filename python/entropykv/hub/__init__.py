@@ -1,4 +1,4 @@
-"""Get models of the Hugging Face Hub by their names, as `-hf` and from_pretrained() do."""
+"""Fetch models of the Hugging Face Hub by name, as `-hf` and from_pretrained() do."""
 
 from entropykv.hub.fetching import fetch_model
 

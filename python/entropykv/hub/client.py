@@ -1,8 +1,8 @@
-"""Talk to the Hugging Face Hub through huggingface_hub, with its token, endpoint and offline mode.
+"""Access the Hugging Face Hub through huggingface_hub, with its token, endpoint and offline mode.
 
-huggingface_hub drops what an interrupted download has fetched. So large contents are fetched here,
-into a file beside their place in its cache from which the next download goes on; huggingface_hub
-then finds them there and links them.
+huggingface_hub discards the data of an interrupted download. Therefore large files are downloaded
+here, into a partial file in huggingface_hub's cache, from which the next download continues. Then
+huggingface_hub finds the complete file there and links it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ except ImportError as error:
     ) from None
 
 _MOST_ANSWER = 16 << 20
-"""Bytes of an answer about a repository; with 20,000 files it has about 6 MiB."""
+"""The most bytes of an answer about a repository; an answer with 20,000 files has about 6 MiB."""
 _SECONDS_TO_ANSWER = 30.0
 _ETAG = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 50 * 10**9
-"""Bytes of a file that the hub sends through HTTP; larger ones come through the package hf_xet."""
+"""The most bytes of a file that the hub serves through HTTP; larger ones need the package
+hf_xet.
+"""
 
 
 class UnreachableError(HubError):
-    """Raised where the hub gives no answer, so that what the cache has is all there is."""
+    """Raised if the hub does not answer, so that only files in the cache can be used."""
 
 
 def cache_folder() -> Path:
@@ -56,17 +58,18 @@ def cache_folder() -> Path:
 
 
 def is_offline() -> bool:
-    """Tell whether HF_HUB_OFFLINE forbids to ask the hub."""
+    """Tell whether HF_HUB_OFFLINE forbids requests to the hub."""
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def list_files(repo: str) -> Listing:
-    """Ask the hub for the files of a repository; raises HubError, UnreachableError for no answer.
+    """Request the list of a repository's files; raises HubError, or UnreachableError without an
+    answer.
 
     The answer is read up to a limit, and checked before it is used.
     """
     url = f"{constants.ENDPOINT}/api/models/{repo}"
-    with _said_clearly(repo):
+    with _clear_errors(repo):
         content = _answer(url)
     try:
         return listing_of(repo, json.loads(content))
@@ -89,7 +92,7 @@ def _answer(url: str) -> bytes:
                     f"{url}: its answer has more than {_MOST_ANSWER >> 20} MiB; check HF_ENDPOINT"
                 )
         headers = {k: v for k, v in response.headers.items() if k.lower().startswith("x-")}
-        # The body of an error is not read again: huggingface_hub would read all of it.
+        # Replace the body of an error response, because huggingface_hub would read all of it.
         hf_raise_for_status(
             httpx.Response(response.status_code, headers=headers, request=response.request)
         )
@@ -97,7 +100,7 @@ def _answer(url: str) -> bytes:
 
 
 def _headers() -> dict[str, str]:
-    """Return headers with the user's token, where there is one."""
+    """Return request headers with the user's token, if there is one."""
     headers: dict[str, str] = build_hf_headers(
         library_name="entropykv", library_version=_version.VERSION
     )
@@ -105,13 +108,13 @@ def _headers() -> dict[str, str]:
 
 
 def fetch_into_cache(listing: Listing, file: HubFile, cache: HubCache) -> None:
-    """Bring a file into the cache, and go on from what an interrupted download has left.
+    """Download a file into the cache, and continue an interrupted download.
 
-    Raises HubError. An interrupt leaves what has come, for the next time.
+    Raises HubError. If it is interrupted again, the data so far is kept for the next time.
     """
     if (cache.snapshot(listing.commit) / file.path).exists():
         return
-    with _said_clearly(listing.repo):
+    with _clear_errors(listing.repo):
         if file.size <= _LARGEST:
             _fetch_content(listing, file, cache)
         huggingface_hub.hf_hub_download(
@@ -124,8 +127,8 @@ def fetch_into_cache(listing: Listing, file: HubFile, cache: HubCache) -> None:
 
 
 def fetch_into_folder(listing: Listing, file: HubFile, folder: Path) -> None:
-    """Bring a file into a folder of the user's, where huggingface_hub knows what is new."""
-    with _said_clearly(listing.repo):
+    """Download a file into a user's folder; huggingface_hub skips files that have not changed."""
+    with _clear_errors(listing.repo):
         huggingface_hub.hf_hub_download(
             listing.repo,
             file.path,
@@ -146,15 +149,16 @@ def _fetch_content(listing: Listing, file: HubFile, cache: HubCache) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if not blob.exists():
-            _go_on(url, file, cache.part(etag), etag)
+            _continue_download(url, file, cache.part(etag), etag)
             cache.part(etag).replace(blob)
 
 
-def _go_on(url: str, file: HubFile, part: Path, etag: str) -> None:
-    """Fetch what is missing of a content; raises HubError where the whole is not what it should be.
+def _continue_download(url: str, file: HubFile, part: Path, etag: str) -> None:
+    """Download the missing part of a file; raises HubError if the result has a wrong size or
+    digest.
 
-    A connection that breaks is made again, unless two in a row bring nothing. Only what was put
-    together is read again to check it: anything else came in one piece.
+    A broken connection is opened again, unless two connections in a row yield no data. Only a file
+    that was joined from several downloads is read again to check its digest.
     """
     put_together, in_vain = False, 0
     while True:
@@ -194,8 +198,8 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _said_clearly(repo: str) -> Iterator[None]:
-    """Turn whatever huggingface_hub and the disk raise into one sentence with a way out."""
+def _clear_errors(repo: str) -> Iterator[None]:
+    """Convert every error of huggingface_hub and the disk to one sentence that says what to do."""
     try:
         yield
     except HubError:
@@ -211,24 +215,26 @@ def _said_clearly(repo: str) -> Iterator[None]:
             "log in with `hf auth login` or HF_TOKEN"
         ) from None
     except errors.HfHubHTTPError as error:
-        raise _of_status(repo, error.response.status_code) from None
+        raise _status_error(repo, error.response.status_code) from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.HTTPError):
         raise UnreachableError(
             f"{repo}: no answer from {constants.ENDPOINT}; check the network, and run it again: "
-            "what has come is kept"
+            "what was downloaded is kept"
         ) from None
     except OSError as error:
-        raise HubError(_of_disk(repo, error)) from None
-    except ValueError as error:  # for example, a file that only hf_xet can fetch
+        raise HubError(_disk_error(repo, error)) from None
+    except ValueError as error:  # For example, a file that only hf_xet can download.
         raise HubError(f"{repo}: {_in_a_line(error)}") from None
 
 
-def _of_status(repo: str, status: int) -> HubError:
-    """Return the error for an answer that is one: those of a busy or broken hub pass by."""
+def _status_error(repo: str, status: int) -> HubError:
+    """Return the HubError for a status code of the hub; a busy or broken hub gives
+    UnreachableError.
+    """
     if status == 429 or status >= 500:
         return UnreachableError(
-            f"{repo}: {constants.ENDPOINT} answered with {status}; run it again later: what has "
-            "come is kept"
+            f"{repo}: {constants.ENDPOINT} answered with {status}; run it again later: what was "
+            "downloaded is kept"
         )
     if status in (401, 403):
         return HubError(
@@ -240,14 +246,15 @@ def _of_status(repo: str, status: int) -> HubError:
     )
 
 
-def _of_disk(repo: str, error: OSError) -> str:
-    if error.errno is None:  # huggingface_hub counts the bytes of a file
-        return f"{repo}: did not come whole ({_in_a_line(error)}); run it again"
+def _disk_error(repo: str, error: OSError) -> str:
+    # Without an errno, the error is huggingface_hub's, for a file of a wrong size.
+    if error.errno is None:
+        return f"{repo}: was not received completely ({_in_a_line(error)}); run it again"
     where = f"{error.filename}: " if error.filename else ""
     reason = error.strerror
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"{repo}: the disk is full ({reason}); make room and run it again, which goes on from "
+            f"{repo}: the disk is full ({reason}); make room and run it again: it continues from "
             "there, or set HF_HUB_CACHE to a folder on another disk"
         )
     return f"{repo}: cannot be kept ({where}{reason}); set HF_HUB_CACHE to a folder of yours"

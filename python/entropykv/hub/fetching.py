@@ -1,4 +1,4 @@
-"""Bring a model of the Hugging Face Hub onto this machine: list, choose, fetch, convert."""
+"""Fetch a model of the Hugging Face Hub: list the files, choose, download, and convert."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from entropykv.hub.ternary_repositories import (
 from entropykv.model.header import is_i2s
 from entropykv.profile.find import MOST_PROFILE_BYTES, SUFFIX
 
-_ROOM_TO_SPARE = 1 << 20
-"""Bytes of disk for folders and links, besides the files themselves."""
+_RESERVE_BYTES = 1 << 20
+"""Bytes of disk space for folders and links, in addition to the files themselves."""
 _MOST_PROFILES = 16
 
 
@@ -39,19 +39,20 @@ def fetch_model(
     cache_dir: str | os.PathLike[str] | None = None,
     tell: Tell | None = None,
 ) -> Path:
-    """Return the path of a model of the hub, which is fetched unless it is here already.
+    """Return the path of a model of the hub, and download it if it is not on this machine yet.
 
-    `reference`: user/model or user/model:quant. `filename`: a file of the repository instead of a
-    quant, or a pattern of its name that fits one model, such as *q8_0.gguf. Without both it is
-    Q4_K_M, else Q8_0, else the first. Of a split model all parts are fetched, and the first one is
-    returned. Entropy profiles in the same folder come along. 1.58-bit models that stock llama.cpp
-    cannot load are converted once, beside what was fetched: I2_S files, and the checkpoints that
-    `entropykv models --known` lists. `additional_files`: names or patterns of more files to fetch.
+    `reference`: user/model or user/model:quant. `filename`: the name of a file of the repository,
+    instead of a quant, or a pattern that matches one model, such as *q8_0.gguf. Without both,
+    Q4_K_M is chosen, else Q8_0, else the first model. All parts of a split model are downloaded,
+    and the path of the first one is returned. Entropy profiles in the same folder are downloaded,
+    too. 1.58-bit models that stock llama.cpp cannot load are converted once, beside the download:
+    I2_S files, and the checkpoints that `entropykv models --known` lists. `additional_files`: names
+    or patterns of more files to download.
 
-    `cache_dir` takes the place of huggingface_hub's cache, in which an interrupted download goes on
-    where it ended. `local_dir` is a folder that gets the files under their own names; there,
-    interrupted ones begin anew. `tell` is called with sentences for the user: sizes before a
-    download or conversion starts, and what is taken from the cache because the hub gives no answer.
+    `cache_dir` replaces huggingface_hub's cache, in which an interrupted download is continued.
+    `local_dir` is a folder that gets the files under their own names; there, an interrupted
+    download starts again. `tell` is called with notes for the user: sizes before a download or
+    conversion starts, and which file of the cache is used because the hub does not answer.
 
     Raises HubError.
     """
@@ -75,7 +76,9 @@ def fetch_model(
 
 
 def _named(listing: Listing, pattern: str) -> HubFile:
-    """Return the one file of this name or pattern; raises HubError for none and for several."""
+    """Return the one file that matches this name or pattern; raises HubError for none or
+    several.
+    """
     found = [file for file in listing.files if fnmatchcase(file.path, pattern)]
     if len(found) != 1:
         raise HubError(
@@ -86,7 +89,9 @@ def _named(listing: Listing, pattern: str) -> HubFile:
 
 
 def _profiles(listing: Listing, model: HubFile) -> list[HubFile]:
-    """Return the entropy profiles in a model's folder; none of a size that no profile has."""
+    """Return the entropy profiles in a model's folder, except files that are too large to
+    be one.
+    """
     found = [
         file
         for file in listing.files
@@ -99,14 +104,16 @@ def _profiles(listing: Listing, model: HubFile) -> list[HubFile]:
 
 @dataclass(frozen=True)
 class _Fetching:
-    """Fetch files of one repository into the cache, or into a folder of the user's."""
+    """Fetch files of one repository into the cache, or into a user's folder."""
 
     cache: HubCache
     folder: Path | None
     tell: Tell
 
     def listing(self) -> Listing:
-        """Return the files there are: the hub's, or the cache's where the hub gives no answer."""
+        """Return the repository's files: as the hub lists them, or those in the cache if it does
+        not answer.
+        """
         if client.is_offline():
             return self._cached(
                 HubError(
@@ -130,7 +137,7 @@ class _Fetching:
     def model(self, listing: Listing, model: HubFile, more: Sequence[HubFile]) -> Path:
         """Fetch all parts of a model, its profiles and `more`; returns the path of the first part.
 
-        An I2_S file is converted, and the path is that of the result.
+        An I2_S file is converted, and the path of the result is returned.
         """
         root = self._root(listing)
         converted = root / converted_name(listing, model)
@@ -145,13 +152,15 @@ class _Fetching:
         try:
             needs_conversion = is_i2s(path)
         except EntropyKVError:
-            return path  # whoever loads it says what is wrong with it
+            return path  # Loading the model reports what is wrong with it.
         return self._convert(listing, path, [model], converted) if needs_conversion else path
 
     def converted(self, listing: Listing) -> Path:
-        """Fetch a checkpoint and convert it, unless that was done; returns the result's path.
+        """Fetch a checkpoint and convert it, unless that was already done; returns the result's
+        path.
 
-        Entropy profiles come along: their names end as those of other files that are read do.
+        Entropy profiles are fetched, too, because their names end in .json, as those of other files
+        that are read.
         """
         root = self._root(listing)
         target = root / converted_name(listing, None)
@@ -166,14 +175,16 @@ class _Fetching:
     def _convert(
         self, listing: Listing, source: Path, files: Sequence[HubFile], target: Path
     ) -> Path:
-        """Convert a file or a folder of `files`, unless an earlier commit's were the same."""
+        """Convert `source`, made of `files`, unless the result for an earlier commit with equal
+        files exists.
+        """
         earlier = None
         if self.folder is None:
             name = target.relative_to(self._root(listing)).as_posix()
             sources = [file.path for file in files if not file.path.endswith(SUFFIX)]
             earlier = self.cache.made_of_the_same(listing.commit, name, sources)
         if earlier is not None:
-            with suppress(OSError):  # not every file system has links
+            with suppress(OSError):  # Not every file system supports links.
                 os.link(earlier, target)
                 return target
         convert_once(source, target, listing.repo, self.tell)
@@ -183,7 +194,7 @@ class _Fetching:
         return self.cache.snapshot(listing.commit) if self.folder is None else self.folder
 
     def _fetch(self, listing: Listing, files: Sequence[HubFile]) -> None:
-        """Say what is fetched, check that the disk has room for it, and fetch it."""
+        """Tell the user what is fetched, check that the disk has room for it, and fetch it."""
         missing = {file: self._missing_bytes(listing, file) for file in dict.fromkeys(files)}
         missing = {file: n_bytes for file, n_bytes in missing.items() if n_bytes > 0}
         if missing:
@@ -205,7 +216,7 @@ class _Fetching:
         place = self.cache.root if self.folder is None else self.folder
         needed, total = sum(missing.values()), sum(file.size for file in missing)
         free = _free_bytes(place)
-        if needed + _ROOM_TO_SPARE > free:
+        if needed + _RESERVE_BYTES > free:
             raise HubError(
                 f"{place}: has {free / 2**20:,.0f} MiB free, but {listing.repo} needs "
                 f"{needed / 2**20:,.0f}; make room, or set HF_HUB_CACHE to a folder on another disk"
@@ -223,7 +234,7 @@ class _Fetching:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk that a folder is on, or will be on once it is made."""
+    """Return the free bytes of the disk of a folder, which may not exist yet."""
     for place in (folder, *folder.absolute().parents):
         if place.exists():
             return shutil.disk_usage(place).free

@@ -1,7 +1,7 @@
-"""Know where huggingface_hub's cache keeps a repository: its layout is documented and shared.
+"""Locate files in huggingface_hub's cache, whose layout is documented and shared by many programs.
 
 A repository has a folder with `blobs` (contents, named by their digests), `snapshots` (for every
-commit, links to these under the files' own names) and `refs` (the commit that main is at).
+commit, links to blobs under the files' own names) and `refs` (the commit of branch main).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PART = ".part"
 
 @dataclass(frozen=True)
 class HubCache:
-    """Find files of one repository in the cache whose folder is `root`."""
+    """Find the files of one repository in the cache folder `root`."""
 
     root: Path
     repo: str
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the repository, which may not be there yet."""
+        """Return the folder of the repository, which may not exist yet."""
         return self.root / f"models--{self.repo.replace('/', '--')}"
 
     @property
@@ -43,44 +43,47 @@ class HubCache:
         return self.folder / "snapshots" / commit
 
     def blob(self, digest: str) -> Path:
-        """Return where the content of a digest is."""
+        """Return the path of the content with this digest."""
         return self.folder / "blobs" / digest
 
     def part(self, digest: str) -> Path:
-        """Return where a content is kept until all of it is there."""
+        """Return the path of a content that is not complete yet."""
         return self.folder / "blobs" / f"{digest}{_PART}"
 
     def lock(self, digest: str) -> Path:
-        """Return the file that whoever fetches a content locks, as huggingface_hub does."""
+        """Return the lock file for downloading a content, which huggingface_hub uses, too."""
         return self.root / ".locks" / self.folder.name / f"{digest}.lock"
 
-    def _others(self, commit: str) -> list[Path]:
-        """Return the folders of other commits that are here."""
+    def _other_snapshots(self, commit: str) -> list[Path]:
+        """Return the folders of other commits in the cache."""
         return [path for path in self.folder.glob("snapshots/*") if path.name != commit]
 
     def made_of_the_same(self, commit: str, name: str, sources: Sequence[str]) -> Path | None:
-        """Return the file of this name that another commit has, made of the same contents.
+        """Return the file `name` that was made from the same contents for another commit, or None.
 
-        `sources`: the files that it was made of, which are there by now. A commit that changes a
-        text beside a model is none for what was made of the model.
+        `sources`: the files that it is made from, which have been fetched. Therefore a commit that
+        changes only a text beside a model needs no new conversion.
         """
-        for other in self._others(commit):
+        for other in self._other_snapshots(commit):
             pairs = [(other / each, self.snapshot(commit) / each) for each in sources]
             if (other / name).is_file() and all(a.exists() and a.samefile(b) for a, b in pairs):
                 return other / name
         return None
 
     def keep_profiles(self, commit: str, folder: str) -> None:
-        """Link profiles that were made here beside files of other commits: weights tell them."""
+        """Link profiles that were made for other commits' files into this commit's folder.
+
+        A profile identifies its weights, so that one of other weights is not used.
+        """
         target = self.snapshot(commit) / folder
-        for other in self._others(commit):
+        for other in self._other_snapshots(commit):
             for path in sorted((other / folder).glob(f"*{SUFFIX}")):
-                with suppress(OSError):  # what cannot be linked is made again
+                with suppress(OSError):  # A profile that cannot be linked can be made again.
                     if not path.is_symlink() and not (target / path.name).exists():
                         os.link(path, target / path.name)
 
     def missing_bytes(self, listing: Listing, file: HubFile) -> int:
-        """Return how many bytes of a file are still to be fetched."""
+        """Return how many bytes of a file are not downloaded yet."""
         if (self.snapshot(listing.commit) / file.path).exists():
             return 0
         if file.digest is None:
@@ -92,9 +95,9 @@ class HubCache:
         return file.size
 
     def note_main(self, commit: str) -> None:
-        """Write down which commit main is at, for later without a network; all of it is there.
+        """Record main's commit, whose files are now complete, for later use without a network.
 
-        Where nothing can be written, the next one without a network finds an earlier commit.
+        If the record cannot be written, an earlier commit is used without a network.
         """
         with suppress(OSError):
             if not self._main.exists() or self._main.read_text(encoding="ascii") != commit:
@@ -103,7 +106,7 @@ class HubCache:
                     file.write_text(commit, encoding="ascii")
 
     def listing(self) -> Listing | None:
-        """Return the files that are here of the commit that main was at; None where nothing is."""
+        """Return the files in the cache of the recorded commit of main; None if there are none."""
         try:
             commit = self._main.read_text(encoding="ascii").strip()
         except (OSError, ValueError):

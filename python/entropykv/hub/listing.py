@@ -1,4 +1,4 @@
-"""Hold what the hub says of a repository, checked: which files it has at one commit."""
+"""Hold the hub's list of a repository's files at one commit, after checking it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 MOST_FILES = 20_000
-"""Files of a repository that are looked at; the largest repositories of models have hundreds."""
+"""The most files of a repository that are considered; the largest model repositories have
+hundreds.
+"""
 _MOST_PATH = 1024
 _MOST_BYTES = 1 << 50
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
@@ -18,10 +20,10 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class HubFile:
-    """Name a file of a repository, by its path within it, and its size in bytes.
+    """Name a file of a repository by its path within it, and its size in bytes.
 
-    `digest` is the name that the cache gives its content: SHA-256 of a large file, git's SHA-1 of
-    others. None where the hub does not say it.
+    `digest` is the name of its content in the cache: SHA-256 for a large file, git's SHA-1 for
+    others; None if the hub does not tell.
     """
 
     path: str
@@ -30,7 +32,7 @@ class HubFile:
 
     @property
     def name(self) -> str:
-        """Return the name without its folders."""
+        """Return the file name without folders."""
         return PurePosixPath(self.path).name
 
     @property
@@ -49,9 +51,10 @@ class Listing:
 
 
 def listing_of(repo: str, answer: object) -> Listing:
-    """Read the hub's answer about a repository; ValueError says what of it cannot be right.
+    """Read the hub's answer about a repository; raises ValueError with a reason for an invalid
+    answer.
 
-    Files whose paths would lie outside of the repository's folder are left out.
+    Files whose paths would lie outside the repository's folder are left out.
     """
     data = _mapping(answer, "the answer")
     commit = data.get("sha")
@@ -68,7 +71,7 @@ def listing_of(repo: str, answer: object) -> Listing:
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is no object")
+        raise ValueError(f"{what} is not an object")
     return value
 
 
@@ -85,6 +88,6 @@ def _file_of(sibling: Mapping[str, Any]) -> HubFile:
 
 
 def _is_inside(path: str) -> bool:
-    """Tell whether a path can be joined to a folder and stays in it, on any system."""
+    """Tell whether a path stays inside a folder that it is joined to, on every operating system."""
     parts = path.split("/")
     return path.isprintable() and not set("\\:") & set(path) and not {"", ".", ".."} & set(parts)

@@ -1,4 +1,6 @@
-"""Choose the model among the files of a repository: a decision that reads and fetches nothing."""
+"""Choose a model among the files of a repository, by their names only; nothing is read or
+fetched.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from entropykv.errors import HubError
 from entropykv.hub.listing import HubFile, Listing
 
 CONVERTED = ".entropykv.gguf"
-"""How the names of files end that were converted here: no repository has them, but caches do."""
+"""The ending of files that entropykv has converted; only caches contain them, not repositories."""
 PREFERRED = ("Q4_K_M", "Q8_0")
-"""The quantisations that are taken where none is asked for, as llama.cpp does; else the first."""
+"""The quantisations that are preferred if none is requested, as in llama.cpp; else the first model
+is taken.
+"""
 _BESIDE_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-"""What the names of GGUF files have that belong to a model and are none, by llama.cpp's list."""
+"""Beginnings of names of GGUF files that belong to a model but are not models, from llama.cpp's
+list.
+"""
 _REFERENCE = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::([\w.-]{1,64}))?")
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.IGNORECASE)
 _QUANT = re.compile(r"[-.]([A-Za-z0-9_]+)$")
@@ -27,23 +33,28 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Reference:
-    """Name a repository and, after a colon, the quantisation that is wanted of it."""
+    """Name a repository and, after a colon, the requested quantisation."""
 
     repo: str
     quant: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Read user/model or user/model:quant; raises HubError for anything else."""
+        """Read user/model or user/model:quant; raises HubError for any other text."""
         found = _REFERENCE.fullmatch(text)
-        if found is None or ".." in text:
+        if found is None or not cls.is_one(text):
             raise HubError(f"{text[:120]!r} is not the name of a model of the hub; {_HOW}")
         return cls(found[1], found[2])
+
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Tell whether a text is user/model or user/model:quant."""
+        return _REFERENCE.fullmatch(text) is not None and ".." not in text
 
 
 @dataclass(frozen=True)
 class _Split:
-    """Tell what the parts of one model have in common, and which of them a file is."""
+    """Hold the common name of the parts of a split model, and the number of one part."""
 
     prefix: str
     number: int = 1
@@ -57,7 +68,7 @@ def _split_of(file: HubFile) -> _Split:
 
 
 def models_of(files: Iterable[HubFile]) -> list[HubFile]:
-    """Return the GGUF files that are models, of a split model its first part."""
+    """Return the GGUF files that are models; of a split model, its first part."""
     return [
         file
         for file in files
@@ -69,16 +80,16 @@ def models_of(files: Iterable[HubFile]) -> list[HubFile]:
 
 
 def choose_model(listing: Listing, quant: str | None, pattern: str | None) -> HubFile:
-    """Return the model that is asked for, of a split model its first part.
+    """Return the requested model; of a split model, its first part.
 
-    `quant`: what follows the colon; it stands before a dot or dash in the file's path. `pattern`: a
-    file's path, or a pattern of it such as *q8_0.gguf, which fits one model. Without both, the
-    first of PREFERRED that is there, or else the first model. Raises HubError, which lists what
-    there is.
+    `quant`: the quantisation after the colon, which stands before a dot or dash in the file's path.
+    `pattern`: a file's path, or a pattern that matches one model, such as *q8_0.gguf. Without both,
+    the first available of PREFERRED is returned, or else the first model. Raises HubError, which
+    lists the available models.
     """
     models = models_of(listing.files)
     if not models:
-        raise HubError(f"{listing.repo} has no GGUF file of a model; {_instead(listing)}")
+        raise HubError(f"{listing.repo} has no GGUF file of a model; {_advice(listing)}")
     if pattern is not None:
         return _fitting(listing, models, pattern)
     for wanted in PREFERRED if quant is None else (quant,):
@@ -94,7 +105,9 @@ def choose_model(listing: Listing, quant: str | None, pattern: str | None) -> Hu
 
 
 def _fitting(listing: Listing, models: Sequence[HubFile], pattern: str) -> HubFile:
-    """Return the model that a name or pattern stands for; a part of a split model stands for it."""
+    """Return the one model that matches a name or pattern; a part of a split model matches for all
+    parts.
+    """
     paths = {file.path: file for file in models}
     wanted = pattern.lower()
     named = [file for file in listing.files if fnmatchcase(file.path.lower(), wanted)]
@@ -123,7 +136,7 @@ def _first_part(file: HubFile) -> str:
 
 
 def parts_of(listing: Listing, first: HubFile) -> list[HubFile]:
-    """Return all parts of a model, the first one first; raises HubError where one is not there."""
+    """Return all parts of a model in order; raises HubError if one is missing."""
     split = _split_of(first)
     if split.count == 1:
         return [first]
@@ -144,16 +157,16 @@ def parts_of(listing: Listing, first: HubFile) -> list[HubFile]:
 
 
 def quant_of(model: HubFile) -> str | None:
-    """Return what a file's name says of its quantisation, in capitals; None where it says nothing.
+    """Return the quantisation in a file's name, in capitals; None if the name has none.
 
-    It is what follows the last dash or dot, as llama.cpp reads it.
+    It is the text after the last dash or dot, as in llama.cpp.
     """
     found = _QUANT.search(_split_of(model).prefix)
     return None if found is None else found[1].upper()
 
 
 def _quants(models: Sequence[HubFile]) -> str:
-    """List the quantisations that there are, or the files where their names tell none."""
+    """List the available quantisations, or the files if their names do not tell."""
     quants = [quant_of(model) for model in models]
     named = [quant for quant in quants if quant is not None]
     return _named(dict.fromkeys(named if len(named) == len(models) else [m.path for m in models]))
@@ -165,7 +178,7 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _instead(listing: Listing) -> str:
+def _advice(listing: Listing) -> str:
     """Say what to do about a repository without a model that can be loaded."""
     if any(file.path.endswith(".safetensors") for file in listing.files):
         return (

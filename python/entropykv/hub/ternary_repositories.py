@@ -1,4 +1,4 @@
-"""Convert what repositories of 1.58-bit models have, once, and keep the result beside it."""
+"""Convert the 1.58-bit model of a repository once, and keep the result beside the download."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from entropykv.hub.listing import HubFile, Listing
 from entropykv.hub.model_choice import CONVERTED
 
 Tell = Callable[[str], object]
-"""What is called with a sentence for the user."""
+"""Called with a note for the user."""
 
-_READ = (".json", ".safetensors", "tokenizer.model")
-"""How the names of files end that the conversion of a checkpoint may read."""
+_READ_ENDINGS = (".json", ".safetensors", "tokenizer.model")
+"""Endings of the files that the conversion of a checkpoint may read."""
 
 
 def is_known(repo: str) -> bool:
@@ -27,14 +27,16 @@ def is_known(repo: str) -> bool:
 
 
 def checkpoint_of(listing: Listing) -> list[HubFile]:
-    """Return what of a known repository the conversion of its checkpoint may read."""
-    return [file for file in listing.files if file.folder == "." and file.path.endswith(_READ)]
+    """Return the files of a known repository that the conversion of its checkpoint may read."""
+    return [
+        file for file in listing.files if file.folder == "." and file.path.endswith(_READ_ENDINGS)
+    ]
 
 
 def converted_name(listing: Listing, model: HubFile | None) -> str:
-    """Return the path in the repository's folder that a conversion is kept under.
+    """Return the path, within the repository's folder, of the converted file.
 
-    `model`: a GGUF file, which it has the name of; None for the whole checkpoint.
+    `model`: the GGUF file that is converted, from which the name is derived; None for a checkpoint.
     """
     if model is None:
         return f"{listing.repo.rpartition('/')[2]}{CONVERTED}"
@@ -44,7 +46,7 @@ def converted_name(listing: Listing, model: HubFile | None) -> str:
 def convert_once(source: Path, target: Path, repo: str, tell: Tell) -> None:
     """Convert a checkpoint's folder or an I2_S file to `target`; raises HubError.
 
-    The work is announced before it starts, and shown on stderr as downloads are.
+    The user is told before the conversion starts, and a progress bar on stderr shows it.
     """
     with tqdm(desc="converting", unit="B", unit_scale=True, leave=False, delay=0.5) as bar:
 
@@ -63,7 +65,7 @@ def convert_once(source: Path, target: Path, repo: str, tell: Tell) -> None:
             convert(
                 source,
                 target,
-                force=True,  # another process may have made it by now: both are the same
+                force=True,  # Another process may have made the same file meanwhile.
                 progress=show,
                 started=announce,
             )

@@ -1,1 +1,3 @@
-"""Low-level calls of llama.cpp: context, model, batch, windows, shifts, recurrent states."""
+"""Wrap llama.cpp's C interface: context, model, batch, windows, position shifts, recurrent
+states.
+"""

@@ -1,4 +1,4 @@
-"""Decode a micro-batch with llama_decode, of one sequence or several, and read its logits."""
+"""Decode a micro-batch of one or several sequences with llama_decode, and read its logits."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ class BatchPart:
 
     tokens: Sequence[int]
     position: int
-    """The position that RoPE sees the first token at."""
+    """The RoPE position of the first token."""
     n_rows: int
-    """How many of the last tokens get logits."""
+    """For how many of the last tokens logits are computed."""
     echo: Sequence[int] = ()
-    """Tokens that are read behind the others, without logits, so that entries can be ranked."""
+    """Tokens that are read after the others, without logits, so that their queries score the
+    entries.
+    """
     sequence: int = SEQUENCE
     """llama.cpp's number of the sequence."""
     embedded: Embedded | None = None
@@ -49,7 +51,7 @@ class BatchPart:
 
 
 class MicroBatch:
-    """Hold a llama_batch of up to `n_tokens` tokens, which is used again and again."""
+    """Hold a llama_batch of up to `n_tokens` tokens, which every call reuses."""
 
     def __init__(self, n_tokens: int, n_vocab: int) -> None:
         """Allocate the batch; `n_vocab` is the length of a row of logits."""
@@ -61,14 +63,17 @@ class MicroBatch:
     def decode(
         self, context: Any, tokens: Sequence[int], position: int, *, n_rows: int
     ) -> Rows | None:
-        """Decode tokens at `position`; returns (n_rows, n_vocab) logits of the last ones.
+        """Decode tokens from RoPE position `position` on; returns the logits of the last ones,
+        (n_rows, n_vocab).
 
-        Returns None for n_rows 0. Raises EntropyKVError where llama.cpp fails.
+        Returns None for n_rows 0. Raises EntropyKVError if llama.cpp fails.
         """
         return self.decode_parts(context, [BatchPart(tokens, position, n_rows)])[0]
 
     def decode_parts(self, context: Any, parts: Sequence[BatchPart]) -> list[Rows | None]:
-        """Decode tokens of several sequences together; returns for each what decode() would."""
+        """Decode tokens of several sequences together; returns for each part what decode() would
+        return.
+        """
         batch, n = self._batch, 0
         if parts[0].embedded is not None:
             _decode_embedded(context, parts[0], parts[0].embedded)
@@ -86,7 +91,7 @@ class MicroBatch:
         return self._rows(context, [part.n_rows for part in parts])
 
     def _rows(self, context: Any, numbers: Sequence[int]) -> list[Rows | None]:
-        """Copy the context's logits for each part: the next decode overwrites them."""
+        """Copy the context's logits for each part, because the next decode overwrites them."""
         n_rows = sum(numbers)
         if n_rows == 0:
             return [None] * len(numbers)

@@ -1,4 +1,4 @@
-"""Set parameters of llama.cpp's contexts, and refuse models that they cannot serve."""
+"""Set the parameters of llama.cpp contexts, and reject models that cannot run in one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from entropykv.settings.cache_options import CacheOptions
 CELL_PADDING = 256
 """llama.cpp rounds the number of its cells up to a multiple of this."""
 GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
-"""llama.cpp's numbers of the types that KV_TYPES names."""
+"""llama.cpp's numbers of the types in KV_TYPES."""
 
 
 def context_parameters(
     model: Model, options: CacheOptions, n_ubatch: int, cells: int, n_sequences: int = 1
 ) -> Any:
-    """Return the parameters that both stores share, for `cells` cells of llama.cpp's own cache.
+    """Return the parameters that both stores need, with `cells` cells in llama.cpp's own cache.
 
-    The sequences share the cells. Raises ModelFileError for a model with which llama.cpp would
-    never come to an end.
+    The sequences share the cells. Raises ModelFileError for a model that would keep llama.cpp in an
+    endless loop.
     """
     _check_rotation(model)
     parameters = model.context_defaults()
@@ -38,7 +38,9 @@ def context_parameters(
 
 
 def _check_rotation(model: Model) -> None:
-    """Raise ModelFileError for RoPE of no values: the loop of ggml's op does not end."""
+    """Raise ModelFileError for RoPE over zero values, with which the loop of ggml's op
+    never ends.
+    """
     if llama_cpp.llama_model_rope_type(model.handle) == llama_cpp.LLAMA_ROPE_TYPE_NONE:
         return
     for key in ("rope.dimension_count", "rope.dimension_count_swa"):
@@ -50,8 +52,11 @@ def _check_rotation(model: Model) -> None:
 
 
 def decode_one_token(context: Any) -> bool:
-    """Decode a token in an empty context, for hooks to see its graph; False where that fails."""
-    tokens = (llama_cpp.llama_token * 1)(0)  # the batch keeps only its address
+    """Decode a token in an empty context, so that hooks see its graph; returns False if
+    that fails.
+    """
+    # Keep a reference, because the batch holds only the address.
+    tokens = (llama_cpp.llama_token * 1)(0)
     batch = llama_cpp.llama_batch_get_one(tokens, 1)
     return bool(llama_cpp.llama_decode(context, batch) == 0)
 
@@ -66,9 +71,10 @@ def refuse_diffusion(model: Model) -> None:
 
 
 def relu2_layers(model: Model, options: CacheOptions) -> int:
-    """Return how many layers have gates that a hook must make squared ReLU: all of them, or 0.
+    """Return how many layers have gates that a hook must change to squared ReLU: all layers, or 0.
 
-    Raises UnsupportedModelError where layers are offloaded: the hook's op runs on the CPU.
+    Raises UnsupportedModelError if layers are offloaded to a device, because the hook's op runs on
+    the CPU.
     """
     if model.geometry.activation != "relu2":
         return 0
@@ -88,8 +94,10 @@ def let_hook_change(
     | _core.KShiftProbe
     | _core.WindowProbe,
 ) -> None:
-    """Let a hook read or change a context's graphs; the hook must live as long as the context."""
+    """Set a hook that reads or changes a context's graphs; the hook must live as long as the
+    context.
+    """
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
     parameters.cb_eval_user_data = hook.user_data
-    # Otherwise nodes beside a large product would go to the device too.
+    # Otherwise, nodes next to a large product would run on the device, too.
     parameters.op_offload = False

@@ -1,4 +1,4 @@
-"""Compare the distributions over next tokens that logits stand for."""
+"""Compare the next-token distributions that logits define."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ Logits = npt.NDArray[np.float32]
 LogProbabilities = npt.NDArray[np.float64]
 
 _BLOCK = 2
-"""How many rows are in float64 at a time: so few stay in a CPU's cache, 32 take 2.5 times as
-long."""
+"""How many rows are converted to float64 at a time: two stay in the CPU's cache, 32 take 2.5 times
+as long.
+"""
 
 
 def blocks(n_rows: int) -> Iterator[slice]:
-    """Yield the parts of so many rows that are small enough to be in float64."""
+    """Yield slices of at most _BLOCK rows, to convert few rows to float64 at a time."""
     for first in range(0, n_rows, _BLOCK):
         yield slice(first, first + _BLOCK)
 
@@ -29,9 +30,9 @@ def log_softmax(logits: Logits) -> LogProbabilities:
 
 
 def divergences(reference: LogProbabilities, other: LogProbabilities) -> npt.NDArray[np.float64]:
-    """Return the KL divergence of every row of `other` from that of `reference`, in nats.
+    """Return the KL divergence from `reference` to `other` for every row, in nats.
 
-    A token that is impossible by the reference, with a logit of minus infinity, adds nothing.
+    A token that the reference excludes, with a logit of minus infinity, adds nothing.
     """
     surplus = np.zeros_like(reference)
     np.subtract(reference, other, out=surplus, where=np.isfinite(reference))
@@ -40,7 +41,9 @@ def divergences(reference: LogProbabilities, other: LogProbabilities) -> npt.NDA
 
 
 def mean_divergence(reference: Logits, other: Logits) -> float:
-    """Return the mean KL divergence of logits from those of a reference, in nats, 0 or more."""
+    """Return the mean KL divergence from the reference's logits to the others, in nats, 0
+    or more.
+    """
     total = 0.0
     for part in blocks(len(reference)):
         rows = divergences(log_softmax(reference[part]), log_softmax(other[part]))

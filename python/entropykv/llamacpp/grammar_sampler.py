@@ -1,8 +1,7 @@
-"""Sample only what a grammar allows, within limits, and so that it can be stopped.
+"""Sample only tokens that a grammar allows, within limits of time and memory, and stoppable.
 
-llama.cpp's own sampler of grammars holds every way in which a text may be meant as a stack of its
-own. Ambiguous rules of a few hundred bytes make millions of them, and a call of it cannot be
-stopped.
+llama.cpp's own grammar sampler keeps a separate stack for every possible parse of a text. Ambiguous
+rules of a few hundred bytes create millions of stacks, and a call cannot be stopped.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from entropykv.errors import SettingsError
 
 
 class GrammarSampler:
-    """Be a llama_sampler; the chain that it is added to must be freed before this.
+    """Provide a llama_sampler; the chain that it is added to must be freed before this object.
 
-    What goes wrong within a call of llama.cpp is kept for check(), which must be called after
-    every llama_sampler_apply() and llama_sampler_accept().
+    An error within a call of llama.cpp is stored for check(), which must be called after every
+    llama_sampler_apply() and llama_sampler_accept().
     """
 
     def __init__(
@@ -37,10 +36,10 @@ class GrammarSampler:
     ) -> None:
         """Read a grammar in llama.cpp's notation (GBNF).
 
-        `vocabulary` is the llama_vocab whose texts the trie has. `poll` is called every few
-        milliseconds while it is found out which tokens may follow; what it raises ends that, and
-        comes out of check(). Raises SettingsError for what is no grammar, or one too ambiguous or
-        too large.
+        `vocabulary` is the llama_vocab whose token texts are in `trie`. `poll` is called every few
+        milliseconds while the allowed tokens are computed; an exception that it raises ends the
+        computation, and check() raises it again. Raises SettingsError for an invalid grammar, or
+        one that is too ambiguous or too large.
         """
         try:
             matcher = GrammarMatcher(
@@ -49,7 +48,7 @@ class GrammarSampler:
                 trie,
                 limits or GrammarLimits(),
                 partial(_token_of, vocabulary),
-                poll or _go_on,
+                poll or _handle_signals,
             )
         except ValueError as error:
             raise _refused(error) from None
@@ -61,11 +60,13 @@ class GrammarSampler:
         )
 
     def handle(self) -> Any:
-        """Return a new llama_sampler, which the chain that it is added to frees."""
+        """Return a new llama_sampler, which the sampler chain frees."""
         return llama_cpp.llama_sampler_init(ctypes.pointer(self._interface), None)
 
     def check(self) -> None:
-        """Raise what went wrong in the latest call: SettingsError, or what `poll` raised."""
+        """Raise the error of the latest call: SettingsError, or the exception that `poll`
+        raised.
+        """
         error, self._calls.error = self._calls.error, None
         if isinstance(error, ValueError):
             raise _refused(error) from None
@@ -74,7 +75,9 @@ class GrammarSampler:
 
 
 class _Calls:
-    """Take llama.cpp's calls; it knows nothing of the sampler, so that both are freed at once."""
+    """Implement the callbacks of llama_sampler; without a reference to the sampler, both are freed
+    at once.
+    """
 
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
@@ -85,7 +88,7 @@ class _Calls:
         address = ctypes.cast(array.data, ctypes.c_void_p).value
         try:
             self._matcher.apply(address or 0, array.size)
-        except BaseException as error:  # it must not pass through llama.cpp
+        except BaseException as error:  # An exception must not pass through llama.cpp.
             self.error = error
 
     def accept(self, _: Any, token: int) -> None:
@@ -98,15 +101,17 @@ class _Calls:
 
 
 def _token_of(vocabulary: Any, text: str) -> int | None:
-    """Return the token that a text such as <think> is; None if it is not exactly one."""
+    """Return the token whose text is exactly `text`, such as <think>; None if there is no single
+    one.
+    """
     data = text.encode("utf-8")
     tokens = (llama_cpp.llama_token * 2)()
     count = llama_cpp.llama_tokenize(vocabulary, data, len(data), tokens, len(tokens), False, True)
     return int(tokens[0]) if count == 1 else None
 
 
-def _go_on() -> None:
-    """Let Python handle signals, such as Ctrl-C."""
+def _handle_signals() -> None:
+    """Let Python handle signals, such as Ctrl-C; the default of `poll`."""
 
 
 def _refused(error: ValueError) -> SettingsError:

@@ -1,8 +1,8 @@
-"""Find out whether llama.cpp can move the keys of its own cache (K-shift) as a model's RoPE does.
+"""Check that llama.cpp can move the keys of its own cache (K-shift) as a model's RoPE requires.
 
-llama_memory_can_shift does not tell: as of llama-cpp-python 0.3.36 the K-shift multiplies the keys
-of YaRN models by their magnitude once more, rotates keys that have no position (SmolLM3) or were
-normed after their rotation (Hunyuan), and crashes on quantised keys of some head sizes.
+llama_memory_can_shift does not tell. As of llama-cpp-python 0.3.36, the K-shift multiplies the keys
+of YaRN models by their magnitude once more, rotates keys without a position (SmolLM3) and keys that
+were normed after their rotation (Hunyuan), and crashes on quantised keys of some head sizes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from entropykv.settings.cache_options import CacheOptions
 
 
 def flat_range(model: Model, n_ctx: int, n_sinks: int) -> RopeRange:
-    """Return the positions that RoPE sees in llama.cpp's own cache."""
+    """Return the range of positions that RoPE may see in llama.cpp's own cache."""
     without_rope = llama_cpp.llama_model_rope_type(model.handle) == llama_cpp.LLAMA_ROPE_TYPE_NONE
     if without_rope and not model.geometry.learned_positions:
-        # No RoPE (ALiBi, recurrent, none at all): positions have no end.
+        # Without RoPE (ALiBi, recurrent, or no positions at all), positions are not limited.
         return RopeRange(n_ctx, n_sinks)
     return RopeRange(model.geometry.n_ctx_train, n_sinks)
 
 
 def k_shift_obstacle(model: Model, context: Any, options: CacheOptions, kv_type: str) -> str:
-    """Return why keys in the cache of a context cannot be moved elsewhere, "" if they can."""
+    """Return why the keys of a context cannot be moved to other positions; "" if they can."""
     if llama_cpp.llama_model_is_hybrid(model.handle):
         return "it has recurrent layers"
     if not llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(context)):
@@ -46,7 +46,9 @@ def k_shift_obstacle(model: Model, context: Any, options: CacheOptions, kv_type:
 
 
 def _probed_obstacle(model: Model, options: CacheOptions) -> str:
-    """Decode one token in a context of its own while the probe looks on; returns what hinders."""
+    """Decode one token in a temporary context with the probe, and return the obstacle that it
+    finds, or "".
+    """
     probe = _core.KShiftProbe()
     parameters = context_parameters(model, options, 1, CELL_PADDING)
     let_hook_change(parameters, probe)

@@ -1,4 +1,4 @@
-"""Load a GGUF model with llama.cpp: its vocabulary, its text, and contexts made from it."""
+"""Load a GGUF model with llama.cpp: its vocabulary, its tokenizer, and contexts made from it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Model:
     ) -> None:
         """Read the header, then load the weights (memory-mapped unless `options` say otherwise).
 
-        `geometry` is what the header says, where it was read before by read_loadable(). `repack`:
-        llama.cpp may repack weights for itself, as it does where nobody else reads them.
+        `geometry`: the result of read_loadable(), if the header was already read. `repack`: let
+        llama.cpp repack weights for its own kernels, which then nobody else can read.
         """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = geometry or read_loadable(path)
@@ -64,7 +64,7 @@ class Model:
             self.handle = llama_cpp.llama_model_load_from_file(
                 os.fsencode(self.geometry.path), parameters
             )
-        del arrays  # llama.cpp has read them
+        del arrays  # llama.cpp has copied them.
         if not self.handle:
             raise ModelFileError(
                 f"{self.geometry.path}: llama.cpp cannot load this file ({last_error(log)}); "
@@ -81,7 +81,9 @@ class Model:
                 raise
 
     def metadata(self, key: str) -> str | None:
-        """Return what the file says under a key of its architecture, as text; None if nothing."""
+        """Return the metadata value under a key of the model's architecture as text; None if it is
+        missing.
+        """
         buffer = ctypes.create_string_buffer(64)
         name = f"{self.geometry.architecture}.{key}".encode()
         with self._weights:
@@ -90,39 +92,39 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Return the model's name, or its file's."""
+        """Return the model's name, or the name of its file."""
         return self.geometry.name or self.geometry.path.name
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Return which file it is, see identity_of(); the file is read for it once."""
+        """Return the identity of the file, see identity_of(); the file is read only once."""
         return identity_of(self.geometry)
 
     @functools.cached_property
     def token_trie(self) -> TokenTrie:
-        """Return the texts of all tokens, for grammars; they are read once."""
+        """Return the texts of all tokens, for grammars; they are read only once."""
         address = ctypes.cast(self.vocabulary, ctypes.c_void_p).value
         with self._weights:
             return TokenTrie.of_vocabulary(address or 0)
 
     def in_use(self) -> Weights:
-        """Return what keeps the weights within `with`, while a call reads text or samples.
+        """Return a context manager that keeps the weights while a call reads text or samples.
 
-        Entering it raises EntropyKVError once the model is closed.
+        Entering it raises EntropyKVError if the model is closed.
         """
         return self._weights
 
     def close(self) -> None:
-        """Free the weights when the last call that reads them ends; later ones are refused.
+        """Refuse further calls, and free the weights when the last running call ends.
 
-        Contexts made from them must be gone by then.
+        Contexts that were made from the weights must be closed before.
         """
         if not self._is_closed:
             self._is_closed = True
             self._weights.release()
 
     def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
-        """Return the tokens of a text; `special` reads control tokens such as <|im_start|>."""
+        """Return the tokens of a text; `special` recognises control tokens such as <|im_start|>."""
         data = text.encode("utf-8")
         size = len(data) + 16
         while True:
@@ -136,7 +138,7 @@ class Model:
             size = -count
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of one token, which may be a part of a character."""
+        """Return the bytes of one token, which may be only a part of a character."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -149,7 +151,7 @@ class Model:
             size = -count
 
     def detokenize(self, tokens: Sequence[int], *, special: bool) -> str:
-        """Return the text of tokens; bytes that are no UTF-8 become replacement characters."""
+        """Return the text of tokens; bytes that are not UTF-8 become replacement characters."""
         pieces = (self.token_bytes(token, special=special) for token in tokens)
         return b"".join(pieces).decode("utf-8", errors="replace")
 
@@ -176,7 +178,8 @@ class Model:
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
         """Return the prompt of one user turn by the model's chat template; None without a template.
 
-        `system` is the message before it; None leaves the template's own, if it has one.
+        `system` is the system message; with None, the template's own default is used, if it has
+        one.
         """
         messages = [{"role": "user", "content": text}]
         if system is not None:
@@ -184,10 +187,10 @@ class Model:
         return self._chat(messages)
 
     def chat_turn(self, text: str) -> str | None:
-        """Return what follows the text of an answer where the user goes on with another turn.
+        """Return the text between an answer and the next one, given the next turn of the user.
 
-        That is the end of the answer's turn, which is sampled but never read, the user's turn, and
-        the beginning of the next answer. Returns None without a template.
+        It consists of the end of the answer's turn, which is sampled but never read, the user's
+        turn, and the beginning of the next answer. Returns None without a template.
         """
         answer = "entropykv-answer"
         chat = self._chat(
@@ -241,7 +244,7 @@ class Model:
         return self.detokenize([token], special=True) if token >= 0 else ""
 
     def context_defaults(self) -> Any:
-        """Return parameters of a context of this model, before a store sets its own."""
+        """Return llama.cpp's context parameters for this model, which a store then changes."""
         parameters = llama_cpp.llama_context_default_params()
         parameters.no_perf = True
         for name, value in self._options.rope.items():
@@ -249,7 +252,7 @@ class Model:
         return parameters
 
     def new_context(self, parameters: Any) -> Any:
-        """Make a llama_context; raises ModelFileError with llama.cpp's reason where it cannot."""
+        """Make a llama_context; raises ModelFileError with llama.cpp's reason if that fails."""
         with captured_log() as log:
             context = llama_cpp.llama_init_from_model(self.handle, parameters)
         if not context:
@@ -263,7 +266,7 @@ class Model:
 
 
 def offloaded_layers(n_gpu_layers: int) -> int:
-    """Return how many layers are really asked to be on a device: none where llama.cpp has none."""
+    """Return how many layers are requested on a device: 0 if llama.cpp was built without one."""
     return n_gpu_layers if llama_cpp.llama_supports_gpu_offload() else 0
 
 
@@ -284,7 +287,7 @@ def captured_log() -> Iterator[list[tuple[int, str]]]:
 
 
 def last_error(log: list[tuple[int, str]]) -> str:
-    """Return the first error of a captured log: the later ones only pass it on."""
+    """Return the first error of a captured log, because later ones only repeat it."""
     error_level = 4
     errors = [text.strip() for level, text in log if level == error_level and text.strip()]
     return errors[0] if errors else "no reason given"

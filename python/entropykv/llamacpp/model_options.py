@@ -1,4 +1,4 @@
-"""Say how a model is loaded and run besides its file: memory, LoRA, RoPE, chat template."""
+"""Define how a model is loaded and run: memory, LoRA, RoPE, chat template, devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPLIT_MODES = {
     "row": llama_cpp.LLAMA_SPLIT_MODE_ROW,
     **({"tensor": llama_cpp.LLAMA_SPLIT_MODE_TENSOR} if _HAS_TENSOR_SPLIT else {}),
 }
-"""How several devices share a model."""
+"""llama.cpp's numbers of the ways to split a model over several devices."""
 LOAD_MODES = {
     "auto": (True, False),
     "mmap": (True, False),
@@ -40,11 +40,11 @@ LOAD_MODES = {
     "none": (False, False),
     "dio": (False, False),
 }
-"""What llama.cpp's load modes say of use_mmap and use_mlock."""
+"""For each of llama.cpp's load modes, the values of use_mmap and use_mlock."""
 MOST_DEVICES = llama_cpp.LLAMA_MAX_DEVICES
 _MOST_OVERRIDES = 64
 _OVERRIDE_BYTES = 127
-"""The most bytes of a key, and of a text, that llama_model_kv_override holds."""
+"""The most bytes of a key, and of a text value, in llama_model_kv_override."""
 _NEXT_OVERRIDE = re.compile(r",(?=[^,=]+=(?:int|float|bool|str):)")
 _KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
     "bool": lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()],
@@ -57,14 +57,14 @@ Overrides = Mapping[str, bool | int | float | str]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Hold what llama.cpp is told when it loads a model; nothing of it changes the KV budget.
+    """Hold options for loading a model; none of them changes the KV budget.
 
     `rope`: fields of llama_context_params, such as rope_freq_base. `adapters`: pairs of the path of
     a LoRA adapter and its scale. `numa`: one of NUMA_STRATEGIES. `chat_template`: Jinja text, or
     the name of a template that llama.cpp knows; None takes the model's own. `template_arguments`:
-    what a Jinja template is told besides the messages. `split_mode`: one of SPLIT_MODES,
-    `main_gpu` and `tensor_split` (parts of the model for each device): how devices share the
-    model. `overrides`: what takes the place of the file's metadata in llama.cpp.
+    variables that a Jinja template gets besides the messages. `split_mode` (one of SPLIT_MODES),
+    `main_gpu` and `tensor_split` (parts of the model for each device) say how devices share the
+    model. `overrides`: metadata values that replace those of the file.
     """
 
     use_mmap: bool = True
@@ -80,10 +80,13 @@ class LoadOptions:
     overrides: Overrides = field(default_factory=dict)
 
     def apply(self, parameters: Any) -> list[Any]:
-        """Set fields of llama_model_params; returns arrays that must live until it is loaded."""
+        """Set fields of llama_model_params; returns arrays that must live until the model is
+        loaded.
+        """
         _set_load_mode(parameters, self.use_mmap, self.use_mlock)
         arrays: list[Any] = []
-        devices = llama_cpp.llama_supports_gpu_offload()  # without any, llama.cpp refuses some
+        # Without a device, llama.cpp refuses some of these fields.
+        devices = llama_cpp.llama_supports_gpu_offload()
         if devices and self.split_mode is not None:
             parameters.split_mode = SPLIT_MODES[self.split_mode]
         if devices and self.main_gpu is not None:
@@ -98,7 +101,7 @@ class LoadOptions:
 
 
 def _set_load_mode(parameters: Any, use_mmap: bool, use_mlock: bool) -> None:
-    """Say how weights come into memory; releases before 0.3.36 have two fields for it."""
+    """Set how weights are brought into memory; releases before 0.3.36 have two fields for it."""
     if not hasattr(llama_cpp, "LLAMA_LOAD_MODE_MMAP"):
         parameters.use_mmap, parameters.use_mlock = use_mmap, use_mlock
     elif use_mmap and use_mlock:
@@ -110,9 +113,9 @@ def _set_load_mode(parameters: Any, use_mmap: bool, use_mlock: bool) -> None:
 
 
 def read_overrides(texts: Iterable[str]) -> dict[str, bool | int | float | str]:
-    """Read KEY=TYPE:VALUE, several of them separated by commas, as llama.cpp does.
+    """Read values of the form KEY=TYPE:VALUE, separated by commas, as llama.cpp does.
 
-    Raises SettingsError for what cannot be read, or is too long.
+    Raises SettingsError for a value that is malformed or too long.
     """
     overrides: dict[str, bool | int | float | str] = {}
     for text in (part for each in texts for part in _NEXT_OVERRIDE.split(each)):
@@ -137,7 +140,7 @@ def read_overrides(texts: Iterable[str]) -> dict[str, bool | int | float | str]:
 
 
 def _array_of(overrides: Overrides) -> Any:
-    """Return llama_model_kv_override for each, and an empty one behind them."""
+    """Return an array of llama_model_kv_override, with an empty one at the end."""
     kinds = {
         bool: (llama_cpp.LLAMA_KV_OVERRIDE_TYPE_BOOL, "val_bool"),
         int: (llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT, "val_i64"),
@@ -153,10 +156,12 @@ def _array_of(overrides: Overrides) -> Any:
 
 
 class LoraAdapters:
-    """Hold the LoRA adapters of a loaded model, which frees them with itself."""
+    """Hold the LoRA adapters of a loaded model, which frees them together with the weights."""
 
     def __init__(self, model: Any, wanted: Sequence[tuple[str, float]]) -> None:
-        """Load the adapters; raises ModelFileError for a file that is none of this model."""
+        """Load the adapters; raises ModelFileError for a file that is not an adapter of
+        this model.
+        """
         self._scales = [scale for _, scale in wanted]
         self._handles = []
         for path, _ in wanted:
@@ -168,14 +173,14 @@ class LoraAdapters:
             self._handles.append(handle)
 
     def apply(self, context: Any) -> None:
-        """Let a context use the adapters."""
+        """Enable the adapters in a context."""
         apply_adapters(context, list(zip(self._handles, self._scales, strict=True)))
 
 
 def apply_adapters(context: Any, adapters: Sequence[tuple[Any, float]]) -> None:
-    """Let a context use loaded LoRA adapters, each with its scale, in place of those it had.
+    """Enable loaded LoRA adapters in a context, each with its scale, and disable all others.
 
-    Raises ModelFileError where llama.cpp refuses them.
+    Raises ModelFileError if llama.cpp refuses them.
     """
     n = len(adapters)
     handles = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*(handle for handle, _ in adapters))
@@ -187,7 +192,7 @@ def apply_adapters(context: Any, adapters: Sequence[tuple[Any, float]]) -> None:
 
 
 def apply_named_template(name: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """Apply a template that llama.cpp knows by its name; raises SettingsError for any other."""
+    """Apply one of llama.cpp's named templates; raises SettingsError for an unknown name."""
     roles = [(message["role"].encode(), message["content"].encode()) for message in messages]
     chat = (llama_cpp.llama_chat_message * len(roles))(
         *(llama_cpp.llama_chat_message(role, content) for role, content in roles)

@@ -1,8 +1,9 @@
-"""Map positions of a text to those that RoPE sees, for sessions beyond the trained context.
+"""Map positions in a text to the positions that RoPE sees, for sessions beyond the trained context.
 
-A store counts positions of the text; RoPE sees them moved back by `shift`, so that they stay below
-the positions that the model was trained for. Sinks keep their place, and what would come before the
-first position after them is taken to be there (rope_position in cpp/decide/rope_params.hpp).
+A store counts positions in the text. RoPE sees them reduced by `shift`, so that they stay below the
+positions that the model was trained for. Sinks keep their positions; an entry that would be moved
+before the first position after the sinks is treated as if it were there (rope_position in
+cpp/decide/rope_params.hpp).
 """
 
 from __future__ import annotations
@@ -14,29 +15,32 @@ from entropykv.errors import ContextError
 STEPS = 4
 """A shift is a multiple of limit / STEPS.
 
-So the newest 3/4 of the limit always keep their exact distances, and no stored key is rotated more
-than STEPS times before it is clamped, however long the session: what rounding a rotated key costs
-does not add up beyond that.
+Therefore the newest 3/4 of the limit always keep their exact distances, and no stored key is
+rotated more than STEPS times before it is clamped. The rounding errors of rotating a key do not
+accumulate beyond that, however long the session is.
 """
 
 
 @dataclass(frozen=True)
 class RopeRange:
-    """Bound the positions that RoPE may see to [0, limit); the first `n_sinks` never move."""
+    """Limit the positions that RoPE may see to [0, limit); the first `n_sinks` are never
+    shifted.
+    """
 
     limit: int
     n_sinks: int
 
     @property
     def step(self) -> int:
-        """Return what the shift grows by, a number of positions."""
+        """Return by how many positions the shift grows at a time."""
         return max(1, self.limit // STEPS)
 
     def shift_for(self, shift: int, position: int, n_tokens: int) -> int:
-        """Return the shift to read `n_tokens` at `position` with, where `shift` was in force.
+        """Return the shift for reading `n_tokens` at text position `position`; `shift` is the
+        current one.
 
-        It stays as long as the tokens come below the limit, and not below half of it either: after
-        going far back in the text, distances become exact again.
+        It stays the same as long as the tokens are between half the limit and the limit. The lower
+        bound makes distances exact again after a rollback to a much earlier position.
         """
         end = position + n_tokens
         if end - shift <= self.limit and position - shift >= self.limit // 2:
@@ -45,14 +49,18 @@ class RopeRange:
 
 
 def largest_micro_batch(n_ubatch: int, n_ctx: int, n_ctx_train: int) -> int:
-    """Return the most tokens of a micro-batch: one step of the shift beyond the trained context."""
+    """Return the most tokens of a micro-batch: beyond the trained context, one step of the
+    shift.
+    """
     if n_ctx <= n_ctx_train:
         return min(n_ubatch, n_ctx)
     return min(n_ubatch, RopeRange(n_ctx_train, 0).step)
 
 
 def check_sinks(n_sinks: int, n_ctx: int, n_ctx_train: int) -> None:
-    """Raise ContextError where sinks leave too little of the trained context to move in."""
+    """Raise ContextError if the sinks leave too few positions of the trained context for a
+    shift.
+    """
     if n_ctx > n_ctx_train and n_sinks > n_ctx_train // STEPS:
         raise ContextError(
             f"{n_sinks} sinks are too many for a context of {n_ctx} tokens with a model that was "

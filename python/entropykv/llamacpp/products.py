@@ -1,4 +1,4 @@
-"""Decide who computes products of quantised weights: the extension's kernels, or llama.cpp."""
+"""Decide whether the extension's kernels or llama.cpp compute products of quantised weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from entropykv import _core
 
 
 def serves_products() -> bool:
-    """Tell whether the extension's kernels are to compute products.
+    """Tell whether the extension's kernels compute products.
 
-    Where there is AMX or a device, those of llama.cpp are faster.
+    On a machine with AMX or a device, the kernels of llama.cpp are faster.
     """
     has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
     offloads = llama_cpp.llama_supports_gpu_offload()
@@ -18,11 +18,11 @@ def serves_products() -> bool:
 
 
 def reads_blocks() -> bool:
-    """Tell whether all weights stay as they are in the file, for the extension's kernels.
+    """Tell whether all weights stay in the file's layout, which the extension's kernels need.
 
-    llama.cpp repacks some types while it loads them, for kernels of its own: that takes memory
-    besides the file, and nobody else can read it. On ARM it may do so: nobody has timed those
-    kernels against ours, and the types that are left are ours all the same.
+    llama.cpp repacks some types for its own kernels while it loads them: this takes memory in
+    addition to the file, and only llama.cpp can read the result. On ARM repacking is allowed,
+    because its kernels have not been compared with ours there; ours still compute the other types.
     """
     is_arm = any(name.startswith("neon") for name in _core.product_kernels())
     return serves_products() and not is_arm

@@ -1,7 +1,7 @@
-"""Keep the state of recurrent layers beside a store: it is llama.cpp's, and cannot go back.
+"""Save and restore the state of recurrent layers, which llama.cpp owns and cannot roll back.
 
-A hybrid model's memory has cells of its attention layers and one state of the others. To clear it
-would clear both; removing all positions but the last one leaves the state as it is.
+The memory of a hybrid model has cells of its attention layers and one state for the recurrent ones.
+Clearing it would clear both; removing all positions but the last one keeps the state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHY = "it has recurrent layers"
 
 
 def is_recurrent(model: Model) -> bool:
-    """Tell whether some layers, or all, carry a state from token to token."""
+    """Tell whether some or all layers carry a state from token to token."""
     handle = model.handle
     return bool(
         llama_cpp.llama_model_is_recurrent(handle) or llama_cpp.llama_model_is_hybrid(handle)
@@ -27,7 +27,7 @@ def is_recurrent(model: Model) -> bool:
 
 
 def cannot_go_back(model: Model, position: int) -> ContextError:
-    """Return the error of a truncate() to a position other than 0."""
+    """Return the error for a truncate() to a position other than 0."""
     return ContextError(
         f"{model.name}: cannot go back to position {position}: {WHY}, whose state is that of the "
         "last token; call reset() and read the text again"
@@ -35,26 +35,28 @@ def cannot_go_back(model: Model, position: int) -> ContextError:
 
 
 class RecurrentState:
-    """Save and replace the state that the recurrent layers of a hybrid model have of a sequence."""
+    """Save and replace the recurrent state that a hybrid model has for a sequence."""
 
     def __init__(self, context: Any) -> None:
-        """Take a context, which must live as long as this object."""
+        """Use a context, which must live as long as this object."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self.sequence = SEQUENCE
 
     def forget_cells(self) -> None:
-        """Free the attention layers' cells, but the last; raises RuntimeError where that fails."""
+        """Free all cells of the attention layers but the last; raises RuntimeError if that
+        fails.
+        """
         last = llama_cpp.llama_memory_seq_pos_max(self._memory, self.sequence)
         if last > 0 and not llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, 0, last):
             raise RuntimeError("llama.cpp does not free the cells of its attention layers")
 
     def forget(self) -> None:
-        """Free the state and all cells, to begin another text."""
+        """Free the state and all cells, so that another text can begin."""
         llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, -1, -1)
 
     def save(self) -> bytes:
-        """Return the state as llama.cpp writes it."""
+        """Return the state in llama.cpp's format."""
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         size = llama_cpp.llama_state_seq_get_size_ext(self._context, self.sequence, flags)
         state = (ctypes.c_uint8 * size)()
@@ -66,9 +68,9 @@ class RecurrentState:
         return bytes(state)
 
     def replace(self, state: bytes | bytearray) -> bytes:
-        """Load another state, and return the former one.
+        """Load another state, and return the current one.
 
-        Raises RuntimeError where llama.cpp does not take it: then nothing has changed.
+        Raises RuntimeError if llama.cpp refuses it; then nothing has changed.
         """
         former = self.save()
         if not self._load(state):
@@ -80,7 +82,8 @@ class RecurrentState:
         self.forget()
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        with captured_log():  # llama.cpp logs more than a user can use
+        # Suppress llama.cpp's log, because the error below says what matters to a user.
+        with captured_log():
             n_read = llama_cpp.llama_state_seq_set_data_ext(
                 self._context, data, len(state), self.sequence, flags
             )

@@ -1,4 +1,4 @@
-"""Make a grammar of a JSON schema, within limits: the one place for all who take schemas."""
+"""Convert JSON schemas to grammars within limits; every caller with a schema uses this module."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from entropykv.errors import SettingsError
 from entropykv.llamacpp.schema_limits import MOST_GRAMMAR, MOST_VISITS, check_schema
 
 _MOST_VALUES = 512
-"""The most integers that are listed one by one, to keep between a minimum and a maximum."""
+"""The most integers that are listed one by one for a schema with minimum and maximum."""
 _LONGEST_NAME = 40
-"""Characters of a rule's name: names of properties within each other would add up."""
+"""The most characters of a rule's name, because names of nested properties are concatenated."""
 _LONGEST_REASON = 200
 _OTHERWISE = frozenset({"$ref", "oneOf", "anyOf", "const", "enum"})
 _LENGTHS = frozenset({"minLength", "maxLength"})
@@ -22,13 +22,13 @@ _OF_OBJECTS = frozenset({"properties", "additionalProperties", "allOf"})
 
 
 def grammar_of_schema(schema: Any) -> str:
-    """Return GBNF of the JSON texts that a schema (JSON, as Python has it) allows.
+    """Return the grammar (GBNF) of the JSON texts that a schema allows; `schema` is parsed JSON.
 
-    Raises SettingsError for a schema beyond the limits, or that no grammar can be made of.
+    Raises SettingsError for a schema beyond the limits, or one that cannot be converted.
     """
     check_schema(schema)
     schema = with_ranges(schema)
-    check_schema(schema)  # listed integers count, too
+    check_schema(schema)  # Check again, because listed integers count, too.
     converter = _Converter(schema)
     try:
         converter.visit(schema, "")
@@ -37,7 +37,8 @@ def grammar_of_schema(schema: Any) -> str:
     except RecursionError:
         reason = "its parts or references go too far into each other"
         raise SettingsError(f"no grammar can be made of this schema ({reason})") from None
-    except Exception as error:  # it asserts, and takes much of a schema for granted
+    # The base class asserts, and does not check the types of values in a schema.
+    except Exception as error:
         reason = str(error) or type(error).__name__
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[:_LONGEST_REASON]}..."
@@ -46,9 +47,9 @@ def grammar_of_schema(schema: Any) -> str:
 
 
 def with_ranges(schema: Any) -> Any:
-    """Return a schema that lists the integers between a minimum and a maximum, where they are few.
+    """Return the schema with integers listed if it has a minimum and a maximum close to each other.
 
-    Grammars know no numbers.
+    Grammars cannot compare numbers.
     """
     if isinstance(schema, list):
         return [with_ranges(part) for part in schema]
@@ -62,7 +63,9 @@ def with_ranges(schema: Any) -> Any:
 
 
 def _listed(schema: dict[str, Any]) -> list[int] | None:
-    """Return the integers that a schema allows, if it says so by its limits, and they are few."""
+    """Return the integers between the schema's limits; None without limits or if there are too
+    many.
+    """
     least, most = schema.get("minimum"), schema.get("maximum")
     if schema.get("type") != "integer" or not schema.keys().isdisjoint({"enum", "multipleOf"}):
         return None
@@ -72,10 +75,10 @@ def _listed(schema: dict[str, Any]) -> list[int] | None:
 
 
 class _Converter(llama_grammar.SchemaConverter):
-    """Convert as llama-cpp-python does, in time and memory that grow with the schema alone.
+    """Convert as llama-cpp-python does, in time and memory proportional to the schema.
 
-    Its own way writes out every item that an array must have, looks at all properties again for
-    every property, and at a definition again for every reference to it.
+    The base class writes out every required item of an array, examines all properties again for
+    every property, and a definition again for every reference to it.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -85,13 +88,13 @@ class _Converter(llama_grammar.SchemaConverter):
         self._schema = schema
         self._rule_of_ref: dict[str, str] = {}
         self._known: dict[tuple[str, str], str] = {}
-        """The names of rules that were added, by the name asked for and by what they say."""
+        """The names of added rules, by the requested name and the rule's content."""
         self._taken: Counter[str] = Counter()
         self._size = 0
         self._visits = 0
 
     def visit(self, schema: Any, name: str) -> str:
-        """Add the rules of a schema; returns the name of the first."""
+        """Add the rules of a schema; returns the name of its main rule."""
         self._visits += 1
         if self._visits > MOST_VISITS:
             raise SettingsError(f"the schema has more than {MOST_VISITS:,} parts; give fewer")
@@ -123,7 +126,9 @@ class _Converter(llama_grammar.SchemaConverter):
         return f'"[" space {content if least else f"({content})?"} "]" space'
 
     def _find_all_of(self, parts: Any) -> None:
-        """Find what the parts refer to; raises SettingsError for too many properties."""
+        """Resolve the references of all parts of `allOf`; raises SettingsError for too many
+        properties.
+        """
         count = 0
         for each in parts:
             for part in each.get("anyOf", [each]):
@@ -137,7 +142,9 @@ class _Converter(llama_grammar.SchemaConverter):
                     )
 
     def _add_rule(self, name: str, rule: str) -> str:
-        """Add a rule under its name, or one like it where that says something else already."""
+        """Add a rule under `name`, or under a similar name if `name` already has another
+        content.
+        """
         wanted = llama_grammar.INVALID_RULE_CHARS_RE.sub("-", name)
         known = self._known.get((wanted, rule))
         if known is not None:
@@ -157,12 +164,12 @@ class _Converter(llama_grammar.SchemaConverter):
         return key
 
     def _generate_constant_rule(self, value: Any) -> str:
-        """Return JSON as grammars quote it; a backslash of JSON's is one of the text's."""
+        """Return JSON text quoted for a grammar, in which a backslash is escaped."""
         text = json.dumps(value, ensure_ascii=False).replace("\\", "\\\\").replace('"', '\\"')
         return f'"{text}"'
 
     def _resolve_ref(self, ref: str) -> str:
-        """Return the rule of a reference, which is made once, and may refer to itself."""
+        """Return the rule of a reference; it is made only once, and may refer to itself."""
         if ref not in self._rule_of_ref:
             name = ref.rsplit("/", 1)[-1][:_LONGEST_NAME] or "part"
             itself = self._rule_of_ref[ref] = self._add_rule(f"{name}-itself", ref)
@@ -170,7 +177,7 @@ class _Converter(llama_grammar.SchemaConverter):
         return self._rule_of_ref[ref]
 
     def _target(self, ref: Any) -> Any:
-        """Return the schema that a reference names; raises ValueError where there is none."""
+        """Return the schema that a reference names; raises ValueError if there is none."""
         if ref != "#" and not str(ref).startswith("#/"):
             raise ValueError(f"a reference must begin with #/, unlike {ref!r}")
         target = self._schema
@@ -188,7 +195,9 @@ class _Converter(llama_grammar.SchemaConverter):
         name: str,
         additional_properties: Any,
     ) -> str:
-        """Return the rule of an object: required properties, then any of the others, in order."""
+        """Return the rule of an object: the required properties, then any of the optional ones, in
+        order.
+        """
         prefix = f"{name}-" if name else ""
         rules = {}
         for key, part in properties:
@@ -215,14 +224,14 @@ class _Converter(llama_grammar.SchemaConverter):
         return f'"{{" space {content} "}}" space'
 
     def _additional(self, value: dict[str, Any], prefix: str) -> str:
-        """Return the rule of a property of any name."""
+        """Return the rule for an additional property with any name."""
         text = self._add_primitive("string", llama_grammar.PRIMITIVE_RULES["string"])
         rule = self.visit(value, f"{prefix}additional-value")
         return self._add_rule(f"{prefix}additional-kv", f'{text} ":" space {rule}')
 
 
 def _is_array(schema: dict[str, Any]) -> bool:
-    """Tell whether a schema is that of an array of like items, rather than of anything else."""
+    """Tell whether a schema describes an array of equal items, and nothing else."""
     items = schema.get("items")
     if not items or not isinstance(items, dict) or not schema.keys().isdisjoint(_OTHERWISE):
         return False
@@ -231,7 +240,7 @@ def _is_array(schema: dict[str, Any]) -> bool:
 
 
 def _is_text_of_length(schema: dict[str, Any]) -> bool:
-    """Tell whether all that a grammar can say of a text is how long it is."""
+    """Tell whether a grammar can check only the length of a text with this schema."""
     keys, form = schema.keys(), str(schema.get("format"))
     formed = form.startswith("uuid") or f"{form}-string" in llama_grammar.STRING_FORMAT_RULES
     plain = keys.isdisjoint(_OTHERWISE | {"pattern"}) and not formed
@@ -239,7 +248,7 @@ def _is_text_of_length(schema: dict[str, Any]) -> bool:
 
 
 def _counts(schema: dict[str, Any], least_key: str, most_key: str) -> tuple[int, int | None]:
-    """Return how many there must and may be; raises ValueError for what is no such number."""
+    """Return the least and the most items; raises ValueError for values that are not counts."""
     least, most = schema.get(least_key, 0), schema.get(most_key)
     for key, count in ((least_key, least), (most_key, most)):
         whole = isinstance(count, int | float) and count >= 0 and count == int(count)

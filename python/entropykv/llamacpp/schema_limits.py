@@ -1,4 +1,4 @@
-"""Refuse JSON schemas that would take long, or much memory, before anything is made of them."""
+"""Reject JSON schemas that would take much time or memory to convert, before converting them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from typing import Any
 from entropykv.errors import SettingsError
 
 MOST_DEPTH = 100
-"""Objects and lists within each other, in the JSON text of a schema."""
+"""The deepest nesting of objects and lists in the JSON text of a schema."""
 MOST_PARTS = 20_000
-"""Values in the JSON text of a schema: objects, lists, texts and numbers."""
+"""The most values in the JSON text of a schema: objects, lists, texts and numbers."""
 MOST_TEXT = 1 << 20
-"""Characters of all names and texts in a schema."""
+"""The most characters of all names and texts in a schema together."""
 MOST_COUNT = 1_000_000
-"""What minItems, maxItems, minLength and maxLength may be."""
+"""The largest value of minItems, maxItems, minLength and maxLength."""
 MOST_PATTERN = 4_000
-"""Characters of a pattern."""
+"""The most characters of a pattern."""
 MOST_PATTERN_COUNT = 2_000
-"""Repetitions such as {3} or {2,5} of a pattern, all together."""
+"""The largest sum of repetitions such as {3} or {2,5} in a pattern."""
 MOST_GRAMMAR = 4 << 20
-"""Characters of the grammar that a schema becomes."""
+"""The most characters of the grammar that a schema is converted to."""
 MOST_VISITS = 50_000
-"""Schemas that are converted: those of a definition count once."""
+"""The most schemas that are converted; a definition counts once."""
 MOST_WRITTEN = 200_000
-"""Parts of a schema, once its references and repetitions are written out."""
+"""The most parts of a schema after its references and repetitions are written out."""
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
 _QUANTIFIER = re.compile(r"\{(\d*),?(\d*)\}")
 _DIGITS = 9
-"""A number with more of them counts as a thousand million."""
+"""A number with more digits is treated as a thousand million."""
 
 
 def check_schema(schema: Any) -> None:
-    """Raise SettingsError for a schema beyond the limits; it is read once, and not recursively."""
+    """Raise SettingsError for a schema beyond the limits; the check visits every value once,
+    without recursion.
+    """
     n_text = 0
     for n_parts, (value, depth) in enumerate(_values(schema), start=1):
         if depth > MOST_DEPTH:
@@ -58,10 +60,10 @@ def check_schema(schema: Any) -> None:
 
 
 def check_written_out(schema: Any) -> None:
-    """Raise SettingsError for a schema that is too much for llama-cpp-python's own converter.
+    """Raise SettingsError for a schema that is too large for llama-cpp-python's own converter.
 
-    It writes out what arrays must have, and looks at a definition again for every reference to it,
-    and at all properties for every property.
+    That converter writes out required items of arrays, and examines a definition again for every
+    reference to it, and all properties for every property.
     """
     check_schema(schema)
     work = 0
@@ -69,7 +71,7 @@ def check_written_out(schema: Any) -> None:
     rest: list[Any] = [schema]
     while rest:
         value = rest.pop()
-        if isinstance(value, _Left):
+        if isinstance(value, _EndOfReference):
             within.discard(value.ref)
             continue
         work += 1
@@ -81,7 +83,7 @@ def check_written_out(schema: Any) -> None:
             ref = value.get("$ref")
             if isinstance(ref, str) and ref not in within:
                 within.add(ref)
-                rest.extend((_Left(ref), _target(schema, ref)))
+                rest.extend((_EndOfReference(ref), _target(schema, ref)))
         if work > MOST_WRITTEN:
             raise SettingsError(
                 "the schema is too large once its references are written out; leave some of its "
@@ -90,8 +92,8 @@ def check_written_out(schema: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Left:
-    """Mark where a reference has been followed to its end."""
+class _EndOfReference:
+    """Mark, on the stack of values to visit, the end of a reference's contents."""
 
     ref: str
 
@@ -104,7 +106,7 @@ def _written(schema: dict[str, Any]) -> int:
 
 
 def _target(schema: Any, ref: str) -> Any:
-    """Return what a reference names; None where there is nothing."""
+    """Return the value that a reference names; None if it does not exist."""
     target = schema
     for key in ref.split("/")[1:]:
         target = target.get(key) if isinstance(target, dict) else None
@@ -112,7 +114,7 @@ def _target(schema: Any, ref: str) -> Any:
 
 
 def _values(schema: Any) -> Iterator[tuple[Any, int]]:
-    """Yield every value of a JSON text, and how many objects and lists it is in."""
+    """Yield every value of a JSON text, with the number of objects and lists that contain it."""
     rest: list[tuple[Any, int]] = [(schema, 0)]
     while rest:
         value, depth = rest.pop()

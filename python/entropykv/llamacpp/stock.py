@@ -1,4 +1,4 @@
-"""Run stock llama.cpp as a Session is run: the yardstick of bench and eval."""
+"""Run stock llama.cpp with the interface of a Session: the baseline of bench and eval."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from entropykv.settings.cache_options import CacheOptions
 
 @dataclass(frozen=True)
 class StockState:
-    """Hold a sequence as llama.cpp serialises it."""
+    """Hold a sequence in llama.cpp's serialised form."""
 
     position: int
     data: npt.NDArray[np.uint8]
 
 
 class StockSession:
-    """Run llama.cpp's own context: full f16 cache, flash attention on or off.
+    """Run a plain llama.cpp context: full f16 cache, flash attention on or off.
 
-    A squared-ReLU model gets its gates changed here, too: all else is stock.
+    The gates of a squared-ReLU model are changed here, too; everything else is stock.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StockSession:
         n_ubatch: int = 512,
         flash: bool = True,
     ) -> None:
-        """Load the model and make a context of n_ctx cells; errors are those of Session."""
+        """Load the model and make a context of n_ctx cells; raises the errors of Session."""
         options = CacheOptions(n_ctx=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads)
         self._model = Model(path, n_gpu_layers=0, verbose=False, repack=True)
         self._context: Any = None
@@ -65,7 +65,9 @@ class StockSession:
         self.position = 0
 
     def tokenize(self, text: str, add_bos: bool | None = False) -> list[int]:
-        """Return the tokens of a text, without BOS unless told; None does as the model wants."""
+        """Return the tokens of a text, without BOS by default; None adds BOS if the model
+        wants it.
+        """
         add = self._model.adds_bos if add_bos is None else add_bos
         return self._model.tokenize(text, add_bos=add, special=True)
 
@@ -78,14 +80,14 @@ class StockSession:
         return self._model.is_end(token)
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
-        """Read tokens, and return logits as Session.decode returns them."""
+        """Read tokens, and return logits in the form of Session.decode()."""
         parts = self.decode_micro_batches(tokens, all_logits)
         return np.concatenate([logits for logits in parts if logits is not None])
 
     def decode_micro_batches(
         self, tokens: Sequence[int], all_logits: bool
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Yield each micro-batch's logits as Session.decode_micro_batches does."""
+        """Yield each micro-batch's logits in the form of Session.decode_micro_batches()."""
         for first in range(0, len(tokens), self._n_ubatch):
             part = tokens[first : first + self._n_ubatch]
             last = first + len(part) == len(tokens)
@@ -96,7 +98,7 @@ class StockSession:
             yield logits
 
     def save_state(self) -> StockState:
-        """Return what was read, for load_state() of this session."""
+        """Return the current state, for load_state() of this session."""
         data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, SEQUENCE), np.uint8)
         done = llama_cpp.llama_state_seq_get_data(
             self._context, _bytes_of(data), data.size, SEQUENCE
@@ -106,7 +108,7 @@ class StockSession:
         return StockState(self.position, data)
 
     def load_state(self, state: StockState) -> None:
-        """Go back to what save_state() returned."""
+        """Restore a state that save_state() returned."""
         self.reset()
         data = state.data
         if not llama_cpp.llama_state_seq_set_data(

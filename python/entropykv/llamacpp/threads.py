@@ -1,9 +1,9 @@
-"""Compute with fewer threads while other processes have the cores.
+"""Compute with fewer threads while other processes use the cores.
 
-The threads of a graph wait for each other after every node. On a machine that is busy otherwise,
-one of them is always without a core, and the others wait for it: fewer threads are faster then.
-Which is faster is tried, since nobody says how long the others will stay. The numbers that are
-computed do not depend on how many threads compute them.
+The threads of a graph wait for each other after every node. On a busy machine, one of them often
+has no core, and the others wait for it; then fewer threads are faster. Nobody knows how long the
+other processes will run, so numbers of threads are tried. The results do not depend on the number
+of threads.
 """
 
 from __future__ import annotations
@@ -20,37 +20,42 @@ from entropykv.settings.cache_options import CacheOptions
 
 try:
     import resource
-except ImportError:  # Windows does not count how often threads lose their cores
+except ImportError:  # Windows does not count how often threads are preempted.
     resource = None  # type: ignore[assignment]
 
 SHORTEST_LOOK = 0.2
-"""Seconds of steps that are looked at together."""
+"""The shortest measurement, in seconds of steps."""
 SHORTEST_TRIAL = 0.05
-"""Seconds after which another number of threads is given up that is clearly slower."""
+"""Seconds after which a number of threads that is clearly slower is given up."""
 PREEMPTIONS = 120.0
-"""A second, of all threads; more say that others want the cores.
+"""Preemptions per second, of all threads; more mean that other processes want the cores.
 
-Two threads on two cores: 20 to 55 alone, 180 to 370 beside one to three busy loops.
+Measured with two threads on two cores: 20 to 55 alone, 180 to 370 beside one to three busy loops.
 """
 CALM = 60.0
-"""Preemptions a second; fewer say that the others have gone."""
+"""Preemptions per second; fewer mean that the other processes are gone."""
 CLEARLY_FASTER, CLEARLY_SLOWER = 0.95, 1.5
-"""A number of threads is taken, or given up, by what a token takes, to what it took before."""
+"""Ratios of the time per token to the time before: a number of threads is kept below the first, and
+given up above the second.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 16.0
-"""Seconds until another number is tried; they double every time that it was no better.
+"""Seconds between trials: the first pause, doubled after every trial without success, and the
+longest.
 
-A quarter of them, where the others seem to have gone.
+If other processes seem to be gone, a quarter of the pause is enough.
 """
 
 
 @dataclass
 class Steps:
-    """Sum up what some steps took."""
+    """Sum up tokens, times and preemptions of some steps."""
 
     tokens: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Processor time of all threads; less than theirs where they had to wait for a core."""
+    """Processor time of all threads; it is less than their elapsed time if they waited for
+    a core.
+    """
     preemptions: int = 0
 
     def add(self, tokens: int, seconds: float, cpu_seconds: float, preemptions: int) -> None:
@@ -62,22 +67,22 @@ class Steps:
 
 
 class ThreadChoice:
-    """Choose how many of the threads that were asked for compute."""
+    """Choose how many of the requested threads compute."""
 
     def __init__(self, most: int) -> None:
-        """Begin with all of them."""
+        """Start with all threads."""
         self.most = most
         self.n = most
         self._steps = Steps()
         self._before: tuple[int, float] | None = None
-        """While another number is tried: the one before, and the seconds of a token with it."""
+        """During a trial: the previous number of threads, and its seconds per token."""
         self._pause = FIRST_PAUSE
         self._waited = FIRST_PAUSE
-        """Seconds since another number was tried; the first is tried at once."""
+        """Seconds since the last trial; the initial value starts the first trial at once."""
         self._upward = False
 
     def add(self, tokens: int, seconds: float, cpu_seconds: float, preemptions: int) -> None:
-        """Count a step, and choose again where enough was seen."""
+        """Count a step, and choose the number of threads again if enough was measured."""
         self._steps.add(tokens, seconds, cpu_seconds, preemptions)
         steps, before = self._steps, self._before
         slower = before and steps.seconds > CLEARLY_SLOWER * before[1] * steps.tokens
@@ -99,7 +104,9 @@ class ThreadChoice:
         self._waited = 0.0
 
     def _consider(self, steps: Steps) -> None:
-        """Try another number of threads where others want the cores, or have wanted them."""
+        """Start a trial with another number if other processes want the cores, or no longer want
+        them.
+        """
         self._waited += steps.seconds
         contended = steps.preemptions > PREEMPTIONS * steps.seconds
         calm = steps.preemptions < CALM * steps.seconds
@@ -114,12 +121,15 @@ class ThreadChoice:
 
 
 class Threads:
-    """Set the threads of a context before every step, by what the steps before it took."""
+    """Set the number of threads of a context before every step, based on the times of earlier
+    steps.
+    """
 
     def __init__(self, options: CacheOptions, *, fixed: bool = False) -> None:
-        """Take how many threads compute one token, and several: at most, or always if `fixed`.
+        """Use `options`' numbers of threads for one token and for several: as maxima, or always if
+        `fixed`.
 
-        llama.cpp's own attention may add up otherwise with another number; ours does not.
+        The result of llama.cpp's own attention may depend on the number of threads; ours does not.
         """
         self._fixed = fixed or resource is None
         self._single = ThreadChoice(options.threads)
@@ -127,7 +137,9 @@ class Threads:
 
     @contextlib.contextmanager
     def step(self, context: Any, n_tokens: int) -> Iterator[None]:
-        """Do a step of `n_tokens` tokens in a context of llama.cpp."""
+        """Set the threads for a step of `n_tokens` tokens, and measure the step, which the caller
+        performs within `with`.
+        """
         choice = self._single if n_tokens == 1 else self._batch
         if self._fixed or choice.most == 1:
             yield

@@ -1,4 +1,4 @@
-"""Keep the weights of a loaded model as long as anybody reads them: Weights."""
+"""Keep the weights of a loaded model as long as an owner or a call needs them: Weights."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from entropykv.errors import EntropyKVError
 
 
 class Weights:
-    """Count those who use a loaded model, and free it when the last of them has ended.
+    """Count the owners and the running calls of a loaded model, and free it after the last of them.
 
-    An owner holds the weights from share() to release(). A call that reads them, as one that turns
-    text into tokens does, holds them within `with weights:`, so that a thread that closes the model
-    meanwhile does not take them away from it.
+    An owner holds the weights from share() to release(). A call that reads them, such as a
+    tokenization, holds them within `with weights:`, so that another thread that closes the model
+    cannot free them during the call.
     """
 
     def __init__(self, free: Callable[[], object]) -> None:
-        """Begin with one owner; `free` is called once, by the thread that ends last."""
+        """Start with one owner; `free` is called once, by the thread that ends last."""
         self._free = free
-        self._lock = threading.RLock()  # garbage may be collected by who holds it
+        # Reentrant, because the garbage collector may run in a thread that holds the lock.
+        self._lock = threading.RLock()
         self._owners = 1
         self._calls = 0
 
     def share(self) -> Weights:
-        """Add an owner, and return these weights; raises EntropyKVError once they are closed."""
+        """Add an owner, and return these weights; raises EntropyKVError if they are closed."""
         with self._lock:
             self._check_open()
             self._owners += 1
         return self
 
     def release(self) -> None:
-        """Take away an owner; without any, calls are refused, and those that run are the last."""
+        """Remove an owner; without owners, new calls are refused, and running ones are the last."""
         with self._lock:
             self._owners -= 1
             is_last = self._owners == 0 and self._calls == 0
@@ -39,7 +40,7 @@ class Weights:
             self._free()
 
     def __enter__(self) -> None:
-        """Begin a call that reads the weights; raises EntropyKVError once they are closed."""
+        """Begin a call that reads the weights; raises EntropyKVError if they are closed."""
         with self._lock:
             self._check_open()
             self._calls += 1

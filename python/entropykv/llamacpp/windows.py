@@ -1,9 +1,10 @@
-"""Find out which layers of a model have sliding windows: its masks tell, its header does not.
+"""Find out which layers of a model have sliding windows, from llama.cpp's masks.
 
-As of llama-cpp-python 0.3.36 the architecture's code decides which layers have a window, for some
-whatever the metadata says. llama_model_n_swa() tells its size W alone. So four tokens are read, at
-positions 0, 1, W - 1 and W: the mask of the last one shows each layer's kind. Without a window it
-sees four; with one, three; where windows begin at multiples of W, one.
+The header does not tell: as of llama-cpp-python 0.3.36, the architecture's code decides which
+layers have a window, for some architectures regardless of the metadata. llama_model_n_swa() returns
+only the window size W. Therefore four tokens are read, at positions 0, 1, W - 1 and W, and the mask
+of the last one shows each layer's kind: without a window it sees four tokens, with a sliding window
+three, and with windows that begin at multiples of W one.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from entropykv.llamacpp.model import Model
 from entropykv.settings.cache_options import CacheOptions
 
 _LEAST = 3
-"""The smallest window for which positions 0, 1, W - 1 and W are four different ones."""
+"""The smallest window for which positions 0, 1, W - 1 and W are different."""
 _ALL, _SLIDING, _CHUNKED = 4, 3, 1
 
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """Say what a layer sees of a text."""
+    """Describe which part of a text a layer sees."""
 
     size: int = 0
     """Size in tokens; 0 means that the layer sees everything."""
     chunked: bool = False
-    """True where the window begins at multiples of its size, and does not slide."""
+    """True if windows begin at multiples of their size instead of sliding."""
 
     def of(self, shape: _core.LayerShape) -> _core.LayerShape:
-        """Give a layer this window."""
+        """Set this window in the shape of a layer, and return the shape."""
         return shape.with_window(self.size, self.chunked)
 
 
 def layer_windows(model: Model, options: CacheOptions) -> dict[int, LayerWindow]:
     """Return the windows of a model's attention layers, by llama.cpp's number of the layer.
 
-    The dict is empty for a model without windows. Raises UnsupportedModelError, which only says
-    why, where they are of a kind that the headwise store does not know.
+    The dict is empty for a model without windows. Raises UnsupportedModelError, with only the
+    reason as its text, for windows of a kind that the headwise store does not support.
     """
     size = llama_cpp.llama_model_n_swa(model.handle)
     if size <= 0:
@@ -61,9 +62,9 @@ def _window(size: int, n_seen: int) -> LayerWindow:
 
 
 def _cells_seen(model: Model, options: CacheOptions, size: int) -> list[tuple[int, int]]:
-    """Return (layer, cells) for each layer: how many of four a token at position `size` sees."""
+    """Return (layer, cells) for each layer: how many of the four tokens the one at `size` sees."""
     probe = _core.WindowProbe()
-    # Take two sequences, since llama.cpp wants positions of one to follow each other.
+    # Use two sequences, because llama.cpp requires consecutive positions within one.
     parameters = context_parameters(model, options, 2, CELL_PADDING, n_sequences=2)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     let_hook_change(parameters, probe)

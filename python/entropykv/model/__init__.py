@@ -1,1 +1,1 @@
-"""Read a model file that is not loaded: header, geometry, identity, and the shipped models."""
+"""Read model files without loading them: header, geometry, identity, and the shipped models."""

@@ -1,4 +1,4 @@
-"""Say which store serves which of llama.cpp's architectures, as it was checked."""
+"""List which store serves which of llama.cpp's architectures, as checked with tiny models."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import Any
 from entropykv.errors import SettingsError
 
 PATH = Path(__file__).parent / "architectures.json"
-"""The file that `make architectures` writes: it runs a tiny model of each architecture."""
+"""The file that `make architectures` writes after running a tiny model of each architecture."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Hold what one store made of the models that it serves: the worst figures of them.
+    """Hold the figures of one store for the models that it serves; of several models, the worst
+    ones.
 
-    Errors of logits are root mean squares of the difference to stock llama.cpp, relative to the
+    Errors of logits are root mean squares of the difference to stock llama.cpp, divided by the
     standard deviation of stock's logits.
     """
 
     one_by_one: float
-    """The error where the tokens of a text are read one by one."""
+    """The error if the tokens of a text are read one by one."""
     micro_batches: float
-    """The error where they are read in micro-batches."""
+    """The error if they are read in micro-batches."""
     greedy_equal: int
-    """How many tokens of a greedy text are those of stock."""
+    """How many tokens of a greedily written text equal those of stock."""
     half_budget: bool
-    """True where a text longer than half the budget was read inside half the budget."""
+    """True if a text that does not fit into a budget of half the context was read inside it."""
 
 
 @dataclass(frozen=True)
 class ArchitectureCheck:
-    """Hold what was found about an architecture; see `entropykv models --architectures`."""
+    """Hold the results for one architecture; see `entropykv models --architectures`."""
 
     architecture: str
     """The name: general.architecture of the GGUF file."""
@@ -44,11 +45,11 @@ class ArchitectureCheck:
     models: tuple[str, ...]
     """The names of the tiny models that were run."""
     limit: float
-    """The largest error of logits that passes for rounding."""
+    """The largest error of logits that is considered rounding."""
     headwise: Served | None
     flat: Served | None
     notes: tuple[str, ...]
-    """What a store says that refuses the models, or refuses to evict."""
+    """The messages of a store that refuses the models, or refuses to evict."""
     failures: tuple[str, ...] = ()
     """The checks that failed."""
 
@@ -60,7 +61,7 @@ class ArchitectureCheck:
 
 @dataclass(frozen=True)
 class ArchitectureTable:
-    """Hold what was found about every architecture."""
+    """Hold the results for all architectures."""
 
     llama_cpp_python: str
     """The version of llama-cpp-python that the checks ran with."""
@@ -69,30 +70,32 @@ class ArchitectureTable:
     rows: tuple[ArchitectureCheck, ...]
 
     def of(self, names: Iterable[str]) -> ArchitectureTable:
-        """Return the table of some architectures; raises SettingsError for a name it lacks."""
+        """Return the rows of some architectures; raises SettingsError for a name that the table
+        lacks.
+        """
         known = {row.architecture for row in self.rows}
         wanted = set(names)
         for name in sorted(wanted - known):
             raise SettingsError(
-                f"{name!r} is no architecture that was checked; "
+                f"{name!r} is not one of the architectures that were checked; "
                 "`entropykv models --architectures` lists those that were"
             )
         rows = tuple(row for row in self.rows if row.architecture in wanted)
         return dataclasses.replace(self, rows=rows)
 
     def to_json(self) -> str:
-        """Return the text of the file."""
+        """Return the table as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ArchitectureTable:
-        """Read what to_json() wrote."""
+        """Read JSON text that to_json() wrote."""
         content = json.loads(text)
         return cls(**content | {"rows": tuple(map(_row, content["rows"]))})
 
 
 def checked_architectures() -> ArchitectureTable:
-    """Return the table that comes with this package."""
+    """Return the table that this package ships."""
     return ArchitectureTable.from_json(PATH.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Read what the header of a GGUF file says about a model, without loading it: ModelGeometry."""
+"""Read what the header of a GGUF file declares about a model, without loading it: ModelGeometry."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from entropykv.model.header import (
 from entropykv.model.loadable import check_loadable
 
 ACTIVATION_KEY = "entropykv.activation"
-"""The key of our own metadata that says what the feed-forward gates compute.
+"""The metadata key, our own, for the activation of the feed-forward gates.
 
-An architecture leaves that open: BitNet files have both SiLU (1bitLLM) and squared ReLU
+An architecture does not determine it: BitNet files exist with SiLU (1bitLLM) and with squared ReLU
 (Microsoft's 2B-4T).
 """
 ACTIVATIONS = ("silu", "relu2")
-_OF_STATES = (
+_RECURRENT_KEYS = (
     *("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache"),
     *("full_attention_interval", "attention.compress_ratios"),
 )
-"""Metadata that only models have whose layers carry a state from token to token."""
+"""Metadata keys that only models with recurrent layers have."""
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Hold shape and weights of a model, as its GGUF header declares them.
+    """Hold the shape and the weights of a model, as its GGUF header declares them.
 
-    `n_head` is the maximum of `heads_per_layer`; recurrent layers count 0 heads, and layers that
-    attend to the K and V of an earlier one 0 KV heads. Head sizes are elements of one head,
-    `n_ctx_train` is tokens. `weights_bytes` is the sum of the tensors of this file (of a split
-    model: of this part); `weight_types` is (type, bytes), largest first. `activation` is the file's
-    `entropykv.activation`: "relu2" for squared ReLU, "silu" or None for what llama.cpp's graph of
-    the architecture computes. `learned_positions`: the file has an embedding for each position.
-    `latent`: multi-head latent attention, where V is the first `head_dim_v` values of K and not
-    cached on its own.
+    `n_head` is the maximum of `heads_per_layer`. Recurrent layers have 0 heads, and layers that
+    reuse the K and V of an earlier layer have 0 KV heads. Head sizes are elements of one head,
+    `n_ctx_train` is in tokens. `weights_bytes` is the total size of the tensors in this file (for a
+    split model: in this part); `weight_types` has (type, bytes), largest first. `activation` is the
+    file's `entropykv.activation`: "relu2" for squared ReLU; "silu" or None for what llama.cpp's
+    graph of the architecture computes. `learned_positions`: the file has an embedding for each
+    position. `latent`: multi-head latent attention, where V is the first `head_dim_v` values of K
+    and not cached separately.
     """
 
     path: Path
@@ -68,13 +68,13 @@ class ModelGeometry:
     learned_positions: bool
     latent: bool
     recurrent: bool = False
-    """True where some layers, or all, carry a state from token to token."""
+    """True if some or all layers carry a state from token to token."""
     window_head_dims: tuple[int, ...] = ()
-    """Sizes of K and V in layers with a sliding window, where they differ from the others."""
+    """The sizes of K and V in layers with a sliding window, if they differ from other layers."""
 
     @property
     def cached_values(self) -> int:
-        """Return how many values llama.cpp's own cache holds for one token, all layers together."""
+        """Return how many values llama.cpp's own cache holds per token, in all layers together."""
         of_head = self.head_dim_k + (0 if self.latent else self.head_dim_v)
         return sum(self.kv_heads_per_layer) * of_head
 
@@ -92,9 +92,9 @@ def read_geometry(path: str | os.PathLike[str]) -> ModelGeometry:
 
 
 def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
-    """Read the geometry of a file that llama.cpp can load; refuse one that would end the process.
+    """Read the geometry of a file, and raise if loading it with llama.cpp would end the process.
 
-    Raises as read_geometry().
+    Raises the errors of read_geometry().
     """
     path = Path(path)
     file_bytes = check_prefix(path)
@@ -106,7 +106,9 @@ def read_loadable(path: str | os.PathLike[str]) -> ModelGeometry:
 
 
 def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeometry:
-    """Return what a header declares; raises ModelFileError or ValueError where it is damaged."""
+    """Return the geometry that a header declares; raises ModelFileError or ValueError if it is
+    damaged.
+    """
     architecture = text_value(reader, "general.architecture")
     if architecture is None:
         raise ModelFileError(f"{path}: lacks general.architecture; {AGAIN}")
@@ -125,7 +127,7 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
     kv_heads = (*kv_heads[: layers - n_sharing], *(0,) * n_sharing)
     for n_head, n_head_kv in zip(heads, kv_heads, strict=True):
         if n_head_kv > 0 and n_head % n_head_kv != 0:
-            raise ValueError(f"head_count {n_head} is no multiple of head_count_kv {n_head_kv}")
+            raise ValueError(f"head_count {n_head} is not a multiple of head_count_kv {n_head_kv}")
     n_embd = required(reader, f"{architecture}.embedding_length")
     default_dim = n_embd // (heads[0] or max(heads)) if max(heads) > 0 else 0
     key_length = number(reader, f"{architecture}.attention.key_length")
@@ -148,7 +150,7 @@ def geometry_of(reader: HeaderReader, path: Path, file_bytes: int) -> ModelGeome
         activation=_activation(reader),
         learned_positions="position_embd.weight" in reader.tensor_names,
         latent=bool(number(reader, f"{architecture}.attention.key_length_mla")),
-        recurrent=any(reader.get_field(f"{architecture}.{key}") for key in _OF_STATES),
+        recurrent=any(reader.get_field(f"{architecture}.{key}") for key in _RECURRENT_KEYS),
         window_head_dims=_window_head_dims(reader, architecture),
     )
 
@@ -169,8 +171,9 @@ def _activation(reader: HeaderReader) -> str | None:
 
 
 def _vocabulary_size(reader: HeaderReader, architecture: str) -> int:
-    """Count the tokens of the tokenizer; without one, return what the metadata says, or 0."""
+    """Count the tokens of the tokenizer; without one, return the size in the metadata, or 0."""
     tokens = reader.get_field("tokenizer.ggml.tokens")
     if tokens is not None and tokens.types[0] == GGUFValueType.ARRAY:
-        return int(tokens.parts[4][0])  # parts: key length, key, type, item type, length, ...
+        # The parts are: key length, key, type, item type, length, ...
+        return int(tokens.parts[4][0])
     return number(reader, f"{architecture}.vocab_size") or 0

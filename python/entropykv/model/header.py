@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file, metadata and tensor infos, without trusting a number in it."""
+"""Read the header of a GGUF file, metadata and tensor infos, without trusting any number in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 from entropykv.errors import EntropyKVError, ModelFileError, UnsupportedModelError
 
 I2_S_TYPE = 36
-"""The tensor type of Microsoft's BitNet fork, which stock llama.cpp does not know any more."""
+"""The tensor type of Microsoft's BitNet fork, which stock llama.cpp no longer knows."""
 _TABLE_TYPES = {38: "TL1", 39: "TL2"}
-"""Two more types of that fork. llama.cpp gave the second number to MXFP4, which has no scales
-beside.
+"""Two more types of that fork. llama.cpp uses the second number for MXFP4, which has no separate
+scale tensors.
 """
 
 _SUPPORTED_VERSIONS = (2, 3)
-_PREFIX = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
+_PREFIX = struct.Struct("<4sIQQ")  # Magic, version, number of tensors, number of keys.
 _LENGTH = struct.Struct("<Q")
 # Limits far above any real model: a damaged count must not cost seconds or gigabytes.
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS of llama.cpp
@@ -35,16 +35,20 @@ _MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_NUMBER = (1 << 31) - 1
 _NORM = "norm.weight"
-"""How the names of norms' weights end."""
+"""The ending of the names of norm weights."""
 AGAIN = "download or convert it again"
 
 
 class I2sFileError(UnsupportedModelError):
-    """Raised for an intact I2_S file, which `entropykv convert` makes one of that can be loaded."""
+    """Raised for an intact I2_S file, which `entropykv convert` turns into a file that can be
+    loaded.
+    """
 
 
 def is_i2s(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a GGUF file has to be converted first; raises as read_geometry() otherwise."""
+    """Tell whether a GGUF file has I2_S tensors, and must be converted; otherwise raises as
+    read_geometry().
+    """
     try:
         read_header(path)
     except I2sFileError:
@@ -53,7 +57,9 @@ def is_i2s(path: str | os.PathLike[str]) -> bool:
 
 
 def read_header(path: str | os.PathLike[str]) -> bytes:
-    """Read all bytes before the tensor data: metadata and tensor infos; raises as read_geometry."""
+    """Read all bytes before the tensor data: metadata and tensor infos; raises as
+    read_geometry().
+    """
     path = Path(path)
     check_prefix(path)
     with damage_named(path):
@@ -63,7 +69,7 @@ def read_header(path: str | os.PathLike[str]) -> bytes:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged header makes gguf and numpy raise into one ModelFileError."""
+    """Convert every error that gguf and numpy raise for a damaged header to a ModelFileError."""
     try:
         yield
     except EntropyKVError:
@@ -81,7 +87,9 @@ def _directory(path: Path) -> ModelFileError:
 
 
 def check_prefix(path: Path) -> int:
-    """Check magic, version and counts in the first 24 bytes; return the size of the file."""
+    """Check magic, version and counts in the first 24 bytes; returns the size of the file
+    in bytes.
+    """
     try:
         if path.is_dir():
             raise _directory(path)
@@ -116,14 +124,15 @@ def check_prefix(path: Path) -> int:
 
 
 class HeaderReader(GGUFReader):
-    """Read a header as GGUFReader, but never past the file, and leave arrays and tensors alone.
+    """Read a header as GGUFReader does, but never beyond the file's end, and without array
+    elements.
 
-    The base class makes numpy objects for every element of an array: seconds for a vocabulary.
-    `norms` has where the weights of norms in F32 are, by name: offset and size in bytes.
+    The base class makes numpy objects for every element of an array, which takes seconds for a
+    vocabulary. `norms` has offset and size in bytes of the F32 weights of norms, by tensor name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the header; raises KeyError, ValueError and others where it is damaged."""
+        """Read the header; raises KeyError, ValueError and others if it is damaged."""
         self.path = path
         self.type_bytes: Counter[str] = Counter()
         self.tensor_names: set[str] = set()
@@ -156,7 +165,7 @@ class HeaderReader(GGUFReader):
         types = [GGUFValueType.ARRAY, item]
         if item == GGUFValueType.STRING:
             return 12 + self._strings_bytes(start, count), [raw_item, length], [], types
-        # KeyError for an array of arrays.
+        # Raises KeyError for an array of arrays.
         items = self._get(start, self.gguf_scalar_to_np[item], count)
         return 12 + items.nbytes, [raw_item, length, items], [2], types
 
@@ -167,7 +176,8 @@ class HeaderReader(GGUFReader):
         offset, end = start, len(self.data)
         size, length_at = _LENGTH.size, _LENGTH.unpack_from
         with self.data.data as view:
-            for _ in range(count):  # no call for a check here: there are up to millions of strings
+            # The check is inlined, because there are up to millions of strings.
+            for _ in range(count):
                 if offset + size > end:
                     break
                 offset += size + length_at(view, offset)[0]
@@ -177,7 +187,7 @@ class HeaderReader(GGUFReader):
         raise ValueError(f"its header asks for byte {offset + size} of {end}")
 
     def texts(self, key: str) -> list[bytes]:
-        """Return the texts of an array, which is there."""
+        """Return the texts of the array under a key, which must exist."""
         field = self.fields[key]
         offset = field.offset + sum(int(part.nbytes) for part in field.parts)
         found = []
@@ -191,13 +201,13 @@ class HeaderReader(GGUFReader):
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         field = super()._get_tensor_info_field(orig_offs)
         n_dims = int(field.parts[2][0])
-        # A damaged header is often zeros: stop early.
+        # A damaged header is often all zeros, so stop early.
         if not 1 <= n_dims <= _MAX_DIMENSIONS or not field.name:
             raise ValueError(f"tensor {field.name!r} has {n_dims} dimensions")
         return field
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        """Add up the bytes of every tensor type, and check that no tensor ends past the file."""
+        """Sum the bytes of every tensor type, and check that no tensor ends beyond the file."""
         self._refuse_tables(fields)
         end = 0
         for field in fields:
@@ -215,7 +225,9 @@ class HeaderReader(GGUFReader):
             )
 
     def _refuse_tables(self, fields: list[ReaderField]) -> None:
-        """Refuse weights in tables for the kernels of one machine, whose order no file tells."""
+        """Reject weights in lookup tables (TL1, TL2), because no file tells the order, which
+        depends on the machine.
+        """
         names = {field.name for field in fields}
         for field in fields:
             kind = _TABLE_TYPES.get(int(field.parts[4][0]))
@@ -244,7 +256,7 @@ class HeaderReader(GGUFReader):
 
 
 def text_value(reader: HeaderReader, key: str) -> str | None:
-    """Return the text under a key, or None where there is no such key."""
+    """Return the text under a key, or None if the key is missing."""
     field = reader.get_field(key)
     if field is None:
         return None
@@ -254,7 +266,9 @@ def text_value(reader: HeaderReader, key: str) -> str | None:
 
 
 def integers(reader: HeaderReader, key: str) -> npt.NDArray[Any] | None:
-    """Return the integer or integers under a key, each between 0 and 2^31 - 1."""
+    """Return the integer or integers under a key, each between 0 and 2^31 - 1; None if the key is
+    missing.
+    """
     field = reader.get_field(key)
     if field is None:
         return None
@@ -267,7 +281,7 @@ def integers(reader: HeaderReader, key: str) -> npt.NDArray[Any] | None:
 
 
 def number(reader: HeaderReader, key: str) -> int | None:
-    """Return the integer under a key, or None where there is no such key."""
+    """Return the integer under a key, or None if the key is missing."""
     values = integers(reader, key)
     if values is None:
         return None
@@ -277,7 +291,7 @@ def number(reader: HeaderReader, key: str) -> int | None:
 
 
 def required(reader: HeaderReader, key: str) -> int:
-    """Return the integer above 0 under a key; ModelFileError where there is none."""
+    """Return the positive integer under a key; raises ModelFileError if it is missing."""
     value = number(reader, key)
     if value is None:
         raise ModelFileError(f"{reader.path}: lacks {key}; {AGAIN}")
@@ -287,7 +301,7 @@ def required(reader: HeaderReader, key: str) -> int:
 
 
 def per_layer(reader: HeaderReader, key: str, n_layer: int) -> tuple[int, ...] | None:
-    """Return one value per layer, from a number for all layers or from an array."""
+    """Return one value per layer, from one number for all layers or from an array."""
     values = integers(reader, key)
     if values is None:
         return None

@@ -1,4 +1,4 @@
-"""Tell which model a file holds: its shape, its header, its norms, and a sample of its weights."""
+"""Identify the model in a file: its shape, its header, its norms, and a sample of its weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _BLOCKS, _BLOCK_BYTES = 64, 4096
 
 
 def shape_of(geometry: ModelGeometry, header: bytes) -> dict[str, Any]:
-    """Return what a model's header says of it, and the header's hash.
+    """Return the shape in a model's header, and the header's hash.
 
-    `header`: all bytes before the tensor data. Another quantisation of the same model has another.
+    `header`: all bytes before the tensor data. Another quantisation of the same model has another
+    header.
     """
     return {
         "architecture": geometry.architecture,
@@ -30,9 +31,9 @@ def shape_of(geometry: ModelGeometry, header: bytes) -> dict[str, Any]:
 
 
 def identity_of(geometry: ModelGeometry) -> dict[str, Any]:
-    """Return shape_of() and `weights_sample`, since two models may have one header.
+    """Return shape_of() with a `weights_sample`, because two models may have equal headers.
 
-    The sample is a hash of blocks spread evenly over the tensors. The file is read again.
+    The sample is a hash of blocks that are spread evenly over the tensors. The file is read for it.
     """
     header = read_header(geometry.path)
     digest = hashlib.blake2b(digest_size=16)
@@ -45,12 +46,12 @@ def identity_of(geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def norms_of(path: Path) -> str | None:
-    """Return a SHA-256 of the weights of all norms, which tells the model and not how it is stored.
+    """Return a SHA-256 of the weights of all norms, which identifies a model in any quantisation.
 
-    Quantisation leaves norms as they are, in F32, so that files of every type have the same; a
-    model that was trained further has others, unless only its projections were. Of a split model,
-    `path` is the first part, and all parts are read. None where there is nothing to tell models
-    apart by: no norms with weights, or weights that are all alike, or a part that is missing.
+    Quantisation keeps norms unchanged, in F32, so that files of every type have the same hash. A
+    model that was trained further has another hash, unless only its projections were trained. Of a
+    split model, `path` is the first part, and all parts are read. Returns None if norms cannot tell
+    models apart: they have no weights, or all weights are equal, or a part is missing.
     """
     norms: dict[str, bytes] = {}
     for part in _parts(path):
@@ -72,7 +73,7 @@ def norms_of(path: Path) -> str | None:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """Yield the files of a model: the one that is given and, where it is split, its other parts."""
+    """Yield the files of a model: the given one and, if it is split, its other parts."""
     yield path
     found = _PART.fullmatch(path.name)
     if found is not None:

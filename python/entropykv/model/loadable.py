@@ -1,4 +1,4 @@
-"""Refuse metadata for which llama.cpp would end the process, before a file is loaded."""
+"""Reject metadata for which llama.cpp would end the process, before a file is loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _NONE = ("none", "no_vocab")
 
 
 def check_loadable(reader: HeaderReader, architecture: str) -> None:
-    """Raise ModelFileError, or ValueError where it is damaged, for a file that cannot be loaded."""
+    """Raise ModelFileError for a file that llama.cpp cannot load, or ValueError if it is
+    damaged.
+    """
     _check_tokenizer(reader)
     for name in _ROTATED:
         key = f"{architecture}.rope.{name}"
@@ -32,7 +34,7 @@ def check_loadable(reader: HeaderReader, architecture: str) -> None:
         key = f"{architecture}.attention.{name}"
         field = reader.get_field(key)
         if field is None or field.types != [GGUFValueType.FLOAT32]:
-            continue  # llama.cpp itself refuses other types
+            continue  # llama.cpp itself refuses other types.
         value = float(field.contents())
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{key} is {value}")
@@ -63,7 +65,7 @@ def _check_tokenizer(reader: HeaderReader) -> None:
 
 
 def _check_bytes(tokens: set[bytes]) -> None:
-    """Raise ValueError where sentencepiece's fallback for unknown text has no token for a byte."""
+    """Raise ValueError if a byte that sentencepiece may fall back to has no token."""
     for byte in range(256):
         name = f"<0x{byte:02X}>"
         if name.encode() not in tokens and bytes([byte]) not in tokens:
@@ -71,11 +73,11 @@ def _check_bytes(tokens: set[bytes]) -> None:
 
 
 def _length(reader: HeaderReader, name: str, kinds: tuple[GGUFValueType, ...]) -> int | None:
-    """Return how many values of one of these kinds an array has; None where there is none."""
+    """Return the length of an array of one of these kinds; None if there is none."""
     field = reader.get_field(_PREFIX + name)
     if field is None:
         return None
     if field.types[0] != GGUFValueType.ARRAY or field.types[-1] not in kinds:
         wanted = " or ".join(kind.name.lower() for kind in kinds)
-        raise ValueError(f"{_PREFIX}{name} is no array of {wanted}")
+        raise ValueError(f"{_PREFIX}{name} is not an array of {wanted}")
     return int(field.parts[4][0])

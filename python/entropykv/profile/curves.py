@@ -1,4 +1,6 @@
-"""Describe what a KV head loses when it keeps only k entries beyond sinks and recent window."""
+"""Define loss curves: what a KV head loses when it keeps k entries beyond sinks and recent
+window.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +16,49 @@ from entropykv.errors import ProfileError
 KEEP_FRACTIONS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """How many entries are kept beyond the protected ones, as fractions of the text."""
 RECENT_FRACTION = 0.1
-"""The recent window as a fraction of the text: that of a budget of 0.2."""
+"""The recent window as a fraction of the text, as it would be with a budget of 0.2."""
 QUERY_FRACTION = 0.125
-"""The last part of the text as a fraction: its queries show what is lost."""
+"""The fraction at the end of the text whose queries show what is lost."""
 N_SINKS = 4
 IMPORTANCES = ("mass+values+predicted", "predicted")
-"""What policy auto can rank entries by where there are curves; the first unless they name one."""
+"""The measures by which policy auto can rank entries if there are curves; the first is the
+default.
+"""
 EARLIER_IMPORTANCES = {"mass+values+echo": IMPORTANCES[0], "reconstruct": IMPORTANCES[1]}
-"""What files of earlier versions name, which read a text twice for what is predicted now."""
+"""Measures that profiles of earlier versions name, and the measures that replace them.
+
+The earlier ones read a text twice, for what is now predicted.
+"""
 
 FloatArray = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 _MOST_ERROR = 1e4
 _LEAST_LOSS = 1e-12
 MOST_DAMAGE = 1e4
-"""Nats; of predictions that are certain of something else there may be many."""
+"""The largest damage that is accepted, in nats; predictions that are confidently wrong have a large
+damage.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class LossCurves:
     """Hold what every KV head loses, averaged over texts of `length` tokens.
 
-    Once all but the last `queries` tokens were read, a head evicts: it keeps `n_sinks` sinks, the
-    `recent_window` newest entries, and the `keep[i]` others that gave most to the outputs (squared
-    attention mass times the squared norm of the value), as policies by mass and values do.
-    `mass_lost` is the mean attention mass that the last queries give to what was evicted;
-    `output_error` is the norm of that part of their outputs (sum of p * v), relative to the norm of
-    the whole outputs, both as root mean squares over queries and the query heads of the group. Both
-    have shape (n_layer, n_head_kv, len(keep)). `layer_damage`, (n_layer,), is what the model's
-    predictions lose where all KV heads of a layer keep only the protected entries: see
-    calibration/damage.py; None: nobody has measured it. `importance` is that of IMPORTANCES with
-    which predictions lose least inside a budget that is shared by the curves: see
-    calibration/trial.py; None: nobody has tried. What sessions have learnt has errors relative to
-    the largest of all, and no mass (0): see policy/lessons.py. For another context the numbers of
-    `keep` grow in proportion to `length`. Raises ProfileError, naming the field.
+    When all but the last `queries` tokens have been read, a head evicts: it keeps `n_sinks` sinks,
+    the `recent_window` newest entries, and those `keep[i]` others that contributed most to the
+    outputs (squared attention mass times the squared norm of the value), as policies by mass and
+    values do. `mass_lost` is the mean attention mass that the last queries give to evicted entries.
+    `output_error` is the norm of the evicted part of their outputs (sum of p * v), relative to the
+    norm of the whole outputs. Both are root mean squares over queries and the query heads of the
+    group, and have shape (n_layer, n_head_kv, len(keep)).
+
+    `layer_damage`, (n_layer,), is what the model's predictions lose if all KV heads of a layer keep
+    only the protected entries, see calibration/damage.py; None if it was not measured. `importance`
+    is the measure in IMPORTANCES with which predictions lose least inside a budget shared by the
+    curves, see calibration/trial.py; None if it was not tried. Curves that sessions have learnt
+    have errors relative to the largest of all, and zeros for the mass: see policy/lessons.py. For
+    another context length, `keep` is scaled in proportion to `length`. Raises ProfileError, naming
+    the field.
     """
 
     length: int
@@ -101,11 +112,12 @@ class LossCurves:
         object.__setattr__(self, "layer_damage", damage)
 
     def knots(self, n_ctx: int, most: int) -> tuple[list[float], list[float]]:
-        """Return entries beyond the protected ones in a context of n_ctx, and what is lost there.
+        """Return numbers of entries beyond the protected ones in a context of n_ctx, and the losses
+        there.
 
-        The knots ascend from 0 to `most`, where all is kept and nothing lost; the losses are [layer
-        * KV head][knot] in one list, as _core.share_by_curves takes them: squares of output_error,
-        because errors that know nothing of each other add up as squares.
+        The numbers (knots) ascend from 0 to `most`, where everything is kept and nothing is lost.
+        The losses are a flat list [layer * KV head][knot], as _core.share_by_curves takes them.
+        They are squares of output_error, because independent errors add up as squares.
         """
         scaled = [k * n_ctx / self.length for k in self.keep]
         inside = [k for k in scaled if k < most] or [0.0]
@@ -114,18 +126,18 @@ class LossCurves:
         return [*inside, float(max(most, 1))], cast("list[float]", complete.ravel().tolist())
 
     def _losses(self) -> FloatArray:
-        """Return what every KV head loses, in units that are the same for all of them."""
+        """Return what every KV head loses, in a unit that is common to all heads."""
         losses = np.square(self.output_error)
         if self.layer_damage is None:
             return losses
         of_layers = np.maximum(losses[:, :, 0].sum(axis=1), _LEAST_LOSS)
         scaled: FloatArray = losses * (self.layer_damage / of_layers)[:, None, None]
-        return scaled / (scaled.max() or 1.0)  # only ratios count
+        return scaled / (scaled.max() or 1.0)  # Only ratios matter.
 
 
 @dataclass(frozen=True)
 class CurveRules:
-    """Say what is kept and which queries look at it, in tokens, for texts of `length`."""
+    """Hold what is kept and which queries attend to it, in tokens, for texts of `length` tokens."""
 
     length: int
     queries: int
@@ -135,65 +147,67 @@ class CurveRules:
 
     @classmethod
     def for_length(cls, length: int) -> CurveRules:
-        """Return the rules of the default calibration, which are fractions of the text."""
+        """Return the rules of the default calibration, whose sizes are fractions of the text."""
         keep = sorted({int(fraction * length) for fraction in KEEP_FRACTIONS})
         queries = max(1, int(QUERY_FRACTION * length))
         return cls(length, queries, N_SINKS, max(1, int(RECENT_FRACTION * length)), tuple(keep))
 
     @property
     def n_read(self) -> int:
-        """Return how many tokens are read when the head evicts."""
+        """Return how many tokens have been read when the head evicts."""
         return self.length - self.queries
 
 
 class Queries(NamedTuple):
-    """Hold what is known of attention by the last queries of a text in one layer."""
+    """Hold the last queries of a text in one layer, and how they attend."""
 
     rows: Rows
-    """The queries, (n, n_head, k_dim), scaled."""
+    """The queries, (n, n_head, k_dim), already scaled."""
     sinks: Rows
-    """One more logit of every row for each head, (n_head,)."""
+    """The logit of each head's attention sink, (n_head,), which is added to every row."""
     softcap: float
     window: int = 0
-    """The layer's window in tokens; 0 for none."""
+    """The layer's sliding window in tokens; 0 for none."""
     chunked: bool = False
-    """True where the window begins at multiples of its size."""
+    """True if windows begin at multiples of their size."""
     slopes: Rows | None = None
-    """What logits fall by per position (ALiBi), (n_head,); None where they do not."""
+    """The slope per position that is subtracted from logits (ALiBi), (n_head,); None
+    without ALiBi.
+    """
 
     def of_heads(self, heads: slice) -> Queries:
-        """Return the queries of some heads alone."""
+        """Return the queries of only these query heads."""
         slopes = None if self.slopes is None else self.slopes[heads]
         return self._replace(rows=self.rows[:, heads], sinks=self.sinks[heads], slopes=slopes)
 
 
 class Entries(NamedTuple):
-    """Hold the entries of a KV head at the end of a text, positions ascending from 0."""
+    """Hold the entries of a KV head at the end of a text, with positions ascending from 0."""
 
     k: Rows
     """The keys, (n, k_dim)."""
     v: Rows
     """The values, (n, v_dim)."""
     importance: Rows
-    """The importance of each entry when the head evicts, (n_read,)."""
+    """The importance of each entry at the time of eviction, (n_read,)."""
 
 
 class HeadLoss(NamedTuple):
-    """Hold what one KV head loses in one text, for every number of entries kept."""
+    """Hold what one KV head loses in one text, for every number of kept entries."""
 
     mass: FloatArray
-    """Mean attention mass that is lost, (len(keep),)."""
+    """The mean attention mass that is lost, (len(keep),)."""
     dropped: FloatArray
-    """Mean square of the dropped part of the outputs, (len(keep),)."""
+    """The mean square of the evicted part of the outputs, (len(keep),)."""
     whole: float
-    """Mean square of the whole outputs."""
+    """The mean square of the whole outputs."""
 
 
 def weights_of(queries: Queries, k: Rows, positions: npt.NDArray[np.intp]) -> tuple[Rows, Rows]:
-    """Return attention of the last n tokens to all T entries, query by query, before it is normed.
+    """Return the unnormalised attention weights of the last n tokens over all T entries.
 
-    Entries are in the order of `positions`, of which the last n are those of the queries. Returns
-    the weights, (n * heads, T), and what a row adds to its sum for its sink, (n * heads, 1).
+    Entries are in the order of `positions`; the last n of them belong to the queries. Returns the
+    weights, (n * heads, T), and the weight of the attention sink in each row, (n * heads, 1).
     """
     n_queries, n_heads, _ = queries.rows.shape
     logits: Rows = queries.rows.reshape(n_queries * n_heads, -1) @ k[positions].T
@@ -208,7 +222,7 @@ def weights_of(queries: Queries, k: Rows, positions: npt.NDArray[np.intp]) -> tu
             own // queries.window * queries.window if queries.chunked else own - queries.window + 1
         )
         logits[positions[None, :] < begin[:, None]] = -np.inf
-    newest = logits[:, -n_queries:]  # all others are before every query
+    newest = logits[:, -n_queries:]  # All other entries precede every query.
     newest[positions[None, -n_queries:] > own[:, None]] = -np.inf
     sinks = np.tile(queries.sinks, n_queries)[:, None]
     largest = np.maximum(logits.max(axis=1, keepdims=True), sinks)
@@ -219,8 +233,9 @@ def weights_of(queries: Queries, k: Rows, positions: npt.NDArray[np.intp]) -> tu
 def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss:
     """Return what one KV head loses; `queries` are those of its query heads.
 
-    Entries are put in the order in which they are evicted last, then those that never are: what
-    lies between two numbers kept is a slice, and added up once.
+    Entries are sorted by the order of eviction, last evicted first, followed by those that are
+    never evicted. Therefore the entries between two numbers kept are a slice, which is summed only
+    once.
     """
     candidates = np.arange(rules.n_sinks, max(rules.n_sinks, rules.n_read - rules.recent_window))
     scores = entries.importance[candidates] * np.square(entries.v[candidates]).sum(axis=1)
@@ -232,7 +247,8 @@ def head_loss(queries: Queries, entries: Entries, rules: CurveRules) -> HeadLoss
     values = np.concatenate([entries.v[positions], ones], axis=1)
     mass = np.zeros(len(rules.keep))
     dropped = np.zeros(len(rules.keep))
-    lost = np.zeros((len(weights), values.shape[1]), np.float32)  # outputs, and mass at the end
+    # The outputs, with the mass in the last column.
+    lost = np.zeros((len(weights), values.shape[1]), np.float32)
     ends = [min(keep, len(order)) for keep in rules.keep]
     all_lost = []
     for first, last in zip(reversed(ends), [len(order), *reversed(ends[1:])], strict=True):

@@ -1,4 +1,4 @@
-"""Find the entropy profile that belongs to a model, where nobody names one."""
+"""Find the entropy profile of a model if the user names none."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ from entropykv.profile.profile import EntropyProfile
 
 SUFFIX = ".entropy.json"
 MOST_PROFILE_BYTES = 64 << 20
-"""Bytes of a profile that nobody named; one of a model of 8B parameters has 451 KiB."""
+"""The largest profile in bytes that is read without being named; the profile of an 8B model has 451
+KiB.
+"""
 _MOST_PROFILES = 64
 _SHIPPED = Path(__file__).parents[1] / "profiles"
 
 
 def profile_beside(model: str | os.PathLike[str]) -> Path:
-    """Return where `entropykv calibrate` leaves the profile of a model file, and sessions look."""
+    """Return the path at which `entropykv calibrate` saves the profile of a model file, and
+    sessions find it.
+    """
     return Path(model).with_suffix(SUFFIX)
 
 
 def find_profile(geometry: ModelGeometry) -> EntropyProfile | None:
-    """Return a model's profile, or None where it has none.
+    """Return a model's profile, or None if there is none.
 
-    It is beside the model file; or in its folder, for another quantisation of the same weights; or
-    in this package. Raises ProfileError for one beside the file that cannot be read.
+    It is searched beside the model file, then in its folder as the profile of another quantisation
+    of the same weights, then in this package. Raises ProfileError if the one beside the file cannot
+    be read.
     """
     found = _find(geometry)
     return None if found is None else found[1]
 
 
 def profile_path(geometry: ModelGeometry) -> Path | None:
-    """Return the file of find_profile(); raises as it does."""
+    """Return the path of the profile that find_profile() reads; raises the same errors."""
     found = _find(geometry)
     return None if found is None else found[0]
 
@@ -52,13 +57,17 @@ def _find(geometry: ModelGeometry) -> tuple[Path, EntropyProfile] | None:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Return the files in a folder that may be profiles, some of very many; none of huge ones."""
+    """Return the files in a folder that may be profiles, up to a limit; very large files are left
+    out.
+    """
     found = sorted(islice(folder.glob(f"*{SUFFIX}"), _MOST_PROFILES))
     return [path for path in found if path.is_file() and path.stat().st_size <= MOST_PROFILE_BYTES]
 
 
 def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
-    """Return a profile of the same weights; None for others, and for files that are no profiles."""
+    """Return the profile at `path` if it is of the same weights; None for others, and for other
+    files.
+    """
     try:
         profile = EntropyProfile.load(path)
     except ProfileError:

@@ -1,4 +1,4 @@
-"""Read the JSON of an entropy profile; what is wrong is named by file and field.
+"""Read the JSON of an entropy profile; errors name the file and the field.
 
 schemas/entropy_profile.schema.json describes version 2 for other programs.
 """
@@ -17,14 +17,16 @@ from entropykv.errors import ProfileError
 
 FORMAT_VERSION = 2
 HEAD_TYPE_LIMITS = {"sink": 0.5, "focused": 1.5, "moderate": 3.0, "mixed": 4.0}
-"""The upper limit in bits (exclusive) of every type of head but the last, "diffuse"."""
+"""The upper limit in bits (exclusive) of every type of head but the last one, "diffuse"."""
 
 HEAD_TYPES = (*HEAD_TYPE_LIMITS, "diffuse")
 STATISTICS = ("mean", "std", "min", "max", "cv")
 GEOMETRY = ("n_layer", "n_head", "n_head_kv", "n_ctx")
 REQUIRED = (*GEOMETRY, "head_entropies")
 DERIVED = ("entropy_stats", "head_types", "layer_entropies")
-"""Keys that are written for readers, and computed anew when a profile is read."""
+"""Keys that are written for human readers, and ignored when a profile is read, because they are
+derived.
+"""
 PARTS = ("fingerprint", "measurement", "curves", "predictor")
 KNOWN = {"format_version", "model", "source", *REQUIRED, *DERIVED, *PARTS}
 MAX_ENTROPY_BITS = 64.0  # log2 of more positions than any context has
@@ -36,17 +38,18 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def head_key(layer: int, head: int) -> str:
-    """Return the name of a query head in the file."""
+    """Return the key of a query head in the file."""
     return f"L{layer}_H{head}"
 
 
 def is_number(value: object) -> bool:
-    """Tell whether JSON would call it a number."""
+    """Tell whether a value is a number in JSON, which excludes booleans."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_keys(data: Mapping[str, Any], where: str) -> int:
-    """Check version, required keys and, in version 2, unknown keys and types of derived ones.
+    """Check the version, the required keys and, in version 2, unknown keys and types of derived
+    values.
 
     Returns the version; raises ProfileError.
     """
@@ -73,7 +76,7 @@ def check_keys(data: Mapping[str, Any], where: str) -> int:
 
 
 def _check_derived(data: Mapping[str, Any], field: str, names: tuple[str, ...], where: str) -> None:
-    """Check that a derived object, where present, holds only numbers under known names."""
+    """Check that a derived object, if present, holds only numbers under known names."""
     numbers = data.get(field, {})
     if not isinstance(numbers, dict):
         raise ProfileError(f"{where}: {field} must be an object; remove it or {ADVICE}")
@@ -86,7 +89,9 @@ def _check_derived(data: Mapping[str, Any], field: str, names: tuple[str, ...], 
 
 
 def check_geometry_values(data: Mapping[str, Any], where: str) -> dict[str, int]:
-    """Return n_layer, n_head, n_head_kv and n_ctx as positive integers that fit together."""
+    """Return n_layer, n_head, n_head_kv and n_ctx as positive integers that are consistent with
+    each other.
+    """
     for name in GEOMETRY:
         value = data[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -109,7 +114,8 @@ def read_entropies(table: object, geometry: Mapping[str, int], where: str) -> Fl
     n_layer, n_head = geometry["n_layer"], geometry["n_head"]
     values: list[float] = []
     keys: set[str] = set()
-    for layer in range(n_layer):  # the first missing head ends this, however large n_layer is
+    # The first missing head raises, so that a huge n_layer costs no time.
+    for layer in range(n_layer):
         for head in range(n_head):
             key = head_key(layer, head)
             if key not in table:
@@ -137,10 +143,10 @@ def _read_entropy(value: object, key: str, where: str) -> float:
 
 
 def shown(value: object) -> str:
-    """Return the value as short JSON-like text for a message."""
+    """Return the value as short JSON-like text, for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # an integer has more digits than Python converts
+    except ValueError:  # An integer can have more digits than Python converts.
         text = f"a {type(value).__name__}"
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -164,14 +170,14 @@ def object_in(value: object, where: str, field: str, names: tuple[str, ...]) -> 
 
 
 def text_in(value: object, where: str, field: str) -> str:
-    """Return a text; raises ProfileError for anything else."""
+    """Return a text; raises ProfileError for any other value."""
     if not isinstance(value, str):
         raise ProfileError(f"{where}: {field} must be a text, not {shown(value)}; {ADVICE}")
     return value
 
 
 def number_in(value: object, where: str, field: str, low: float, high: float) -> float:
-    """Return a number from low to high; raises ProfileError for anything else, and for NaN."""
+    """Return a number from low to high; raises ProfileError for any other value, and for NaN."""
     if is_number(value) and low <= cast("float", value) <= high:
         return float(cast("float", value))
     raise ProfileError(
@@ -180,7 +186,7 @@ def number_in(value: object, where: str, field: str, low: float, high: float) ->
 
 
 def integer_in(value: object, where: str, field: str, low: int, high: int) -> int:
-    """Return an integer from low to high; raises ProfileError for anything else."""
+    """Return an integer from low to high; raises ProfileError for any other value."""
     if type(value) is int and low <= value <= high:
         return value
     raise ProfileError(
@@ -191,9 +197,9 @@ def integer_in(value: object, where: str, field: str, low: int, high: int) -> in
 def table_in(
     value: object, where: str, field: str, shape: tuple[int, ...], high: float
 ) -> FloatArray:
-    """Read nested lists of numbers from 0 to high as an array of that shape.
+    """Read nested lists of numbers from 0 to high as an array of the given shape.
 
-    Raises ProfileError for anything else.
+    Raises ProfileError for any other value.
     """
     if not shape:
         return np.array(number_in(value, where, field, 0.0, high))
@@ -206,12 +212,14 @@ def table_in(
 
 
 def rounded(values: FloatArray) -> Any:
-    """Return nested lists with six decimals: more than any calibration repeats."""
+    """Return nested lists rounded to six decimals, which is more than two calibrations agree on."""
     return np.round(values, _DECIMALS).tolist()
 
 
 def to_text(data: Mapping[str, Any]) -> str:
-    """Return the text of the file: two spaces a level, and a list of numbers on one line."""
+    """Return the JSON text of a profile, indented by two spaces, with each list of numbers on one
+    line.
+    """
     text = json.dumps(data, indent=2, allow_nan=False)
 
     def on_one_line(match: re.Match[str]) -> str:

@@ -1,4 +1,6 @@
-"""Hold parts of a version 2 profile beyond the entropies: which model, how it was measured."""
+"""Define the parts of a version 2 profile besides the entropies: the model, and how it was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from entropykv.profile.json_fields import (
 )
 
 ROWS = ("quarters", "all")
-"""The attention rows that a head's entropy is the mean of: those at 25, 50, 75 and 100 % of every
+"""The attention rows that a head's entropy is averaged over: those at 25, 50, 75 and 100 % of every
 text (the BitNet document), or all rows of every text.
 """
 
@@ -32,11 +34,12 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Say which model a profile was made with, by its GGUF header.
+    """Identify the model that a profile was made with, by its GGUF file.
 
-    `header_sha256` is of all bytes before the tensor data: metadata and tensor infos. Another
-    quantisation of the same model has another one, but the same `norms_sha256`, see norms_of() in
-    model/identity.py: None where nothing tells, and in files of earlier versions.
+    `header_sha256` is the hash of all bytes before the tensor data: metadata and tensor infos.
+    Another quantisation of the same model has another header, but the same `norms_sha256` (see
+    norms_of() in model/identity.py). This is None if the norms do not identify the model, and in
+    files of earlier versions.
     """
 
     architecture: str
@@ -47,16 +50,18 @@ class Fingerprint:
     norms_sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that the file has."""
+        """Return the JSON object of this part."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def is_of_file(self, other: Fingerprint) -> bool:
-        """Tell whether both are of one file: of one header, and of no other norms."""
+        """Tell whether both belong to the same file: equal headers, and norms that do not
+        differ.
+        """
         norms = {self.norms_sha256, other.norms_sha256} - {None}
         return self.header_sha256 == other.header_sha256 and len(norms) < 2
 
     def is_of_weights(self, other: Fingerprint) -> bool:
-        """Tell whether both are of the same weights, however they are quantised."""
+        """Tell whether both belong to the same weights, in any quantisation."""
         ours, theirs = (
             (of.architecture, of.n_vocab, of.head_dim_k, of.head_dim_v, of.norms_sha256)
             for of in (self, other)
@@ -65,7 +70,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, value: object, where: str) -> Fingerprint:
-        """Read the object that the file has; ProfileError names the field."""
+        """Read the JSON object of this part; ProfileError names the field."""
         names = [name for name in cls.__dataclass_fields__ if name != "norms_sha256"]
         if isinstance(value, dict) and "norms_sha256" in value:
             names.append("norms_sha256")
@@ -95,13 +100,13 @@ def _digest_in(value: object, where: str, field: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """Say how the entropies were measured, and what else was seen.
+    """Hold how the entropies were measured, and further statistics of the measurement.
 
     Entropies are in bits, (n_layer, n_head): `quarters` and `all_rows` are means over the texts of
-    the two kinds of ROWS, of which `rows` names the profile's own; `spread` is the standard
-    deviation of the latter over the texts. `stability` is Pearson's correlation between the
-    entropies of two disjoint halves of the texts; None where there is only one text. `texts` are
-    (name, tokens read). `kv_type` is what K and V were stored as.
+    the two kinds of ROWS; `rows` names the kind that the profile uses, and `spread` is the standard
+    deviation of that kind over the texts. `stability` is Pearson's correlation between the
+    entropies of two disjoint halves of the texts; None if there is only one text. `texts` are
+    (name, tokens read). `kv_type` is the type in which K and V were stored.
     """
 
     engine: str
@@ -116,7 +121,7 @@ class Measurement:
     spread: FloatArray
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that the file has."""
+        """Return the JSON object of this part."""
         data = dict(vars(self))
         data["texts"] = [{"name": name, "tokens": tokens} for name, tokens in self.texts]
         for name in ("quarters", "all_rows", "spread"):
@@ -125,7 +130,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, value: object, where: str, shape: tuple[int, int]) -> Measurement:
-        """Read the object, `shape` being (n_layer, n_head); ProfileError names a field."""
+        """Read the JSON object, where `shape` is (n_layer, n_head); ProfileError names a field."""
         data = object_in(value, where, "measurement", tuple(cls.__dataclass_fields__))
         tables = {
             name: table_in(data[name], where, f"measurement.{name}", shape, MAX_ENTROPY_BITS)
@@ -169,7 +174,7 @@ def _texts(value: object, where: str) -> tuple[tuple[str, int], ...]:
 
 
 def curves_to_json(curves: LossCurves) -> dict[str, Any]:
-    """Return the object that the file has for the curves."""
+    """Return the JSON object of the loss curves."""
     data = dict(vars(curves))
     data["keep"] = list(curves.keep)
     for name in ("mass_lost", "output_error"):
@@ -180,7 +185,7 @@ def curves_to_json(curves: LossCurves) -> dict[str, Any]:
 
 
 def curves_from_json(value: object, where: str, shape: tuple[int, int]) -> LossCurves:
-    """Read the curves, `shape` being (n_layer, n_head_kv); ProfileError names a field."""
+    """Read the curves, where `shape` is (n_layer, n_head_kv); ProfileError names a field."""
     present = value if isinstance(value, dict) else {}
     optional = [name for name in _OPTIONAL if name in present]
     required = (name for name in LossCurves.__dataclass_fields__ if name not in _OPTIONAL)

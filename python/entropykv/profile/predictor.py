@@ -1,10 +1,10 @@
-"""Predict how much an entry will be looked at, by a linear function of its key and value.
+"""Predict how much attention an entry will get, by a linear function of its key and value.
 
-For every KV head, that is the logarithm of the largest attention that any query of a repetition of
-the text gives to the entry: KVzip's score (Kim et al. 2025, arXiv:2505.23416), for which a text is
-read twice. A linear function that was fitted once on other texts says it while a text is read for
-the first time. KVzap (arXiv:2601.07891) predicts it, too, from hidden states instead of keys and
-values.
+For every KV head, the target is the logarithm of the largest attention that any query of a
+repetition of the text gives to the entry. This is the score of KVzip (Kim et al. 2025,
+arXiv:2505.23416), for which a text is read twice. A linear function that was fitted once on other
+texts computes it while a text is read for the first time. KVzap (arXiv:2601.07891) also predicts
+this score, but from hidden states instead of keys and values.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Weights = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.float64]
 LayerLessons = tuple[int, Sums]
 Lessons = Sequence[LayerLessons]
-"""Of every layer: how many entries were seen, and sums of products of their features and targets.
+"""For every layer: how many entries were seen, and sums of products of their features and targets.
 
 The sums are (n_head_kv, n_features + 1, n_features + 1); the last feature is always 1, and the last
-row and column are the target: see `HeadwiseStore.lessons` in _core.pyi.
+row and column belong to the target: see `HeadwiseStore.lessons` in _core.pyi.
 """
 
 RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-"""Candidates for the ridge, relative to features of variance 1."""
+"""Candidate values of the ridge, relative to features of variance 1."""
 DEFAULT_RIDGE = 1e-2
-"""The ridge where no texts are held back to choose one."""
+"""The ridge if no texts are held back to choose one."""
 LOOKUP_SHARE = 0.2
-"""Of all entries of a text: those with the highest predicted scores, which `lookups` counts."""
+"""The share of a text's entries, those with the highest predicted scores, that `lookups` counts."""
 _LEAST_DEVIATION = 1e-6
 _MOST_FEATURES = 1 << 16
 _MOST_TOKENS = 2**31 - 1
@@ -55,15 +55,15 @@ _NAMES = ("n_features", "n_tokens", "correlation", "lookups", "weights")
 
 @dataclass(frozen=True, eq=False)
 class ScorePredictor:
-    """Hold the linear functions of all KV heads, and what is known of their quality.
+    """Hold the linear functions of all KV heads, and how good their predictions are.
 
-    `weights`: of every attention layer, (n_head_kv, n_features), float32, read-only; _core.pyi
-    describes the features of an entry. `n_tokens`: tokens of text that they were fitted to.
-    `correlation`: Pearson's r of predicted and true logarithms in texts that were held back, the
-    mean of all KV heads; None where no text was held back. `lookups`: (n_layer, n_head_kv), what
-    share of a KV head's entries is among the LOOKUP_SHARE of a text's entries, of all KV heads,
-    with the highest predicted scores: much where a head looks things up; None where nobody has
-    counted them. Raises ProfileError for values that are no numbers, and for other shapes.
+    `weights`: for every attention layer, (n_head_kv, n_features), float32, read-only; _core.pyi
+    describes the features of an entry. `n_tokens`: the tokens of text that they were fitted to.
+    `correlation`: Pearson's r of predicted and true logarithms in held-back texts, the mean over
+    all KV heads; None if no text was held back. `lookups`: (n_layer, n_head_kv), for every KV head
+    the share of its entries that is among the LOOKUP_SHARE of all entries, of all KV heads, with
+    the highest predicted scores; it is large for heads that look facts up; None if it was not
+    counted. Raises ProfileError for values that are not numbers, and for other shapes.
     """
 
     weights: tuple[Weights, ...]
@@ -72,7 +72,7 @@ class ScorePredictor:
     lookups: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        """Take read-only copies, and check them."""
+        """Make read-only copies, and check them; raises ProfileError."""
         copies = []
         for of_layer in self.weights:
             copy = np.array(of_layer, dtype=np.float32)
@@ -104,7 +104,7 @@ class ScorePredictor:
         return tuple(len(of_layer) for of_layer in self.weights)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that the file has: the weights are base64 of float32, little-endian."""
+        """Return the JSON object of the predictor: weights are base64 of float32, little-endian."""
         flat = b"".join(of_layer.astype("<f4").tobytes() for of_layer in self.weights)
         return {
             "n_features": [of_layer.shape[1] for of_layer in self.weights],
@@ -116,7 +116,9 @@ class ScorePredictor:
 
     @classmethod
     def from_json(cls, value: object, where: str, shape: tuple[int, int]) -> ScorePredictor:
-        """Read the object, `shape` being (n_layer, n_head_kv); ProfileError names a field."""
+        """Read the JSON object, where `shape` is (n_layer, n_head_kv); ProfileError names
+        a field.
+        """
         n_layer, n_head_kv = shape
         data = object_in(value, where, "predictor", _NAMES)
         sizes = data["n_features"]
@@ -143,9 +145,9 @@ class ScorePredictor:
 
 
 def lookups_of(scores: Sequence[Sequence[npt.NDArray[np.float32]]]) -> FloatArray:
-    """Return ScorePredictor.lookups by the predicted scores of a text, [layer][KV head][entry].
+    """Return ScorePredictor.lookups from the predicted scores of a text, [layer][KV head][entry].
 
-    Only their order counts.
+    Only the order of the scores matters.
     """
     threshold = np.quantile(
         np.concatenate([s for layer in scores for s in layer]), 1 - LOOKUP_SHARE
@@ -188,8 +190,8 @@ def fit_predictor(
 ) -> ScorePredictor:
     """Fit the linear functions of all KV heads by ridge regression on standardised features.
 
-    With `held_back`, lessons of other texts, the ridge of every KV head is that of RIDGES with the
-    smallest squared error in them, and the quality is measured there; otherwise it is `ridge`.
+    With `held_back` (lessons of other texts), each KV head gets the ridge of RIDGES with the
+    smallest squared error there, and the quality is measured there; otherwise the ridge is `ridge`.
     """
     weights, correlations, n_tokens = [], [], 1
     for layer, (n_entries, sums) in enumerate(lessons):
@@ -211,29 +213,29 @@ def fit_predictor(
 
 
 class _Ridge:
-    """Fit one KV head, from sums of products."""
+    """Fit the linear function of one KV head from its sums of products."""
 
     def __init__(self, sums: Sums) -> None:
-        n = len(sums) - 2  # features without the one that is always 1
+        n = len(sums) - 2  # The number of features without the constant one.
         count = max(sums[n, n], 1.0)
         self._means = sums[:n, n] / count
         self._mean = sums[n + 1, n] / count
         covariance = sums[:n, :n] / count - np.outer(self._means, self._means)
         with_target = sums[:n, n + 1] / count - self._means * self._mean
         self._deviations = np.sqrt(np.maximum(np.diag(covariance), 0.0))
-        # A feature that does not vary, but for rounding, says nothing.
+        # Ignore features that vary only by rounding, because they carry no information.
         self._varies = self._deviations > _LEAST_DEVIATION * (1.0 + np.abs(self._means))
         scale = self._deviations[self._varies]
         self._matrix = covariance[np.ix_(self._varies, self._varies)] / np.outer(scale, scale)
         self._target = with_target[self._varies] / scale
 
     def weights(self, ridge: float) -> Sums:
-        """Return the weights of all features, that of the 1 at the end included."""
+        """Return the weights of all features, including the constant one at the end."""
         matrix = self._matrix + ridge * np.eye(len(self._matrix))
         return self._unscaled(np.linalg.solve(matrix, self._target))
 
     def best_weights(self, held_back: Sums) -> Sums:
-        """Return those with the ridge whose squared error is the smallest in `held_back`."""
+        """Return the weights for the ridge with the smallest squared error in `held_back`."""
         values, vectors = np.linalg.eigh(self._matrix)
         projected = vectors.T @ self._target
         candidates = [
@@ -255,7 +257,7 @@ def _squared_error(weights: Sums, sums: Sums) -> float:
 
 
 def _correlation(weights: Sums, sums: Sums) -> float:
-    """Return Pearson's r of what is predicted and the targets; 0 where one does not vary."""
+    """Return Pearson's r of predictions and targets; 0 if one side does not vary."""
     n = len(weights)
     count = max(sums[n - 1, n - 1], 1.0)
     predicted = weights @ sums[:n, n - 1] / count

@@ -1,6 +1,7 @@
-"""Hold the calibrated attention entropy of every query head, and its JSON file.
+"""Define the entropy profile: the attention entropy of every query head, and its JSON file.
 
-Version 1 is the file of the BitNet document; version 2 is written here. Both are read.
+Version 1 is the file format of the BitNet document; version 2 is the format that entropykv writes.
+Both can be read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from entropykv.profile.parts import (
 from entropykv.profile.predictor import ScorePredictor
 
 LEARNT = "entropykv --learn"
-"""How the source of a profile begins that sessions have learnt, see session/learning.py."""
+"""The beginning of `source` in profiles that sessions have learnt, see session/learning.py."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +51,9 @@ class EntropyProfile:
     """Hold the mean attention entropy of every query head of one model.
 
     `head_entropies` has shape (n_layer, n_head), in bits, float64, read-only. `n_ctx` is the
-    context the profile was made for, in tokens. `model` and `source` are free text. `fingerprint`,
-    `measurement`, `curves` and `predictor` are what `entropykv calibrate` adds. Raises ProfileError
-    where a field has an impossible value.
+    context length in tokens that the profile was made for. `model` and `source` are free text.
+    `fingerprint`, `measurement`, `curves` and `predictor` are added by `entropykv calibrate`.
+    Raises ProfileError if a field has an impossible value.
     """
 
     n_layer: int
@@ -68,7 +69,7 @@ class EntropyProfile:
     predictor: ScorePredictor | None = None
 
     def __post_init__(self) -> None:
-        """Check every field and take a read-only copy of the entropies."""
+        """Check every field, and make a read-only copy of the entropies; raises ProfileError."""
         check_geometry_values({name: getattr(self, name) for name in GEOMETRY}, "profile")
         entropies = np.array(self.head_entropies, dtype=np.float64)
         expected = (self.n_layer, self.n_head)
@@ -140,7 +141,9 @@ class EntropyProfile:
         return cls(n_layer, n_head, n_head_kv, n_ctx, entropies, model, source, **parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of a version 2 file; statistics and types are derived, for readers."""
+        """Return the content of a version 2 file; statistics and types are included for human
+        readers.
+        """
         entropies = self.head_entropies
         numbers = (self.mean, entropies.std(), entropies.min(), entropies.max())
         statistics = [*map(float, numbers), self.coefficient_of_variation]
@@ -172,7 +175,9 @@ class EntropyProfile:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a version 2 file; it is renamed into place, so a crash leaves no half file."""
+        """Write a version 2 file; it is renamed into place, so that a crash leaves no
+        partial file.
+        """
         text = to_text(self.to_dict())
         try:
             with new_file(path) as part:
@@ -189,17 +194,21 @@ class EntropyProfile:
 
     @property
     def coefficient_of_variation(self) -> float:
-        """Return standard deviation over mean of all query heads; 0 where the mean is 0."""
+        """Return the standard deviation divided by the mean over all query heads; 0 if the mean is
+        0.
+        """
         mean = self.mean
         return float(self.head_entropies.std()) / mean if mean > 0.0 else 0.0
 
     @property
     def is_learnt(self) -> bool:
-        """Tell whether sessions have learnt it, for want of a calibrated one."""
+        """Tell whether sessions have learnt this profile, because the model had no
+        calibrated one.
+        """
         return self.source.startswith(LEARNT)
 
     def head_types(self) -> dict[str, int]:
-        """Count the query heads of every type, by HEAD_TYPE_LIMITS."""
+        """Count the query heads of each type, according to HEAD_TYPE_LIMITS."""
         counts = np.bincount(self.kinds().ravel(), minlength=len(HEAD_TYPES))
         return {name: int(count) for name, count in zip(HEAD_TYPES, counts, strict=True)}
 
@@ -229,7 +238,7 @@ class EntropyProfile:
 
 
 def _read_parts(data: dict[str, Any], where: str, geometry: Mapping[str, int]) -> dict[str, Any]:
-    """Read the optional objects of version 2 that are there."""
+    """Read those optional objects of version 2 that the file has."""
     n_layer, n_head, n_head_kv, _ = geometry.values()
     parts: dict[str, Any] = {}
     if "fingerprint" in data:

@@ -1,1 +1,1 @@
-"""Reports of what was measured: figures, tables, and a page of both."""
+"""Turn measured results into reports: figures, tables, and a page with both."""

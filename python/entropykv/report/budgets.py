@@ -1,4 +1,4 @@
-"""Compute what a profile makes of some budgets, to draw it."""
+"""Compute the entries per KV head that a profile gives for some budgets, to draw them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ BUDGETS = (0.5, 0.2, 0.1)
 
 
 def budget_tables(profile: EntropyProfile, policy: str) -> dict[float, npt.NDArray[np.int64]]:
-    """Return entries per KV head, (n_layer, n_head_kv), for BUDGETS that the context can hold."""
+    """Return entries per KV head, (n_layer, n_head_kv), for those of BUDGETS that the context can
+    hold.
+    """
     layers = [_core.LayerShape(profile.n_head, profile.n_head_kv, 64, 64)] * profile.n_layer
     tables = {}
     for fraction in BUDGETS:

@@ -1,4 +1,4 @@
-"""Draw figures of an entropy profile, of what bench and eval measured, and of a freezing run."""
+"""Draw figures of an entropy profile, of the results of bench and eval, and of a freezing run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from entropykv.report.budgets import budget_tables
 
 _LETTERS = "sfmxd"
 _MARKERS = "os^Dv*PX<>p"
-"""Markers of lines: one more than there are colours, so that lines of one colour differ."""
+"""Markers of lines: their number differs from that of the colours by one, so that lines of one
+colour differ.
+"""
 _LINES = ("-", "--", ":")
 _PANELS = 3
 """How many panels of a suite are drawn side by side."""
@@ -30,7 +32,9 @@ _QUALITIES = (
 
 
 def profile_figure(profile: EntropyProfile) -> Any:
-    """Draw the heads of a profile as a heat map with their types, their distribution, budgets."""
+    """Draw three panels: the heads of a profile as a heat map with their types, the distribution of
+    entropies, and budgets.
+    """
     figure = _figure(15, max(6.0, 2 + 0.24 * profile.n_layer))
     grid = figure.add_gridspec(2, 5, width_ratios=(1.6, 1.6, 1, 1, 1))
     policy = "entropy" if profile.curves is None else "profile"
@@ -41,7 +45,7 @@ def profile_figure(profile: EntropyProfile) -> Any:
     if lookups is not None:
         axes = figure.add_subplot(grid[0, 4])
         image = axes.imshow(lookups, aspect="auto", vmin=0.0, vmax=1.0, interpolation="nearest")
-        axes.set_title("where things are looked up", fontsize=9)
+        axes.set_title("heads that look facts up", fontsize=9)
         axes.set_xlabel("KV head")
         _count_in_whole_numbers(axes.xaxis, axes.yaxis)
         label = f"share among the {LOOKUP_SHARE:.0%} of all entries"
@@ -78,7 +82,7 @@ def bench_figure(runs: Mapping[str, Sequence[BenchRow]]) -> Any:
 
 
 def eval_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
-    """Draw what was measured of the quality over the bytes of the cache."""
+    """Draw measured quality over the bytes of the cache."""
     measured = [each for each in _QUALITIES if any(_measured(runs, each[0]).values())] or [
         _QUALITIES[0]
     ]
@@ -92,7 +96,7 @@ def eval_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
 
 
 def suite_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
-    """Draw a suite's scores over the bytes of the cache, a panel for each table."""
+    """Draw a suite's scores over the bytes of the cache, with a panel for each table."""
     scored = {run: [row for row in rows if row.score is not None] for run, rows in runs.items()}
     tables = list(dict.fromkeys(map(_table_of, itertools.chain(*scored.values()))))
     n_columns = min(len(tables), _PANELS)
@@ -120,7 +124,7 @@ def _table_of(row: EvalRow) -> tuple[int | None, str | None]:
 
 
 def _measured(runs: Mapping[str, Sequence[EvalRow]], field: str) -> dict[str, list[EvalRow]]:
-    """Return the rows that have a figure, and bytes to draw it over."""
+    """Return the rows whose `field` was measured and whose bytes are known, by run."""
     return {
         run: [row for row in rows if None not in (getattr(row, field), row.kv_bytes)]
         for run, rows in runs.items()
@@ -128,9 +132,10 @@ def _measured(runs: Mapping[str, Sequence[EvalRow]], field: str) -> dict[str, li
 
 
 def _over_bytes(axes: Any, runs: Mapping[str, Sequence[EvalRow]], field: str) -> None:
-    """Draw a line for each policy and type: colour and marker say which policy, the dash the type.
+    """Draw one line per policy and KV type: colour and marker show the policy, the dash shows the
+    type.
 
-    The markers of types after the first are hollow.
+    Markers are hollow for all types but the first.
     """
     lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for run, rows in _measured(runs, field).items():
@@ -156,7 +161,7 @@ def _over_bytes(axes: Any, runs: Mapping[str, Sequence[EvalRow]], field: str) ->
 
 
 def _count_in_whole_numbers(*axes: Any) -> None:
-    """Put the ticks of axes that count something at whole numbers."""
+    """Put the axis ticks at whole numbers, for axes that count something."""
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     for axis in axes:
@@ -168,9 +173,10 @@ def _label(runs: Mapping[str, Any], run: str, name: str) -> str:
 
 
 def trajectory_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Draw what a KV head holds on average as the text grows, as the freeze document.
+    """Draw how many entries a KV head holds on average as the text grows, like the freeze document.
 
-    `runs`: what Trajectory.to_json() returns. Climbs of the recovery ladder are marked.
+    `runs`: the results of Trajectory.to_json(). Steps at which the recovery ladder acted are
+    marked.
     """
     figure = _figure(9, 5)
     axes = figure.add_subplot()

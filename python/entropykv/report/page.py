@@ -1,4 +1,6 @@
-"""Make one page of HTML that needs nothing else: no scripts, no files, no other machine."""
+"""Make one self-contained HTML page: it loads no scripts, no other files, nothing from the
+network.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,17 @@ from entropykv.report.tables import (
 
 @dataclass(frozen=True)
 class Section:
-    """Hold a heading, what it is about, and what there is to see under it."""
+    """Hold a heading, an introduction, and the tables and figures below it."""
 
     title: str
     about: str
     table: Table
     figures: Sequence[tuple[str, Any]] = field(default_factory=list)
-    """(caption, figure) for each figure of the section."""
+    """Pairs (caption, figure)."""
 
 
 def report_page(sources: Sequence[ReportSource]) -> str:
-    """Return the page of what was read; several of one kind are compared."""
+    """Return the HTML page of all sources; several sources of one kind are compared."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -117,7 +119,7 @@ def _about_bench(run: ReportSource) -> str:
 
 
 class _Inline:
-    """Make SVG of figures, each with ids of its own, in the colours of the page."""
+    """Convert figures to SVG, each with unique ids, in the colours of the page."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -141,7 +143,9 @@ class _Inline:
 
 
 def _without_grounds(figure: Any) -> None:
-    """Remove the grounds of figure, axes and legends: the page's own is seen behind them."""
+    """Remove the backgrounds of figure, axes and legends, so that the page's background is
+    visible.
+    """
     figure.patch.set_alpha(0)
     for axes in figure.axes:
         axes.patch.set_alpha(0)

@@ -1,4 +1,4 @@
-"""Read the JSON that commands write, for a report."""
+"""Read the JSON files that commands write, for a report."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _WRITERS = (
 
 @dataclass(frozen=True)
 class ReportSource:
-    """Hold one file: which command wrote it, and what is in it."""
+    """Hold the content of one file, and which command wrote it."""
 
     kind: Kind
     name: str
-    """What the file is called in the report: no path of the machine."""
+    """The name of the file in the report, without the path on this machine."""
     n_bytes: int
     data: Any
-    """The JSON object; of a profile, an EntropyProfile."""
+    """The JSON object; for a profile, an EntropyProfile."""
     rows: Sequence[Any] = ()
     """The rows of eval or bench, as EvalRow or BenchRow."""
 
 
 def read_sources(paths: Sequence[str | os.PathLike[str]]) -> list[ReportSource]:
-    """Read files; raises SettingsError or ProfileError, naming the one that cannot be read."""
+    """Read files; raises SettingsError or ProfileError, naming a file that cannot be read."""
     files = [Path(path) for path in paths]
     return [_read(path, name) for path, name in zip(files, _names(files), strict=True)]
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Return the names of files, with a number where several have the same."""
+    """Return the names of files, with a number appended if several have the same name."""
     names: list[str] = []
     for file in files:
         stem = file.name.removesuffix(".json").removesuffix(".entropy")
@@ -55,12 +55,12 @@ def _read(path: Path, name: str) -> ReportSource:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is no text"
+        why = error.strerror if isinstance(error, OSError) else "is not text"
         raise SettingsError(f"{path}: {why}; give JSON that {_WRITERS}") from None
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise SettingsError(f"{path}: is no JSON; give what {_WRITERS}") from None
+        raise SettingsError(f"{path}: is not JSON; give what {_WRITERS}") from None
     kind = _kind_of(data)
     if kind is None:
         raise SettingsError(f"{path}: is of no kind that a report shows; give what {_WRITERS}")
@@ -91,7 +91,7 @@ def _kind_of(data: Any) -> Kind | None:
 
 
 def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
-    """Return the rows; raises TypeError or KeyError where a field is missing."""
+    """Return the rows of eval or bench; raises TypeError or KeyError if a field is missing."""
     if kind == "run":
         for name in ("positions", "hot", "frozen", "climbs"):
             _ = data.get("trajectory", {name: []})[name]

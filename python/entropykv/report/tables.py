@@ -17,7 +17,7 @@ _MIB = 2.0**20
 
 @dataclass(frozen=True)
 class Table:
-    """Hold headings and rows of as many texts; the first `n_names` of a row are no numbers."""
+    """Hold headings and rows of equal length; the first `n_names` columns are not numbers."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -45,7 +45,7 @@ _EVAL: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
     ("decode tok/s", lambda row: _text(row.decode_speed, ",.1f")),
 )
 _N_SIZES = 4
-"""The first columns of _EVAL say what a row may keep; those after them, what it is worth."""
+"""The first columns of _EVAL describe the budget of a row; the other columns are its quality."""
 _BENCH: tuple[tuple[str, Callable[[BenchRow], str]], ...] = (
     ("tokens", lambda row: f"{row.length:,}"),
     ("prompt tok/s", lambda row: f"{row.prompt_speed:,.0f}"),
@@ -62,7 +62,7 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def _filled(headings: Sequence[str], rows: list[list[str]], n_names: int) -> Table:
-    """Return a table without columns that are empty."""
+    """Return a table without empty columns."""
     columns = [i for i in range(len(headings)) if i < n_names or any(row[i] for row in rows)]
     return Table(
         [headings[i] for i in columns], [[row[i] for i in columns] for row in rows], n_names
@@ -70,7 +70,7 @@ def _filled(headings: Sequence[str], rows: list[list[str]], n_names: int) -> Tab
 
 
 def eval_table(sources: Sequence[ReportSource]) -> Table:
-    """Make a table of quality and speed: every combination, of all runs."""
+    """Make a table of quality and speed: one row per combination of every run."""
     rows = [
         [source.name, row.policy, row.kv_type, *(cell(row) for _, cell in _EVAL)]
         for source in sources
@@ -113,7 +113,7 @@ def suite_table(sources: Sequence[ReportSource]) -> Table:
 
 
 def bench_table(sources: Sequence[ReportSource]) -> Table:
-    """Make a table of speed: every cache at every length, of all runs."""
+    """Make a table of speed: one row per cache and length of every run."""
     rows = [
         [source.name, row.name, *(cell(row) for _, cell in _BENCH)]
         for source in sources
@@ -142,7 +142,7 @@ _RUN: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("frozen now", lambda run: _count(run.get("frozen_entries"))),
     ("went to cold storage", lambda run: _count(run.get("entries_frozen"))),
     ("came back", lambda run: _count(run.get("entries_restored"))),
-    ("because queries looked for it", lambda run: _count(run.get("entries_recalled"))),
+    ("because queries needed it", lambda run: _count(run.get("entries_recalled"))),
     ("resident MiB, peak", lambda run: f"{run['peak_rss_bytes'] / _MIB:,.0f}"),
 )
 
@@ -156,14 +156,14 @@ def _count(value: int | None) -> str:
 
 
 def run_table(sources: Sequence[ReportSource]) -> Table:
-    """Make a table of single runs, with a column for each."""
+    """Make a table of single runs, with one column per run."""
     rows = [[title, *(cell(source.data) for source in sources)] for title, cell in _RUN]
     rows = [row for row in rows if any(row[1:])]
     return Table(["", *(source.name for source in sources)], rows)
 
 
 def profile_table(sources: Sequence[ReportSource]) -> Table:
-    """Make a table of profiles: heads and entropy of each."""
+    """Make a table of profiles: their heads and entropies."""
     rows = []
     for source in sources:
         profile = source.data

@@ -1,4 +1,4 @@
-"""Serve one model inside a KV budget, OpenAI-compatible; needs the extra `server`.
+"""Serve models inside KV budgets, OpenAI-compatible; needs the extra `server`.
 
 >>> from entropykv.server import ModelOptions, ServerOptions, create_app >>> app =
 create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions()) >>> await
@@ -19,6 +19,14 @@ except ModuleNotFoundError as error:
 
 from entropykv.server.app import create_app
 from entropykv.server.engine import Engine
+from entropykv.server.model_catalog import ModelCatalog, ServedModel
 from entropykv.server.options import ModelOptions, ServerOptions
 
-__all__ = ["Engine", "ModelOptions", "ServerOptions", "create_app"]
+__all__ = [
+    "Engine",
+    "ModelCatalog",
+    "ModelOptions",
+    "ServedModel",
+    "ServerOptions",
+    "create_app",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -27,9 +28,12 @@ from entropykv.server.errors import ErrorAnswer, add_error_handlers
 from entropykv.server.fields import Name, Tokens
 from entropykv.server.host_header_check import HostHeaderCheck
 from entropykv.server.kv_stream import kv_stream_routes
-from entropykv.server.llama_server_routes import llama_server_routes, text_of
-from entropykv.server.loading import load_llama
+from entropykv.server.llama_server_routes import describe, llama_server_routes, text_of
+from entropykv.server.loading import cache_options, load_llama
 from entropykv.server.metrics import PROMETHEUS, as_json, as_prometheus
+from entropykv.server.model_catalog import ModelCatalog, ServedModel
+from entropykv.server.model_registry import Leases, ModelRegistry, Room
+from entropykv.server.model_routes import model_routes
 from entropykv.server.openai_routes import openai_routes
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import RequestLog
@@ -64,34 +68,36 @@ _LIMITS = (
 
 
 def create_app(
-    model: ModelOptions, server: ServerOptions, page: WebDefaults | None = None
+    model: ModelOptions | ModelCatalog, server: ServerOptions, page: WebDefaults | None = None
 ) -> FastAPI:
-    """Load the model, and make the app that serves it; its shutdown frees the model.
+    """Make the app that serves a model, which is loaded at once, or those of a catalog.
 
-    app.state.engine is the Engine: engine.call() does something with the EntropyLlama between two
+    The shutdown of the app frees the models. app.state.models is the ModelRegistry. For one model,
+    app.state.engine is its Engine: engine.call() does something with the EntropyLlama between two
     requests, engine.before_close() before the shutdown frees it (to save sessions, say).
     `page`: what a conversation of the page at / begins with.
-    Nothing is shared between two apps. Raises what EntropyLlama raises, and SettingsError for a
-    file of keys that cannot be read.
+    Nothing is shared between two apps. Raises what EntropyLlama raises for one model, and
+    SettingsError for a file of keys that cannot be read, and for impossible options of a model.
     """
     keys = Keys.of(server)
-    _check_cache(model, server, keys)
+    catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
+    for each in catalog.models:
+        _check_cache(each.options, server, keys)
+        if not catalog.any_name:
+            cache_options(each.options)
     if server.slot_save_path is not None:
         make_directory(server.slot_save_path)
-    limits = _limits_of(model, server)
-    engine = Engine(
-        load_llama(model, limits.images),
-        interrupt=server.interrupt_requests,
-        limits=limits,
-        shared_prefixes=server.shared_prefixes,
-    )
+    models = _registry(catalog, server)
+    if catalog.any_name:
+        models.load_now()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        models.begin()
         try:
             yield
         finally:
-            await run_in_threadpool(engine.close)
+            await run_in_threadpool(models.close)
 
     app = FastAPI(
         title="entropykv",
@@ -103,17 +109,20 @@ def create_app(
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
-    app.state.engine = engine
-    _add_middleware(app, server, engine, keys)
+    app.state.models = models
+    if catalog.any_name:
+        app.state.engine = models.engine_of(None)
+    _add_middleware(app, server, models, keys)
     add_error_handlers(app)
-    app.include_router(openai_routes(engine, ping=not server.disable_ping_events))
-    app.include_router(llama_server_routes(engine))
-    app.include_router(slot_file_routes(engine, server.slot_save_path))
-    app.include_router(_extra_routes(engine))
-    app.include_router(_figures(engine))
-    app.include_router(kv_stream_routes(engine, show_text=shows_text(server, keys)))
+    app.include_router(openai_routes(models, ping=not server.disable_ping_events))
+    app.include_router(model_routes(models))
+    app.include_router(llama_server_routes(models))
+    app.include_router(slot_file_routes(models, server.slot_save_path))
+    app.include_router(_extra_routes(models))
+    app.include_router(_figures(models))
+    app.include_router(kv_stream_routes(models, show_text=shows_text(server, keys)))
     if server.web:
-        app.include_router(web_routes(engine, page or WebDefaults()))
+        app.include_router(web_routes(models, page or WebDefaults()))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
@@ -122,13 +131,35 @@ def create_app(
     return app
 
 
-def _limits_of(model: ModelOptions, server: ServerOptions) -> Limits:
+def _limits_of(catalog: ModelCatalog, server: ServerOptions) -> Limits:
     """Return what requests may take: bodies with images are larger, unless the options say it."""
     given = {name: getattr(server, name) for name in _LIMITS}
-    if model.mmproj or model.clip_model_path:
+    if any(each.options.projector for each in catalog.models):
         larger = {"max_body": IMAGE_BODY, "max_bodies": IMAGE_BODIES}
         given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
-    return Limits(**given, conversations=model.conversations)
+    return Limits(**given)
+
+
+def _registry(catalog: ModelCatalog, server: ServerOptions) -> ModelRegistry:
+    limits = _limits_of(catalog, server)
+
+    def open_model(model: ServedModel) -> Engine:
+        """Load a model, in a thread."""
+        return Engine(
+            load_llama(model.options, limits.images),
+            interrupt=server.interrupt_requests,
+            limits=replace(limits, conversations=model.options.conversations),
+            shared_prefixes=server.shared_prefixes,
+        )
+
+    return ModelRegistry(
+        catalog,
+        open_model,
+        describe,
+        room=Room(server.models_max or None, server.models_memory_bytes),
+        limits=limits,
+        autoload=server.models_autoload,
+    )
 
 
 def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None:
@@ -140,9 +171,10 @@ def _check_cache(model: ModelOptions, server: ServerOptions, keys: Keys) -> None
         )
 
 
-def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine, keys: Keys) -> None:
+def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, keys: Keys) -> None:
     """Let requests pass in this order: log, host, CORS (a preflight has no key), key, body."""
-    app.add_middleware(Bodies, admission=engine.admission)
+    app.add_middleware(Leases)
+    app.add_middleware(Bodies, admission=models.admission)
     app.add_middleware(ApiKeyCheck, keys=keys)
     if server.cors_origins is not None:
         app.add_middleware(
@@ -155,38 +187,42 @@ def _add_middleware(app: FastAPI, server: ServerOptions, engine: Engine, keys: K
     app.add_middleware(RequestLog)
 
 
-def _extra_routes(engine: Engine) -> APIRouter:
+def _extra_routes(models: ModelRegistry) -> APIRouter:
     """Return routes of llama_cpp.server that only look at the vocabulary, and wait for no turn."""
     router = APIRouter(prefix="/extras", tags=["Extras"], route_class=BodyRoute)
 
-    def ids(body: _Tokenize) -> list[int]:
+    def ids(engine: Engine, body: _Tokenize) -> list[int]:
         return engine.llama.tokenize(body.input.encode("utf-8"), special=True)
 
+    # A long answer is written in a thread: FastAPI would do it in the event loop.
     @router.post("/tokenize")
-    def tokenize(body: _Tokenize) -> JSONResponse:
-        return JSONResponse({"tokens": ids(body)})
+    async def tokenize(request: Request, body: _Tokenize) -> JSONResponse:
+        engine = await models.use(request, body.model)
+        return await run_in_threadpool(lambda: JSONResponse({"tokens": ids(engine, body)}))
 
     @router.post("/tokenize/count")
-    def count(body: _Tokenize) -> dict[str, int]:
-        return {"count": len(ids(body))}
+    async def count(request: Request, body: _Tokenize) -> dict[str, int]:
+        engine = await models.use(request, body.model)
+        return {"count": len(await run_in_threadpool(ids, engine, body))}
 
     @router.post("/detokenize")
-    def detokenize(body: _Detokenize) -> dict[str, str]:
-        return {"text": text_of(engine, body.tokens)}
+    async def detokenize(request: Request, body: _Detokenize) -> dict[str, str]:
+        engine = await models.use(request, body.model)
+        return {"text": await run_in_threadpool(text_of, engine, body.tokens)}
 
     return router
 
 
-def _figures(engine: Engine) -> APIRouter:
+def _figures(models: ModelRegistry) -> APIRouter:
     router = APIRouter(tags=["KV cache"])
 
     # Ask outside of the event loop: the figures of a pool are those between two steps.
     @router.get("/v1/kv")
-    def kv(request: Request) -> dict[str, Any]:
-        return as_json(engine, user_of(request.scope))
+    def kv(request: Request, model: Name | None = None) -> dict[str, Any]:
+        return as_json(models.engine_of(model), user_of(request.scope))
 
     @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> PlainTextResponse:
-        return PlainTextResponse(as_prometheus(engine), media_type=PROMETHEUS)
+        return PlainTextResponse(as_prometheus(models), media_type=PROMETHEUS)
 
     return router

@@ -166,7 +166,7 @@ class Engine:
         Where one of them fails, the others are stopped.
         """
         if self._closing:
-            raise _shutting_down()
+            raise shutting_down()
         with self.admission.jobs_of(len(jobs)):
             if self._interrupt:
                 users = {job.caller.user for job in jobs}
@@ -256,7 +256,7 @@ class Engine:
         except _StoppedError:
             outcome = "stopped"
             if self._closing:
-                raise _shutting_down() from None
+                raise shutting_down() from None
         # The next request must not suffer from an error, whatever it is.
         except Exception as error:
             if job.stop.is_set() and worker.prefix_cache is not None:  # its decode was called off
@@ -322,5 +322,6 @@ class Engine:
             self.stats = self._figures()
 
 
-def _shutting_down() -> RequestError:
+def shutting_down() -> RequestError:
+    """Return the error for a request that comes, or waits, when the server stops."""
     return RequestError(503, "the server is shutting down; try again later")

@@ -9,8 +9,7 @@ from typing import Any
 
 from entropykv.server.loading import ServedLlama
 from entropykv.server.users import Caller
-from entropykv.session.pool_session import PoolSession, PoolStatus
-from entropykv.session.session import Session
+from entropykv.session.session import PoolStatus, Session
 from entropykv.session.stats import SessionStats
 
 _ALONE = "0"
@@ -67,7 +66,7 @@ class Holder:
     def of(cls, name: str, session: Session) -> Holder:
         """Look at a session, between two steps."""
         client, pool_status = None, None
-        if isinstance(session, PoolSession):
+        if not session.is_alone:
             client, pool_status = session.name, session.pool_status()
         return cls(name, client, session.position, pool_status, session.stats())
 

@@ -19,6 +19,7 @@ from entropykv.server.fields import MOST_TOKENS as LAST_POSITION
 from entropykv.server.fields import Name
 from entropykv.server.kv_pictures import CacheView, Picture, Window, about
 from entropykv.server.kv_text import held_tokens
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.users import user_of
 
 INTERVAL = 0.25
@@ -32,13 +33,13 @@ _PING_INTERVAL = 15.0
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
-def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
+def kv_stream_routes(models: ModelRegistry, *, show_text: bool) -> APIRouter:
     """Return the routes. Without viewers, nothing of them costs the model any time.
 
     A user sees the conversations of the own key alone, and what they say only with `show_text`.
     """
     router = APIRouter(tags=["KV cache"])
-    viewers = _Viewers(engine)
+    viewers = _Viewers()
 
     @router.get("/v1/kv/stream", response_class=StreamingResponse)
     async def stream(
@@ -47,22 +48,25 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
         first: Annotated[int, Query(ge=0, le=LAST_POSITION)] = 0,
         last: Annotated[int | None, Query(ge=1, le=LAST_POSITION)] = None,
         conversation: Name | None = None,
+        model: Name | None = None,
     ) -> StreamingResponse:
         """Send server-sent events: `model` once, then `kv` where something has changed.
 
         Every `kv` has the figures of all conversations of the same key, and the `map` of one: of
         that which is asked for, or the latest. Its `planes` are a byte for every KV head and column
         of positions, deflated and in base64, of what is held, what is frozen, and what came back
-        since the event before. A conversation that is swapped out has no map.
+        since the event before. A conversation that is swapped out has no map. The stream ends where
+        the model is unloaded.
         """
+        engine = models.engine_of(model)
         view = CacheView(user_of(request.scope), Window(first, last, columns), conversation)
         viewers.enter()
         try:
-            model = {**await engine.inspections.inspect(about), "text": show_text}
+            told = {**await engine.inspections.inspect(about), "text": show_text}
         except BaseException:
             viewers.leave()
             raise
-        return _Watching(viewers, viewers.events(request, model, view))
+        return _Watching(viewers, viewers.events(request, engine, told, view))
 
     @router.get("/v1/kv/text")
     async def text(
@@ -70,6 +74,7 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
         conversation: Name | None = None,
         first: Annotated[int, Query(ge=0, le=LAST_POSITION)] = 0,
         count: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = 1024,
+        model: Name | None = None,
     ) -> dict[str, Any]:
         """Return tokens of a conversation, and how many KV heads hold or have frozen each.
 
@@ -82,14 +87,13 @@ def kv_stream_routes(engine: Engine, *, show_text: bool) -> APIRouter:
         look = partial(
             held_tokens, user=user_of(request.scope), name=conversation, first=first, count=count
         )
-        return (await engine.inspections.inspect(look)).to_json()
+        return (await models.engine_of(model).inspections.inspect(look)).to_json()
 
     return router
 
 
 class _Viewers:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._count = 0
 
     def enter(self) -> None:
@@ -102,29 +106,26 @@ class _Viewers:
         self._count -= 1
 
     async def events(
-        self, request: Request, model: dict[str, Any], view: CacheView
+        self, request: Request, engine: Engine, model: dict[str, Any], view: CacheView
     ) -> AsyncIterator[str]:
         """Yield events until the viewer has gone, or the server shuts down."""
         try:
-            inspections = self._engine.inspections
+            inspections = engine.inspections
             yield _event("model", model)
             told = time.monotonic()
             while not await request.is_disconnected():
                 picture = await inspections.inspect(view.take)
                 now = time.monotonic()
                 if picture is not None:
-                    yield _event("kv", await asyncio.to_thread(self._json, picture))
+                    yield _event("kv", await asyncio.to_thread(_json, engine, picture))
                     told = now
                 elif now - told > _PING_INTERVAL:
                     yield ": ping\n\n"
                     told = now
                 spent = 0.0 if picture is None else picture.seconds
                 await asyncio.sleep(max(INTERVAL, spent / MOST_SHARE))
-        except RequestError:  # the server shuts down
+        except RequestError:  # the server shuts down, or the model is unloaded
             return
-
-    def _json(self, picture: Picture) -> dict[str, Any]:
-        return {**picture.to_json(), "requests": self._engine.waiting}
 
 
 class _Watching(StreamingResponse):
@@ -139,6 +140,10 @@ class _Watching(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._viewers.leave()
+
+
+def _json(engine: Engine, picture: Picture) -> dict[str, Any]:
+    return {**picture.to_json(), "requests": engine.waiting}
 
 
 def _event(name: str, data: Any) -> str:

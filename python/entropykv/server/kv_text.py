@@ -11,7 +11,6 @@ import numpy as np
 from entropykv.server.errors import RequestError
 from entropykv.server.kv_holders import between_steps, conversations
 from entropykv.server.loading import ServedLlama
-from entropykv.session.pool_session import PoolSession
 from entropykv.session.session import Session
 
 
@@ -69,6 +68,6 @@ def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
         (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
         for plane in (held, frozen)
     )
-    swapped = isinstance(session, PoolSession) and session.pool_status().is_swapped_out
+    swapped = not session.is_alone and session.pool_status().is_swapped_out
     position = session.position
     return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, swapped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
@@ -13,7 +14,8 @@ from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
-from entropykv.server.fields import MOST_PIECES, Tokens
+from entropykv.server.fields import MOST_PIECES, Name, Tokens
+from entropykv.server.model_registry import ModelRegistry, ModelState
 from entropykv.server.requests import check_tokens
 from entropykv.server.template_traits import template_of
 from entropykv.server.users import user_of
@@ -23,6 +25,7 @@ class TokenizeRequest(BaseModel):
     """A text, and how it is read."""
 
     content: str
+    model: Name | None = None
     add_special: bool = Field(default=False, description="Begin with the BOS token.")
     parse_special: bool = Field(default=True, description="Read control tokens, such as <s>.")
     with_pieces: bool = Field(default=False, description="Also return the text of every token.")
@@ -32,9 +35,10 @@ class DetokenizeRequest(BaseModel):
     """Tokens of a text."""
 
     tokens: Tokens = Field(description="Tokens, as numbers.")
+    model: Name | None = None
 
 
-def llama_server_routes(engine: Engine) -> APIRouter:
+def llama_server_routes(models: ModelRegistry) -> APIRouter:
     """Return the routes; they only look at the model, and need not wait for their turn."""
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
@@ -44,22 +48,31 @@ def llama_server_routes(engine: Engine) -> APIRouter:
         return {"status": "ok"}
 
     @router.get("/props")
-    async def props() -> dict[str, Any]:
-        return _props(engine)
+    async def props(request: Request, model: Name | None = None) -> dict[str, Any]:
+        if model is None and models.catalog.default is None:
+            return _props_of_several(models)
+        held = models.find(model)
+        if held.about is None:
+            await models.use(request, model)
+        about = held.about or {}
+        return {**about["props"], "is_sleeping": held.state is ModelState.SLEEPING}
 
     @router.get("/slots")
-    async def slots(request: Request) -> list[dict[str, Any]]:
+    async def slots(request: Request, model: Name | None = None) -> list[dict[str, Any]]:
+        engine = models.engine_of(model)
         user = user_of(request.scope)
         return [_slot(engine, number, user) for number in range(engine.n_slots)]
 
-    # A long answer is written in this thread: FastAPI would do it in the event loop.
+    # A long answer is written in a thread: FastAPI would do it in the event loop.
     @router.post("/tokenize")
-    def tokenize(body: TokenizeRequest) -> JSONResponse:
-        return JSONResponse({"tokens": _tokens(engine, body)})
+    async def tokenize(request: Request, body: TokenizeRequest) -> JSONResponse:
+        engine = await models.use(request, body.model)
+        return await run_in_threadpool(lambda: JSONResponse({"tokens": _tokens(engine, body)}))
 
     @router.post("/detokenize")
-    def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        return {"content": text_of(engine, body.tokens)}
+    async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
+        engine = await models.use(request, body.model)
+        return {"content": await run_in_threadpool(text_of, engine, body.tokens)}
 
     return router
 
@@ -97,6 +110,26 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
+def describe(engine: Engine) -> dict[str, Any]:
+    """Return what stays the same while a model is loaded: `props`, and `meta` of the list."""
+    llama = engine.llama
+    meta = {"n_ctx": llama.n_ctx(), "n_vocab": llama.n_vocab()}
+    return {"props": _props(engine), "meta": meta}
+
+
+def _props_of_several(models: ModelRegistry) -> dict[str, Any]:
+    """Return what llama-server's router says of itself."""
+    return {
+        "role": "router",
+        "max_instances": models.room.models or 0,
+        "models_autoload": models.autoload,
+        "default_generation_settings": {"n_ctx": 0, "params": {}},
+        "model_alias": "entropykv",
+        "model_path": "none",
+        "build_info": f"entropykv {_version.VERSION}",
+    }
+
+
 def _props(engine: Engine) -> dict[str, Any]:
     llama = engine.llama
     defaults = ChatRequest.model_construct(messages=[])
@@ -116,7 +149,6 @@ def _props(engine: Engine) -> dict[str, Any]:
         "bos_token": _symbol(engine, llama.token_bos()),
         "eos_token": _symbol(engine, llama.token_eos()),
         "build_info": f"entropykv {_version.VERSION}",
-        "is_sleeping": False,
     }
 
 

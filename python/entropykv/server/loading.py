@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import jinja2
 import llama_cpp
@@ -32,7 +32,7 @@ from entropykv.server.users import SOMEBODY, Caller
 from entropykv.session.asked import WITHOUT_REWALK, cache_options_of
 from entropykv.session.image_spans import end_of_piece
 from entropykv.session.images import ImageLimits
-from entropykv.session.pool_session import PoolSession
+from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions
 
 _OF_DEVICES = ("split_mode", "main_gpu", "tensor_split")
@@ -49,7 +49,7 @@ class ServedLlama(EntropyLlama):
     """What it has read and written, where it takes conversations from a prefix_cache."""
     prefix_cache: PrefixCache | None = None
     """Where conversations are between requests; None: it holds its own all the time."""
-    latest: PoolSession | None = None
+    latest: Session | None = None
     """The conversation that it answered last, which is on the prefix_cache unless that forgot
     it."""
     caller: Caller = SOMEBODY
@@ -113,7 +113,7 @@ class ServedLlama(EntropyLlama):
             if self.checkpoint is not None:
                 self.checkpoint()
             if self.prefix_cache is not None and self._session.position == self.n_tokens:
-                self.prefix_cache.reads(cast(PoolSession, self._session), len(tokens))
+                self.prefix_cache.reads(self._session, len(tokens))
             try:
                 return super().eval(tokens)
             except PoolError as error:
@@ -198,7 +198,7 @@ class ServedLlama(EntropyLlama):
         ):
             if self.generated == 0 and self.prefix_cache is not None:
                 self._session.note_turn(writes=True)
-                self.prefix_cache.has_read(cast(PoolSession, self._session))
+                self.prefix_cache.has_read(self._session)
             if self.generated == 0:
                 self.tell_what_is_learnt()
             self.generated += not llama_cpp.llama_vocab_is_eog(vocabulary, token)
@@ -250,7 +250,7 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
     given = options.model_dump()
     arguments = {name: given[name] for name in given.keys() & _LLAMA_ARGUMENTS}
     arguments.update(
-        options=_cache_options(options),
+        options=cache_options(options),
         kv_overrides=read_overrides(options.kv_overrides) if options.kv_overrides else None,
         chat_handler=_chat_handler(options),
     )
@@ -264,16 +264,16 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
         arguments["tokenizer"] = llama_tokenizer.LlamaHFTokenizer.from_pretrained(
             options.hf_pretrained_model_name_or_path
         )
-    llama = ServedLlama(_path_of(options), **arguments)
+    llama = ServedLlama(path_of(options), **arguments)
     llama.served_name = options.served_name
     llama.request_defaults = options.request_defaults
     llama.tell_what_is_learnt()
-    if options.parallel > 1 and llama.pool is not None and llama.pool.runner.shared is not None:
+    if options.parallel > 1 and llama.pool is not None:
         _say(llama.pool.runner.shared.describe())
     if options.chat_template is not None:
         _use_template(llama, options.chat_template)
     _set_template_arguments(llama, options.chat_template_kwargs)
-    if projector := options.mmproj or options.clip_model_path:
+    if projector := options.projector:
         try:
             llama.open_projector(projector, images)
         except BaseException:
@@ -285,8 +285,11 @@ def load_llama(options: ModelOptions, images: ImageLimits | None = None) -> Serv
     return llama
 
 
-def _path_of(options: ModelOptions) -> Path:
-    """Return the path of the model's file, which is fetched first where the hub has it."""
+def path_of(options: ModelOptions) -> Path:
+    """Return the path of the model's file, which is fetched first where the hub has it.
+
+    Raises HubError.
+    """
     if options.hf_repo is None:
         return Path(path_of_model(options.model))
     from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
@@ -299,8 +302,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _cache_options(options: ModelOptions) -> CacheOptions:
-    """Return what is asked of the cache; raises SettingsError."""
+def cache_options(options: ModelOptions) -> CacheOptions:
+    """Return what is asked of the cache; raises BudgetError or SettingsError."""
     if options.parallel == 1 and options.checkpoints is None:
         return cache_options_of(options, rungs=WITHOUT_REWALK)
     if options.cache:

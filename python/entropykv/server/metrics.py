@@ -1,4 +1,4 @@
-"""Give the engine's figures, as JSON and as Prometheus reads them."""
+"""Give the figures of models, as JSON and as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from entropykv.server.engine import Engine
+from entropykv.server.model_registry import HeldModel, ModelRegistry
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -54,22 +55,69 @@ def as_json(engine: Engine, user: str) -> dict[str, Any]:
     return figures
 
 
-def as_prometheus(engine: Engine) -> str:
-    """Return the figures in the text format of Prometheus."""
+@dataclasses.dataclass
+class _Metric:
+    """Hold the values of one metric, each with its labels."""
+
+    kind: str
+    text: str
+    values: list[tuple[dict[str, str], float]] = dataclasses.field(default_factory=list)
+
+
+def as_prometheus(models: ModelRegistry) -> str:
+    """Return the figures of all models in the text format of Prometheus.
+
+    Where there are several, every value has the label `model`; only those that are loaded have
+    figures of their own.
+    """
+    metrics: dict[str, _Metric] = {}
+    for held, engine in models.loaded():
+        label = {"model": held.name} if models.has_several else {}
+        for name, kind, text, own, value in _figures(engine):
+            metrics.setdefault(name, _Metric(kind, text)).values.append(({**label, **own}, value))
+    if models.has_several:
+        for held in models.all():
+            for name, kind, text, value in _of_model(held):
+                found = metrics.setdefault(name, _Metric(kind, text))
+                found.values.append(({"model": held.name}, value))
     lines = []
-    for name, kind, field, text in _METRICS:
-        lines += _head(name, kind, text)
-        lines.append(f"entropykv_{name} {getattr(engine.stats, field)}")
-    lines += _head("requests_total", "counter", "Requests that generate, by outcome.")
-    lines += [
-        f'entropykv_requests_total{{outcome="{outcome}"}} {count}'
-        for outcome, count in engine.outcomes.items()
-    ]
-    lines += _head("requests_waiting", "gauge", "Requests that wait or run.")
-    lines.append(f"entropykv_requests_waiting {engine.waiting}")
-    for name, kind, value, text in _more(engine):
-        lines += [*_head(name, kind, text), f"entropykv_{name} {value}"]
+    for name, metric in metrics.items():
+        lines += [
+            f"# HELP entropykv_{name} {metric.text}",
+            f"# TYPE entropykv_{name} {metric.kind}",
+            *(f"entropykv_{name}{_labels(labels)} {value}" for labels, value in metric.values),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    escaped = (
+        (name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        for name, value in labels.items()
+    )
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}"
+
+
+def _of_model(held: HeldModel) -> Iterator[tuple[str, str, str, float]]:
+    """Yield name, kind, meaning and value of what the server knows of a model, loaded or not."""
+    yield "model_loaded", "gauge", "Whether the model is loaded.", int(held.engine is not None)
+    yield "model_loads_total", "counter", "How often the model was loaded.", held.loads
+    size = 0 if held.engine is None or held.estimate is None else held.estimate.total
+    yield "model_memory_bytes", "gauge", "Estimated bytes that the model takes.", size
+
+
+def _figures(engine: Engine) -> Iterator[tuple[str, str, str, dict[str, str], float]]:
+    """Yield name, kind, meaning, labels and value of the figures of one model."""
+    for name, kind, field, text in _METRICS:
+        yield name, kind, text, {}, getattr(engine.stats, field)
+    text = "Requests that generate, by outcome."
+    for outcome, count in engine.outcomes.items():
+        yield "requests_total", "counter", text, {"outcome": str(outcome)}, count
+    yield "requests_waiting", "gauge", "Requests that wait or run.", {}, engine.waiting
+    for name, kind, value, text in _more(engine):
+        yield name, kind, text, {}, value
 
 
 def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
@@ -114,7 +162,3 @@ def _more(engine: Engine) -> Iterator[tuple[str, str, float, str]]:
         prefix_cache.forgotten,
         "Conversations dropped to make room.",
     )
-
-
-def _head(name: str, kind: str, text: str) -> list[str]:
-    return [f"# HELP entropykv_{name} {text}", f"# TYPE entropykv_{name} {kind}"]

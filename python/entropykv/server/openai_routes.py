@@ -1,8 +1,7 @@
-"""Offer OpenAI's routes: completions, chats, responses and models."""
+"""Offer OpenAI's routes: completions, chats and responses."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,9 +10,8 @@ from fastapi.responses import Response
 from entropykv.server.bodies import BodyRoute
 from entropykv.server.chat_request import ChatRequest
 from entropykv.server.choices import Choices
-from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
-from entropykv.server.fields import MOST_NAME
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.requests import CompletionRequest
 from entropykv.server.responses import ResponsesRequest
 from entropykv.server.streaming import Call, stream, whole
@@ -30,13 +28,14 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
+def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     """Return the routes; `ping` keeps silent streams alive by comments."""
     router = APIRouter(prefix="/v1", tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: _Body) -> Response:
         name = request.headers.get(SESSION_HEADER) or getattr(body, "user", None)
         caller = Caller(user_of(request.scope), name)
+        engine = await models.use(request, body.model)
         calls: list[Call] = [body.call]
         choices = None
         if not isinstance(body, ResponsesRequest):
@@ -64,36 +63,5 @@ def openai_routes(engine: Engine, *, ping: bool) -> APIRouter:
         raise RequestError(
             400, "embeddings are not possible inside a KV budget; use llama_cpp.server for them"
         )
-
-    router.include_router(_models(engine))
-    return router
-
-
-def _models(engine: Engine) -> APIRouter:
-    router = APIRouter()
-    llama = engine.llama
-    entry = {
-        "id": llama.served_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "me",
-        "permissions": [],
-        "meta": {"n_ctx": llama.n_ctx(), "n_vocab": llama.n_vocab()},
-    }
-
-    @router.get("/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry]}
-
-    @router.get("/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        if name != llama.served_name:
-            raise RequestError(
-                404,
-                f"there is no model {name[:MOST_NAME]!r} here; {llama.served_name!r} is",
-                param="model",
-                code="model_not_found",
-            )
-        return entry
 
     return router

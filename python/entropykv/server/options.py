@@ -10,12 +10,16 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 from typing_extensions import Self
 
+from entropykv.errors import SettingsError
 from entropykv.policy.names import AUTO
 from entropykv.server.admission import Limits
 from entropykv.server.fields import MOST_STOP, MOST_STOPS
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
+from entropykv.settings.options import MOST_BYTES, MOST_THREADS, MOST_TOKENS, parse_bytes
 
+MOST_MODELS = 1000
+"""The most models of one server: each is listed, and has figures."""
+MOST_SECONDS = 10**9
 MOST_TEMPLATE = 2**20
 """The most characters of a chat template."""
 _MOST = 1000.0
@@ -101,6 +105,13 @@ class ModelOptions(ModelSettings):
         default=None,
         description="Bytes besides the budget for places in texts that turns can go back to, such "
         "as 64MiB, which --parallel has unless it is given; 0: none.",
+    )
+    sleep_idle_seconds: int = Field(
+        default=-1,
+        ge=-1,
+        le=MOST_SECONDS,
+        description="Seconds without a request after which the model is unloaded until the next "
+        "one; -1: never.",
     )
     recovery: Literal["soft", "window", "full"] | None = None
     """The highest rung; no rewalk, since an answer that was sent cannot be taken back."""
@@ -201,6 +212,11 @@ class ModelOptions(ModelSettings):
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = None
         return given
+
+    @property
+    def projector(self) -> str | None:
+        """Return the projector's file, also by llama_cpp.server's name; None: no images."""
+        return self.mmproj or self.clip_model_path
 
     @property
     def served_name(self) -> str:
@@ -313,9 +329,47 @@ class ServerOptions(ServerSettings):
         description="Directory where POST /slots/{id}?action=save keeps conversations, and "
         "action=restore finds them; each API key has a folder of its own there.",
     )
+    models_dir: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="Directory of GGUF files, each of which is a model that requests can name.",
+    )
+    models_preset: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        min_length=1,
+        description="File in llama-server's INI format that names models and their options.",
+    )
+    models_max: int = Field(
+        default=4,
+        ge=0,
+        le=MOST_MODELS,
+        description="Models that may be loaded at a time; beyond it, the least recently used one "
+        "that is idle makes room. 0: any number.",
+    )
+    models_memory: Optional[str] = Field(  # noqa: UP045
+        default=None,
+        description="Bytes that all loaded models may take, such as 8GiB, estimated before they "
+        "are loaded; none unless it is given.",
+    )
+    models_autoload: bool = Field(
+        default=True, description="Whether a request loads the model that it names."
+    )
     web: bool = Field(default=True, description="Whether the page at / is served.")
     log_requests: bool = Field(
         default=True,
         description="One line on stderr for every request: time, client, path, status, seconds and "
         "tokens; nothing of what was said.",
     )
+
+    @property
+    def models_memory_bytes(self) -> int | None:
+        """Return how many bytes loaded models may take; None: any. SettingsError: it is no size."""
+        if self.models_memory is None:
+            return None
+        size = parse_bytes(self.models_memory)
+        if size is None or not 0 < size <= MOST_BYTES:
+            raise SettingsError(
+                f"the memory for models cannot be {self.models_memory!r}; give bytes such as 8GiB "
+                "(--models-memory)"
+            )
+        return size

@@ -14,8 +14,8 @@ from entropykv.errors import ContextError, EntropyKVError, PoolError
 from entropykv.server.users import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.pool import Pool
-from entropykv.session.pool_session import PoolSession
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
+from entropykv.session.session import Session
 from entropykv.session.stats import SessionStats
 
 _WORTH_WAITING = 64
@@ -26,7 +26,7 @@ _LOOK_AGAIN = 0.05
 
 @dataclass(eq=False)
 class _Conversation:
-    session: PoolSession
+    session: Session
     caller: Caller
     tokens: list[int]
     last_use: float
@@ -43,7 +43,7 @@ class _Newcomer:
     """True once it need not wait any more, whether there is a copy or not."""
     gone: bool = False
     """True once nobody wants the copy any more."""
-    copy: PoolSession | None = None
+    copy: Session | None = None
     goes_on_at: int = 0
     """The position up to which the copy is of use."""
 
@@ -60,7 +60,7 @@ class _Reading:
 class _Start:
     """Hold the session that reads a prompt, and what is left to do before it does."""
 
-    session: PoolSession
+    session: Session
     is_new: bool = False
     """True where it has read nothing yet."""
     near: _Conversation | None = None
@@ -84,7 +84,7 @@ class PrefixCache:
         self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._reading: dict[PoolSession, _Reading] = {}
+        self._reading: dict[Session, _Reading] = {}
         """The prompts that are being read, by their sessions."""
         self._free: list[_Conversation] = []
         self.forgotten = 0
@@ -102,7 +102,7 @@ class PrefixCache:
         caller: Caller,
         check: Callable[[], object] | None = None,
         continues: Callable[[list[int]], bool] | None = None,
-    ) -> PoolSession:
+    ) -> Session:
         """Return the session that a prompt goes on with, or a new one; put() brings it back.
 
         A conversation with a name goes on under this name alone. `continues` tells whether the
@@ -133,7 +133,7 @@ class PrefixCache:
         continues: Callable[[list[int]], bool] | None,
     ) -> _Start:
         """Return who reads a prompt, once nobody is waited for; from now on others wait for it."""
-        asked: set[PoolSession] = set()
+        asked: set[Session] = set()
         while True:
             with self._lock:
                 reader, newcomer = self._worth_waiting_for(tokens, caller, asked)
@@ -166,9 +166,7 @@ class PrefixCache:
         session = self._pool.session(tenant=self._tenant(caller))
         return _Start(session, is_new=True, near=near, spared=spared)
 
-    def _going_on_from_others(
-        self, start: _Start, tokens: list[int], caller: Caller
-    ) -> PoolSession:
+    def _going_on_from_others(self, start: _Start, tokens: list[int], caller: Caller) -> Session:
         """Return a new session at the checkpoint, or a copy of the conversation, that spares most.
 
         It is the new session itself where there is neither.
@@ -219,8 +217,8 @@ class PrefixCache:
         return (near, spared) if spared >= LEAST_SPARED else (None, 0)
 
     def _copy_of_kept(
-        self, near: _Conversation | None, caller: Caller, session: PoolSession
-    ) -> PoolSession | None:
+        self, near: _Conversation | None, caller: Caller, session: Session
+    ) -> Session | None:
         """Return a copy of a conversation in the place of a new session; None: there is none.
 
         Where there is no room for a copy, the caller's own conversation itself.
@@ -245,8 +243,8 @@ class PrefixCache:
     # --- while another one is read ----------------------------------------------------------------
 
     def _worth_waiting_for(
-        self, tokens: list[int], caller: Caller, asked: set[PoolSession]
-    ) -> tuple[PoolSession | None, _Newcomer]:
+        self, tokens: list[int], caller: Caller, asked: set[Session]
+    ) -> tuple[Session | None, _Newcomer]:
         """Return who reads more of a prompt now than anybody has read, and is not `asked` yet."""
         runner = self._pool.runner
         tenant = self._tenant(caller)
@@ -288,7 +286,7 @@ class PrefixCache:
                 newcomer.copy.close()
             raise
 
-    def reads(self, session: PoolSession, n_tokens: int) -> None:
+    def reads(self, session: Session, n_tokens: int) -> None:
         """Note, in the thread that reads a prompt, that `n_tokens` more of it are read next.
 
         Whose prompts part from it before their end get copies of what was read until now.
@@ -298,14 +296,14 @@ class PrefixCache:
             end = session.position + n_tokens
             self._hand_over(session, reading, lambda newcomer: newcomer.shared < end)
 
-    def has_read(self, session: PoolSession) -> None:
+    def has_read(self, session: Session) -> None:
         """Note, in the thread that read it, that the prompt of a session was read to its end."""
         with self._lock:
             reading = self._reading.pop(session, None)
         if reading is not None:
             self._hand_over(session, reading, lambda _: True)
 
-    def gives_up(self, session: PoolSession) -> None:
+    def gives_up(self, session: Session) -> None:
         """Note that the prompt that a session was taken for is not read any more, if it was."""
         with self._changed:
             reading = self._reading.pop(session, None)
@@ -314,7 +312,7 @@ class PrefixCache:
             self._changed.notify_all()
 
     def _hand_over(
-        self, session: PoolSession, reading: _Reading, is_due: Callable[[_Newcomer], bool]
+        self, session: Session, reading: _Reading, is_due: Callable[[_Newcomer], bool]
     ) -> None:
         with self._lock:
             due = [each for each in reading.newcomers if is_due(each)]
@@ -328,7 +326,7 @@ class PrefixCache:
                     newcomer.done = True
                 self._changed.notify_all()
 
-    def _give_copy(self, session: PoolSession, newcomer: _Newcomer) -> None:
+    def _give_copy(self, session: Session, newcomer: _Newcomer) -> None:
         place = _place_in(session, newcomer.tokens, is_read=True)
         if place < LEAST_SPARED:
             return
@@ -347,7 +345,7 @@ class PrefixCache:
     def _of(self, caller: Caller) -> list[_Conversation]:
         return [each for each in self._free if each.caller == caller]
 
-    def put(self, session: PoolSession, caller: Caller) -> None:
+    def put(self, session: Session, caller: Caller) -> None:
         """Keep a conversation for its next turn."""
         if session.position == 0:
             session.close()
@@ -386,13 +384,13 @@ class PrefixCache:
             each.session.close()
         self.put(session, caller)
 
-    def load_one(self, caller: Caller, path: Path) -> PoolSession:
+    def load_one(self, caller: Caller, path: Path) -> Session:
         """Put what a file has beside a caller's conversations; raises as load()."""
         session = self._loaded(caller, path)
         self.put(session, caller)
         return session
 
-    def _loaded(self, caller: Caller, path: Path) -> PoolSession:
+    def _loaded(self, caller: Caller, path: Path) -> Session:
         session = self._pool.session(tenant=self._tenant(caller))
         session.name = caller.name
         try:
@@ -402,7 +400,7 @@ class PrefixCache:
             raise
         return session
 
-    def save_one(self, session: PoolSession, caller: Caller, path: Path) -> SavedContents | None:
+    def save_one(self, session: Session, caller: Caller, path: Path) -> SavedContents | None:
         """Write a conversation to a file, where it is here and of the caller's key; None: not."""
         kept = self._taken(session, caller)
         if kept is None:
@@ -413,7 +411,7 @@ class PrefixCache:
             with self._lock:
                 self._free.append(kept)
 
-    def erase_one(self, session: PoolSession, caller: Caller) -> int:
+    def erase_one(self, session: Session, caller: Caller) -> int:
         """Forget a conversation of the caller's key; returns its tokens, 0 where it is not here."""
         kept = self._taken(session, caller)
         if kept is None:
@@ -421,7 +419,7 @@ class PrefixCache:
         session.close()
         return len(kept.tokens)
 
-    def _taken(self, session: PoolSession, caller: Caller) -> _Conversation | None:
+    def _taken(self, session: Session, caller: Caller) -> _Conversation | None:
         """Take a conversation from the prefix_cache, where it is here and of the caller's key."""
         with self._lock:
             for kept in self._free:
@@ -435,7 +433,7 @@ class PrefixCache:
         return max(self._of(caller), key=lambda each: each.last_use, default=None)
 
     @contextmanager
-    def _of_caller(self, caller: Caller) -> Iterator[PoolSession]:
+    def _of_caller(self, caller: Caller) -> Iterator[Session]:
         with self._lock:
             kept = self._last(caller)
             if kept is None:
@@ -472,7 +470,7 @@ class PrefixCache:
             self.forgotten -= 1
 
 
-def _place_in(session: PoolSession, tokens: list[int], *, is_read: bool = False) -> int:
+def _place_in(session: Session, tokens: list[int], *, is_read: bool = False) -> int:
     """Return up to which position a copy of a session spares reading tokens; 0: it does not.
 
     All of them only where it ends with them, since that is where it has logits. `is_read`: the
@@ -489,7 +487,7 @@ def _place_in(session: PoolSession, tokens: list[int], *, is_read: bool = False)
     return session.repeatable_from(shared, len(tokens))
 
 
-def _go_back(copy: PoolSession, position: int) -> None:
+def _go_back(copy: Session, position: int) -> None:
     """Let a copy go back to where texts part; to the start where there is no room for it now."""
     if position < copy.position:
         try:

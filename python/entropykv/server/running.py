@@ -15,6 +15,7 @@ import uvicorn
 from entropykv.errors import SettingsError
 from entropykv.server.app import create_app
 from entropykv.server.connections import protocol_of
+from entropykv.server.model_catalog import ModelCatalog
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.request_log import write_requests_to_stderr
 from entropykv.server.starting import Starting
@@ -25,12 +26,14 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _LARGE_BLOCK = 256 << 10
 """Bytes from which on a block of memory has a mapping of its own."""
 _ARENAS = 2
+_MOST_NAMED = 20
+"""How many models are named when the server starts."""
 _SECONDS_TO_FINISH = 10
 """Seconds that a client may take to read the end of its answer."""
 
 
 def serve(
-    model: ModelOptions,
+    model: ModelOptions | ModelCatalog,
     server: ServerOptions,
     page: WebDefaults | None = None,
     when_listening: Callable[[str], object] | None = None,
@@ -50,7 +53,7 @@ def serve(
             ssl_keyfile=server.ssl_keyfile,
             ssl_certfile=server.ssl_certfile,
             root_path=server.root_path,
-            log_level="info" if model.verbose else "warning",
+            log_level="info" if _is_verbose(model) else "warning",
             access_log=False,
             timeout_graceful_shutdown=_SECONDS_TO_FINISH + server.drain_seconds,
         )
@@ -59,9 +62,16 @@ def serve(
         _Server(config, app, _url(listener, server), when_listening).run(sockets=[listener])
     if app.error is not None:
         raise app.error
-    if app.loaded is None:  # a thread is inside llama.cpp, which an orderly exit would pull away
+    # a thread may be inside llama.cpp, which an orderly exit would pull away
+    if app.loaded is None or app.loaded.state.models.is_loading:
         sys.stderr.flush()
         os._exit(0)
+
+
+def _is_verbose(model: ModelOptions | ModelCatalog) -> bool:
+    if isinstance(model, ModelOptions):
+        return model.verbose
+    return any(each.options.verbose for each in model.models)
 
 
 def _give_memory_back() -> None:
@@ -106,13 +116,17 @@ class _Server(uvicorn.Server):
         if self._app.error is not None:
             self.should_exit = True
             return
+        if self._app.loaded is not None and self._app.loaded.state.models.has_several:
+            names = [each.name for each in self._app.loaded.state.models.all()]
+            shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+            sys.stderr.write(f"entropykv: {len(names)} models, loaded when asked for: {shown}\n")
         page = f", {self._url}/ in a browser" if self._app.page else ""
         sys.stderr.write(f"entropykv: serving {self._url}/v1{page}; Ctrl-C stops it\n")
         sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._app.loaded is not None:  # otherwise uvicorn would wait for the longest answer
-            self._app.loaded.state.engine.stop()
+            self._app.loaded.state.models.stop()
         await super().shutdown(sockets)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -21,7 +22,9 @@ from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.server.bodies import read_body
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
+from entropykv.server.fields import Name
 from entropykv.server.loading import ServedLlama
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.users import Caller, user_of
 
 MOST_FILES = 256
@@ -36,6 +39,7 @@ class SlotFile(BaseModel):
     """The file that a conversation is saved to or restored from."""
 
     filename: str = Field(max_length=MOST_FILE_NAME, description="A name without a folder.")
+    model: Name | None = None
 
 
 class SlotFiles:
@@ -173,21 +177,32 @@ def _without_a_name() -> RequestError:
     return RequestError(400, "filename: the body must have it", param="filename")
 
 
-def slot_file_routes(engine: Engine, directory: str | None) -> APIRouter:
+def slot_file_routes(models: ModelRegistry, directory: str | None) -> APIRouter:
     """Return the route, which answers 501 where there is no directory, as llama-server does."""
     router = APIRouter(tags=["llama-server"])
-    files = None if directory is None else SlotFiles(engine, directory)
 
     @router.post("/slots/{number}")
-    async def slots(number: int, action: Action, request: Request) -> dict[str, Any]:
-        if files is None:
+    async def slots(
+        number: int, action: Action, request: Request, model: Name | None = None
+    ) -> dict[str, Any]:
+        if directory is None:
             raise RequestError(
                 501, "slots are not saved by this server; start it with --slot-save-path DIR"
             )
         name = None
         if action != "erase":
             body = cast(SlotFile, read_body(SlotFile, await request.body()))
-            name = body.filename
+            name, model = body.filename, body.model or model
+        engine = await models.use(request, model)
+        files = SlotFiles(engine, _folder_of(models, engine, directory))
         return await files.do(number, action, name, user_of(request.scope))
 
     return router
+
+
+def _folder_of(models: ModelRegistry, engine: Engine, directory: str) -> Path:
+    """Return where the files of a model are: in a folder of its own where there are several."""
+    if not models.has_several:
+        return Path(directory)
+    name = quote(engine.llama.served_name, safe="")
+    return Path(directory) / (f"%2E{name[1:]}" if name.startswith(".") else name)

@@ -58,7 +58,7 @@ class Starting:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         if self.loaded is not None:
-            await asyncio.to_thread(self.loaded.state.engine.close)
+            await asyncio.to_thread(self.loaded.state.models.close, wait=False)
         await send({"type": "lifespan.shutdown.complete"})
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -67,4 +67,9 @@ class Starting:
         except Exception as error:  # whoever serves raises it again, whatever it is
             self.error = error
         with contextlib.suppress(RuntimeError):  # the loop is closed where the server was stopped
-            loop.call_soon_threadsafe(self.when_done)
+            loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        if self.loaded is not None:
+            self.loaded.state.models.begin()
+        self.when_done()

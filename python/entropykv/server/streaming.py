@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from entropykv.server.admission import arrival_of
 from entropykv.server.choices import Choices
+from entropykv.server.client_presence import CLIENT_GONE, unless_gone
 from entropykv.server.engine import Engine, Job
 from entropykv.server.errors import RequestError
 from entropykv.server.loading import ServedLlama
@@ -24,7 +25,6 @@ _PATIENCE = 5.0
 """Seconds that a stream may take to say 200 or an error: long enough to see a bad request."""
 _PING_INTERVAL = 15.0
 _END = object()
-_CLIENT_GONE = 499
 Call = Callable[[ServedLlama], Any]
 
 
@@ -42,9 +42,9 @@ async def whole(
     note = note_tokens(request.scope)
     arrival = arrival_of(request.scope)
     jobs = [Job(call, None, note, caller, arrival) for call in calls]
-    done, answers = await _unless_gone(request.receive, engine.generate_all(jobs))
+    done, answers = await unless_gone(request.receive, engine.generate_all(jobs))
     if not done:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     return JSONResponse(answers[0] if choices is None else choices.whole(answers))
 
 
@@ -86,13 +86,13 @@ async def stream(
     work.add_done_callback(ended)
     events = _Events(chunks, work, ping=ping)
     try:
-        there, _ = await _unless_gone(request.receive, events.wait_for_first())
+        there, _ = await unless_gone(request.receive, events.wait_for_first())
     except BaseException:
         work.cancel()
         raise
     if not there:
         work.cancel()
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     return events
 
 
@@ -129,7 +129,7 @@ class _Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
-            await _unless_gone(receive, self._write(send))
+            await unless_gone(receive, self._write(send))
         finally:
             self._work.cancel()
 
@@ -168,21 +168,3 @@ def _event(item: Any) -> str:
     """Return an item as a server-sent event; those of the Responses API have a name."""
     name = f"event: {item['type']}\n" if "type" in item else ""
     return f"{name}data: {json.dumps(item)}\n\n"
-
-
-async def _unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-    """Return whether the client stayed until the coroutine was done, and what that returned."""
-    work = asyncio.ensure_future(coroutine)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return (True, work.result()) if work.done() else (False, None)
-    finally:
-        gone.cancel()
-        work.cancel()
-        await asyncio.gather(gone, work, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

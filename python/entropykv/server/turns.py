@@ -11,6 +11,7 @@ from typing import cast
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.admission import arrival_of, too_late
+from entropykv.server.client_presence import CLIENT_GONE
 from entropykv.server.conversations import Conversations, OnShelf
 from entropykv.server.engine import Engine
 from entropykv.server.errors import RequestError
@@ -22,7 +23,6 @@ from entropykv.server.users import Caller, user_of
 SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
-_CLIENT_GONE = 499
 _LOOK_AGAIN = 0.01
 """Seconds after which one who waits for a conversation checks whether it still has to."""
 
@@ -120,7 +120,7 @@ class _Client:
                 {acquired, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
             if gone.done():
-                raise RequestError(_CLIENT_GONE, "the client has gone")
+                raise RequestError(CLIENT_GONE, "the client has gone")
             if not acquired.done():
                 raise too_late()
             has_it = True

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from entropykv.server.engine import Engine
+from entropykv.server.model_registry import ModelRegistry
 from entropykv.server.web_files import page_file, page_files
 
 
@@ -23,7 +23,7 @@ class WebDefaults(BaseModel):
     """The fields of a request for a chat completion."""
 
 
-def web_routes(engine: Engine, defaults: WebDefaults) -> APIRouter:
+def web_routes(models: ModelRegistry, defaults: WebDefaults) -> APIRouter:
     """Return the routes of the page, which need no key, and of what it begins with, which does."""
     router = APIRouter(include_in_schema=False)
     for path in page_files():
@@ -31,7 +31,8 @@ def web_routes(engine: Engine, defaults: WebDefaults) -> APIRouter:
 
     @router.get("/v1/web/defaults")
     async def begin_with() -> dict[str, Any]:
-        return {"model": engine.llama.served_name, **defaults.model_dump()}
+        first = models.catalog.default or models.catalog.models[0].name
+        return {"model": first, **defaults.model_dump()}
 
     return router
 

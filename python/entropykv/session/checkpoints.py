@@ -7,13 +7,12 @@ there, whatever was evicted since; and whoever begins with the same text need no
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from entropykv.errors import PoolError, SettingsError
+from entropykv.session.reuse import Demand, HeldText, Reuse, reuse_of
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import parse_bytes
@@ -45,23 +44,18 @@ class Checkpoint:
         """Return the bytes that it takes besides the pool: of entries, and of text and logits."""
         return self.swapped.n_bytes + self.sequence.n_bytes
 
-    def reaches(self, tokens: npt.NDArray[np.int32], *, repeatable: bool) -> int:
-        """Return how many tokens of a text it can spare reading; all of them only with logits.
+    def reuse(self, tokens: array[int], *, repeatable: bool) -> Reuse:
+        """Decide how many tokens of a text it can spare reading; all of them only with logits.
 
         With `repeatable`, where the texts part before it, only what a reading from 0 would cut
         there.
         """
-        n = min(self.position, len(tokens))
-        differs = np.frombuffer(self.sequence.tokens, np.int32)[:n] != tokens[:n]
-        shared = int(differs.argmax()) if differs.any() else n
-        if shared == len(tokens) and (shared < self.position or self.sequence.logits is None):
-            shared -= 1
-        if shared <= 0 or shared == self.position:
-            return max(shared, 0)
-        shared = self.sequence.parts.begin_before(shared) if repeatable else shared
+        held = HeldText.of(self.sequence, self._can_return_to)
+        return reuse_of(held, tokens, Demand(is_cut=repeatable))
+
+    def _can_return_to(self, position: int) -> bool:
         pages = self.swapped.pages
-        can = self.goes_back and pages is not None and pages.whole_from <= shared
-        return shared if can and self.sequence.reusable_from <= shared else 0
+        return self.goes_back and pages is not None and pages.whole_from <= position
 
 
 class Checkpoints:
@@ -113,12 +107,12 @@ class Checkpoints:
 
         Those of others are not looked at, so that no time tells whether they have read the text.
         """
-        text = np.asarray(tokens, np.int32)
+        text = array("i", tokens)
         best, most = None, 0
         for each in self._kept:
             if each.tenant != tenant:
                 continue
-            n = each.reaches(text, repeatable=repeatable)
+            n = each.reuse(text, repeatable=repeatable).position
             # No token of this one is beyond the text, so that nothing is cut off.
             if n > most or (n == most > 0 and each.position == n):
                 best, most = each, n

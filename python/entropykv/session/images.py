@@ -25,7 +25,7 @@ from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.image_header import image_size
 from entropykv.llamacpp.projector import ImageChunk, Projector, TextChunk
 from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpans
-from entropykv.session.read_parts import common_prefix
+from entropykv.session.reuse import common_prefix
 
 HELD_BYTES = 256 << 20
 """Bytes of embeddings that are kept for who reads the same images again."""

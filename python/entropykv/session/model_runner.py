@@ -1,4 +1,4 @@
-"""Hold a loaded model, and the pool of bytes that the sequences of its sessions share."""
+"""Hold a loaded model, and the budget that the sequences of its sessions share, be it one only."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from entropykv.session.images import ImageLimits, Images
 from entropykv.session.learning import Learner
 from entropykv.session.predictor_fit import PredictorFit
 from entropykv.session.scheduler import Scheduler, Work
+from entropykv.session.sequence import TokenSequence
 from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.shared_pool import SharedPool
 from entropykv.session.swap_space import SwapSpace
+from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget, is_number
 from entropykv.store.flat import FlatStore
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.headwise_context import HeadwiseContext
-from entropykv.store.pooled import PooledStore
 from entropykv.store.protocol import Part, Store, decode_parts
 
 _LOOK_AGAIN = 0.02
@@ -101,17 +102,15 @@ class ModelRunner:
         self.scheduler = Scheduler(
             self._admit, self._step, together=not self.recurrent, tidy=self._tidy
         )
-        self.shared: SharedPool | None = None
-        """The pages that a pool shares; None for a session that is alone, which has its own."""
-        if self._context is not None and self._context.pool is not None:
-            self.shared = SharedPool(
-                self._context.pool,
-                self.config,
-                self._context.layers,
-                swap_space,
-                self.slots,
-                self.scheduler.is_waiting,
-            )
+        self.shared = SharedPool(
+            self._context.pool if self._context else None,
+            self.config,
+            self._context.layers if self._context else (),
+            swap_space,
+            self.slots,
+            self.scheduler.is_waiting,
+        )
+        """The budget, and the sequences that share it: a session alone is a pool of one."""
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -137,9 +136,7 @@ class ModelRunner:
                 return FlatStore(self.model, self.config, self.budget)
             if self._context is None:
                 self._context = self._make_context()
-            config = self.config
-            kind = PooledStore if config.options.in_pool else HeadwiseStore
-            return kind(self.model, config, self.budget, shared_context=self._context)
+            return HeadwiseStore(self.model, self.config, self.budget, shared_context=self._context)
         except MemoryError:
             raise self.too_large(self.budget) from None
 
@@ -191,7 +188,15 @@ class ModelRunner:
             if self.config.options.learn:
                 self.learner = self.learner or Learner(self.model, self.config, store)
                 self.learner.watch(store)
-            slot = SequenceSlot(store, weight, self._slots_made, live=self.shared is None)
+            slot = SequenceSlot(
+                store,
+                weight,
+                self._slots_made,
+                TokenSequence(self.config.n_ubatch),
+                live=self.shared.is_private,
+            )
+            if self.config.freezing is not None:
+                slot.trajectory = Trajectory(store.n_kv_heads)
             self._slots_made += 1
             self.slots.append(slot)
             return slot
@@ -199,8 +204,8 @@ class ModelRunner:
     def remove_slot(self, slot: SequenceSlot) -> None:
         """Free all of a sequence once no step is being made; the others get its share.
 
-        Whoever reads it in another thread gets an EntropyKVError, at the latest with its next
-        micro-batch.
+        With the sequence of a session alone, free the model, too. Whoever reads it in another
+        thread gets an EntropyKVError, at the latest with its next micro-batch.
         """
         self.refuse(slot)
         self.remove_slot_later(slot)
@@ -210,10 +215,24 @@ class ModelRunner:
     def remove_slot_later(self, slot: SequenceSlot) -> None:
         """Free all of a sequence before the next step, without waiting for anybody.
 
-        Garbage may be collected in any thread, and within a step.
+        Garbage may be collected in any thread, and within a step. After a session alone there is no
+        next step: everything is freed at once.
         """
         slot.gone = True
         self._leaving.append(slot)
+        if self.shared.is_private:
+            self.close()
+
+    def check_usable(self, slot: SequenceSlot) -> None:
+        """Raise EntropyKVError for a sequence that is closed, or whose last decode failed."""
+        self.check_open(slot)
+        if slot.broken:
+            raise EntropyKVError("the last decode failed half-way; call reset() first")
+
+    def check_open(self, slot: SequenceSlot) -> None:
+        """Raise EntropyKVError for a sequence that is closed, or whose pool is."""
+        if self.closed or slot.gone:
+            raise EntropyKVError(_CLOSED)
 
     def refuse(self, slot: SequenceSlot) -> None:
         """Read nothing more of a sequence: who waits for its next tokens gets an error."""
@@ -229,11 +248,22 @@ class ModelRunner:
         if self._ends:
             self._free()
 
+    def foresee(self, slot: SequenceSlot) -> None:
+        """Let a share grow with the text that is expected, where it holds all of it then.
+
+        Otherwise what will be evicted gets its echoes before the share is changed.
+        """
+        if slot.live and slot.expected <= slot.shared_for:
+            return
+        with self.live_store(slot):
+            if self.shared.holds_whole(slot):
+                self.shared.note_growth(slot)
+
     def _leave(self, slot: SequenceSlot) -> None:
         if slot not in self.slots:
             return
         self.slots.remove(slot)
-        if self.shared is not None:
+        if not self.shared.is_private:
             self.shared.forget(slot)
         self._evicted_by_gone += slot.evicted
         slot.store.close()
@@ -254,8 +284,8 @@ class ModelRunner:
     @property
     def evictions(self) -> int:
         """Return how many entries were evicted so far, of all sequences that are or were there."""
-        replaced = self.shared.evicted_by_gone if self.shared else 0
-        return self._evicted_by_gone + replaced + sum(slot.evicted for slot in self.slots)
+        gone = self._evicted_by_gone + self.shared.evicted_by_gone
+        return gone + sum(slot.evicted for slot in self.slots)
 
     @property
     def recurrent(self) -> bool:
@@ -272,18 +302,9 @@ class ModelRunner:
                     return
             time.sleep(_LOOK_AGAIN)
 
-    def note_growth(self, slot: SequenceSlot) -> None:
-        """Prepare for how long a live sequence's text is expected to get; it may evict."""
-        if self.shared is not None:
-            self.shared.note_growth(slot)
-        elif isinstance(slot.store, HeadwiseStore):
-            slot.store.sharing.expect(slot.expected)
-
     def _is_live_now(self, slot: SequenceSlot) -> bool:
         """Make a sequence live, unless others must go first; raises PoolError if nobody helps."""
         _check_there(slot)
-        if self.shared is None:
-            return True
         if slot.live:
             return True
         try:
@@ -301,7 +322,7 @@ class ModelRunner:
             if not self._is_live_now(slot):
                 return False
             if work.part.tokens:  # not for echoes: what the budget will drop gets them before
-                self.note_growth(slot)
+                self.shared.note_growth(slot)
         except Exception as error:
             work.part.error = error
         return True
@@ -309,11 +330,7 @@ class ModelRunner:
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
         with self.scheduler.between_steps():
-            if self.shared is None:
-                for slot in self.slots:
-                    slot.store.resize(budget)
-            else:
-                self.shared.resize(budget)
+            self.shared.resize(budget)
             self.budget = budget
 
     # --- steps ------------------------------------------------------------------------------------
@@ -344,9 +361,8 @@ class ModelRunner:
             if work.part.error is None:
                 slot.position = work.part.position + len(work.part.tokens)
         self._learn(sum(len(p.tokens) for p in parts if p.echo and p.error is None))
-        if self.shared is not None:
-            prompts = [work for work in works if not work.is_single and work.part.error is None]
-            self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
+        prompts = [work for work in works if not work.is_single and work.part.error is None]
+        self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
 
     def teach(self, slot: SequenceSlot, begin: int, end: int) -> None:
         """Learn from what an echo has just shown of older text of a sequence: these positions."""
@@ -360,8 +376,7 @@ class ModelRunner:
         """Fit the predictor and leave a profile, once enough tokens were read twice."""
         if self.fit is not None and self.fit.note(n_tokens, self.slots):
             self.echo = None  # from now on, texts are read once
-            if self.shared is not None:
-                self.shared.swap_space.await_prediction()
+            self.shared.swap_space.await_prediction()
         if self.learner is not None:
             self.learner.leave_if_complete(self.fit.predictor if self.fit else None)
 
@@ -394,8 +409,8 @@ class ModelRunner:
         if self.closed:
             return
         self.closed = True
-        in_pool = self.config.options.in_pool
-        self.scheduler.close("the pool is closed; make a new one" if in_pool else _CLOSED)
+        is_private = self.shared.is_private
+        self.scheduler.close(_CLOSED if is_private else "the pool is closed; make a new one")
         self.checkpoints.clear()
         for slot in list(self.slots):
             slot.gone = True

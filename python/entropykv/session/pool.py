@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.model import Model
 from entropykv.session.model_runner import ModelRunner
-from entropykv.session.pool_session import PoolSession
 from entropykv.session.recovery import Climb
+from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
 from entropykv.settings.options import Budget
 from entropykv.settings.recovery import Recovery
@@ -133,7 +133,7 @@ class Pool:
         recovery: Recovery | None = None,
         on_climb: Callable[[Climb], object] | None = None,
         tenant: Hashable = None,
-    ) -> PoolSession:
+    ) -> Session:
         """Make a session; close() gives its part of the budget to the others.
 
         `weight`: its part, relative to those of the others. `recovery` None: that of the pool.
@@ -141,21 +141,14 @@ class Pool:
         finds the checkpoints of sessions of the same tenant alone.
         """
         recovery = recovery or self._runner.config.options.recovery
-        return PoolSession(
-            self._runner,
-            pool=self,
-            weight=weight,
-            recovery=recovery,
-            on_climb=on_climb,
-            tenant=tenant,
-        )
+        return Session.of_pool(self, self._runner, recovery, on_climb, weight=weight, tenant=tenant)
 
-    def sessions(self) -> list[PoolSession]:
+    def sessions(self) -> list[Session]:
         """Return the sessions that are open, in the order in which they came."""
         there = (reference() for reference in self._runner.sessions.valuerefs())
         return [each for each in there if each is not None and not each.is_closed]
 
-    def session_for(self, tokens: Sequence[int], tenant: Hashable = None) -> PoolSession:
+    def session_for(self, tokens: Sequence[int], tenant: Hashable = None) -> Session:
         """Make a session that goes on from what any other one of the tenant has read of a text.
 
         Its position says how many tokens need not be read: those of the nearest checkpoint.
@@ -175,10 +168,10 @@ class Pool:
     def stats(self) -> PoolStats:
         """Return counts and bytes of the moment."""
         runner, shared = self._runner, self._runner.shared
-        if runner.closed or shared is None:
+        core = shared.core
+        if runner.closed or core is None:
             raise EntropyKVError("the pool is closed; make a new one")
         with runner.scheduler.between_steps():
-            core = shared.core
             counters = [slot.store.counters() for slot in runner.slots]
             return PoolStats(
                 kv_bytes_budget=core.budget_bytes,
@@ -211,3 +204,10 @@ class Pool:
 
 def _sum(counters: Sequence[Mapping[str, Any]], name: str) -> int:
     return sum(each[name] for each in counters)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PoolSession":
+        warn_of_name("PoolSession", "Session")
+        return Session
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

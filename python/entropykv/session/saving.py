@@ -1,76 +1,237 @@
-"""Save sessions to disk or into memory, and load them."""
+"""Gather a session for its file, and check what a file holds before a session takes it over."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
+from collections.abc import Sequence
 from typing import BinaryIO
 
+import numpy as np
+import numpy.typing as npt
+
+from entropykv import _core
+from entropykv._build_info import LLAMA_CPP_PYTHON_VERSION
+from entropykv._version import VERSION
 from entropykv.errors import FreezeError, PoolError, SessionFileError
-from entropykv.session.file import SavedContents, SavedSettings, new_session_file
-from entropykv.session.file_reader import SessionReader, open_session, reader_of
-from entropykv.session.going_back import RollbackMixin
-from entropykv.session.state import load_state, saved_settings, write_state
+from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.recurrent import is_recurrent
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.session.file import (
+    AGAIN,
+    SavedContents,
+    SavedSettings,
+    SessionReader,
+    check_settings,
+    new_session_file,
+    open_session,
+    reader_of,
+    write_session,
+)
+from entropykv.session.image_spans import FIRST_PLACEHOLDER, ImageSpan, ImageSpans
+from entropykv.session.model_runner import ModelRunner
+from entropykv.session.sequence import TokenSequence
+from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.settings.options import Budget
+from entropykv.store.protocol import DamagedState, SavedState, StateDoesNotFit, Store
 
 
-class Saving(RollbackMixin):
-    """Be a session that can be written, and that goes on from what was written."""
+def saved_settings(
+    model: Model, config: ResolvedConfig, store: Store, budget: Budget
+) -> SavedSettings:
+    """Gather what a session was made with; `budget` is the one that it has now."""
+    freezing = config.freezing
+    return SavedSettings(
+        entropykv=VERSION,
+        llama_cpp_python=LLAMA_CPP_PYTHON_VERSION,
+        model=model.name,
+        fingerprint=model.identity,
+        store=store.name,
+        kv_type=config.kv_type,
+        policy=config.policy.name,
+        n_ctx=config.n_ctx,
+        kv_budget=str(budget),
+        n_sinks=config.options.n_sinks,
+        recent_window=config.options.recent_window,
+        freeze=None if freezing is None else freezing.kv_type,
+        sequence_state=(
+            _core.SEQUENCE_STATE_VERSION if store.name == "flat" or is_recurrent(model) else None
+        ),
+    )
 
-    def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
-        """Write all that decoding depends on to a file, which appears complete or not at all.
 
-        `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
-        """
+def write_state(
+    file: BinaryIO,
+    settings: SavedSettings,
+    store: Store,
+    sequence: TokenSequence,
+    chat: bool | None,
+) -> SavedContents:
+    """Write a session to a binary file."""
+    state = store.state()
+    # Copy the array: an error that somebody keeps would keep it from growing.
+    tokens = np.array(sequence.tokens, "<i4")
+    logits = np.empty(0) if sequence.logits is None else sequence.logits
+    contents = SavedContents(
+        position=sequence.position,
+        echoed=sequence.echoed,
+        n_tokens=tokens.size,
+        n_logits=logits.size,
+        entries=state.entries,
+        evicted=state.evicted,
+        shift=store.shift,
+        recalls_now=state.recalls_now,
+        chat=chat,
+        sections=state.section_bytes,
+        images=[[span.start, span.n_tokens, span.behind] for span in sequence.images],
+    )
+    own = (tokens.tobytes(), logits.astype("<f4").tobytes())
+    write_session(file, settings, contents, itertools.chain(own, state.sections))
+    return contents
+
+
+def load_state(
+    reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int, n_ubatch: int
+) -> TokenSequence:
+    """Replace what a store holds by a saved session, and return its text.
+
+    Raises SessionFileError where it does not fit or is damaged, and leaves the store as it was.
+    """
+    check_settings(reader.settings, settings, reader.where)
+    contents = reader.contents
+    if contents.position > settings.n_ctx:
+        raise SessionFileError(
+            f"{reader.where}: holds {contents.position} tokens, more than the context of "
+            f"{settings.n_ctx}; raise -c (n_ctx)"
+        )
+    _check_shift(reader, settings, store)
+    tokens, logits, *sections = reader.sections()
+    sequence = _sequence(reader, tokens, logits, n_vocab, n_ubatch)
+    state = SavedState(
+        contents.position,
+        contents.entries,
+        contents.evicted,
+        contents.shift,
+        sections,
+        contents.recalls_now,
+    )
+    try:
+        store.check_state(state)
+        store.load_state(state)
+    except DamagedState as error:
+        raise reader.damaged(str(error)) from None
+    except StateDoesNotFit as error:
+        raise SessionFileError(f"{reader.where}: {error}") from None
+    except (MemoryError, RuntimeError) as error:
+        raise SessionFileError(f"{reader.where}: cannot be loaded ({error}); {AGAIN}") from error
+    return sequence
+
+
+def _check_shift(reader: SessionReader, settings: SavedSettings, store: Store) -> None:
+    shift, sinks = reader.contents.shift, reader.settings.n_sinks
+    if shift == 0:
+        return
+    if sinks != settings.n_sinks:
+        raise SessionFileError(
+            f"{reader.where}: goes beyond the trained context with {sinks} sinks, but this session "
+            f"has {settings.n_sinks}; use --sinks {sinks} (n_sinks={sinks})"
+        )
+    beyond = reader.contents.position - shift > store.rope.limit
+    if store.rope_obstacle or beyond or shift % store.rope.step != 0:
+        raise reader.damaged("an impossible shift")
+
+
+def _sequence(
+    reader: SessionReader, tokens: bytearray, last: bytearray, n_vocab: int, n_ubatch: int
+) -> TokenSequence:
+    contents = reader.contents
+    ids = np.frombuffer(tokens, "<i4")
+    row = np.frombuffer(last, "<f4")
+    if contents.echoed > ids.size:
+        raise reader.damaged("echoes of text that it does not hold")
+    images = [ImageSpan(*numbers) for numbers in contents.images]
+    if contents.position > ids.size or not _are_possible(ids, images, n_vocab):
+        raise reader.damaged("tokens that cannot be")
+    if row.size not in (0, n_vocab) or np.isnan(row).any():
+        raise reader.damaged("logits that cannot be")
+    sequence = TokenSequence(n_ubatch, ids.tolist())
+    sequence.position = contents.position
+    sequence.images = ImageSpans(images)
+    sequence.logits = row if row.size else None
+    sequence.echoed = min(contents.echoed, contents.position)
+    return sequence
+
+
+def _are_possible(ids: npt.NDArray[np.int32], images: Sequence[ImageSpan], n_vocab: int) -> bool:
+    """Tell whether tokens are those of a vocabulary, and placeholders exactly in the images."""
+    of_image = np.zeros(ids.size, bool)
+    end = 0
+    for span in images:
+        if not end <= span.start < span.end <= ids.size:
+            return False
+        end = span.end
+        of_image[span.start : end] = True
+    known = (ids >= 0) & (ids < n_vocab)
+    return bool(np.all(np.where(of_image, ids <= FIRST_PLACEHOLDER, known)))
+
+
+class Saver:
+    """Write one sequence to a file or into memory, and go on from what was written."""
+
+    def __init__(self, runner: ModelRunner, slot: SequenceSlot) -> None:
+        """Save and load the sequence of one slot of a runner."""
+        self._runner = runner
+        self._slot = slot
+
+    def save(self, path: str | os.PathLike[str], *, chat: bool | None) -> SavedContents:
+        """Write a file that appears complete or not at all: see Session.save()."""
         with new_session_file(path) as file:
-            return self._save(file, chat)
+            return self._write(file, chat)
 
-    def save_state(self) -> bytes:
+    def state(self) -> bytes:
         """Return the bytes that save() would write."""
         file = io.BytesIO()
-        self._save(file, None)
+        self._write(file, None)
         return file.getvalue()
 
     def load(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Go on with a session that was saved: the same numbers as if it had never ended.
-
-        Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
-        than what the file holds, it evicts. All of the file is read and checked before anything
-        changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
-        leaves the session as it was before.
-        """
+        """Go on with a file: see Session.load()."""
         with open_session(path) as reader:
             return self._load(reader)
 
     def load_state(self, data: bytes) -> SavedContents:
-        """Go on with what save_state() returned, as load() does with a file."""
+        """Go on with what state() returned."""
         return self._load(reader_of(data))
 
-    def _saved_settings(self) -> SavedSettings:
-        return saved_settings(self._model, self.config, self._store, self._runner.budget)
+    def _settings(self) -> SavedSettings:
+        runner = self._runner
+        return saved_settings(runner.model, runner.config, self._slot.store, runner.budget)
 
-    def _save(self, file: BinaryIO, chat: bool | None) -> SavedContents:
-        self._check_usable()
+    def _write(self, file: BinaryIO, chat: bool | None) -> SavedContents:
+        self._runner.check_usable(self._slot)
         with self._runner.live_store(self._slot) as store:
-            return write_state(file, self._saved_settings(), store, self._sequence, chat)
+            return write_state(file, self._settings(), store, self._slot.text, chat)
 
     def _load(self, reader: SessionReader) -> SavedContents:
-        self._check_usable()
-        self._broken = True
+        runner, slot = self._runner, self._slot
+        runner.check_usable(slot)
+        slot.broken = True
         # Its share of a pool is to hold all of it before it is there.
-        self._slot.expected = max(self._slot.expected, reader.contents.position)
+        slot.expected = max(slot.expected, reader.contents.position)
         try:
-            with self._runner.live_store(self._slot) as store:
-                if self._runner.shared is not None:
-                    self._runner.shared.note_growth(self._slot)
-                read = load_state(
-                    reader, self._saved_settings(), store, self.n_vocab, self.config.n_ubatch
-                )
+            with runner.live_store(slot) as store:
+                if not runner.shared.is_private:
+                    runner.shared.note_growth(slot)
+                n_vocab, n_ubatch = runner.model.n_vocab, runner.config.n_ubatch
+                text = load_state(reader, self._settings(), store, n_vocab, n_ubatch)
         except (FreezeError, PoolError, SessionFileError):
-            self._broken = False
+            slot.broken = False
             raise
-        self._clear_counts()
-        self._sequence = read
-        self._slot.position = self._slot.expected = read.position
-        read.begin_after_load(self.evicted)
-        self._broken = False
+        if slot.trajectory:
+            slot.trajectory.clear()
+        slot.text = text
+        slot.position = slot.expected = text.position
+        text.begin_after_load(store.evicted)
+        slot.broken = False
         return reader.contents

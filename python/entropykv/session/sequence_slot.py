@@ -1,12 +1,14 @@
-"""Hold a sequence's part of a runner: its store, its weight, and whether it is live."""
+"""Hold a sequence's part of a runner: its text, its store, its weight, and whether it is live."""
 
 from __future__ import annotations
 
 from typing import cast
 
 from entropykv.policy.division import LossCurve
+from entropykv.session.sequence import TokenSequence
 from entropykv.session.swap_space import SwappedSequence
-from entropykv.store.pooled import PooledStore
+from entropykv.session.trajectory import Trajectory
+from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import Store
 
 IDLE_SECONDS = 1.0
@@ -14,9 +16,11 @@ IDLE_SECONDS = 1.0
 
 
 class SequenceSlot:
-    """Hold a session's part of its runner: a store, and whether it is live."""
+    """Hold all that there is of one sequence; a session is a handle on it."""
 
-    def __init__(self, store: Store, weight: float, number: int, *, live: bool) -> None:
+    def __init__(
+        self, store: Store, weight: float, number: int, text: TokenSequence, *, live: bool
+    ) -> None:
         """Begin with nothing read."""
         self.store = store
         self.number = number
@@ -27,6 +31,14 @@ class SequenceSlot:
         self.gone = False
         """True once its session is closed: nothing can be read or held any more."""
         self.swapped: SwappedSequence | None = None
+        self.text = text
+        """What was read, as its session knows it; loading and forking put another in its place."""
+        self.trajectory: Trajectory | None = None
+        """What was held over the text, where entries are frozen."""
+        self.broken = False
+        """True where a decode has failed half-way."""
+        self.writes = False
+        """True where the latest tokens were written one by one, and are not a prompt."""
         self.position = 0
         """How many tokens were read, when it was last between two steps."""
         self.expected = 0
@@ -48,11 +60,15 @@ class SequenceSlot:
         """Return how many entries were evicted since it is there."""
         return self.store.evicted - self.inherited
 
+    def note_evictions(self) -> None:
+        """Let the text know where it ended when entries were last evicted."""
+        self.text.note_evictions(self.store.evicted)
+
     def is_idle(self, now: float) -> bool:
         """Tell whether it can be swapped out without making anybody wait."""
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
-    def headwise(self) -> PooledStore:
-        """Return the store, which is a PooledStore: no other one shares a pool."""
-        return cast(PooledStore, self.store)
+    def headwise(self) -> HeadwiseStore:
+        """Return the store, which is a HeadwiseStore: no other one shares a pool."""
+        return cast(HeadwiseStore, self.store)

@@ -4,36 +4,67 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Unpack
 
-from entropykv.errors import (
-    ContextError,
-    EntropyKVError,
-)
+from entropykv._core import TokenTrie
+from entropykv.errors import PoolError
 from entropykv.llamacpp.model import Model
-from entropykv.session.echo import LEAST_TOKENS
+from entropykv.policy.names import Policy
+from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.profile.belongs import other_file
+from entropykv.profile.profile import EntropyProfile
+from entropykv.session.checkpoints import Checkpoint
+from entropykv.session.file import SavedContents
 from entropykv.session.generate import generate
-from entropykv.session.image_spans import is_placeholder, text_before_image
-from entropykv.session.images import ImageLimits, ImagePart, Images, no_projector
+from entropykv.session.image_spans import is_placeholder
+from entropykv.session.images import ImageLimits, Images
+from entropykv.session.learning import Learner
 from entropykv.session.model_runner import ModelRunner
+from entropykv.session.predictor_fit import PredictorFit
+from entropykv.session.reader import SequenceReader
 from entropykv.session.recovery import Climb
+from entropykv.session.reuse import Demand, Reuse, reuse_of
+from entropykv.session.rollback import Rollback
 from entropykv.session.sampling import Sampling
-from entropykv.session.saving import Saving
-from entropykv.session.sequence import TokenSequence
+from entropykv.session.saving import Saver
+from entropykv.session.stats import SessionCounts, SessionStats, peak_rss_bytes
 from entropykv.session.trajectory import Trajectory
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
-from entropykv.settings.options import at_least
+from entropykv.settings.freezing import Freezing
+from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Recovery, Rung
-from entropykv.store.protocol import Part
+from entropykv.settings.renamed import warn_of_name
+from entropykv.store.protocol import CacheLook
 
 
-class Session(Saving):
+@dataclass(frozen=True)
+class PoolStatus:
+    """Say how a session stands among the others of its pool."""
+
+    state: Literal["active", "idle", "swapped_out", "waiting"]
+    """What it does; `waiting`: for room in the pool, `idle`: it may be swapped out for another."""
+    idle_seconds: float
+    """Seconds since tokens of it were read."""
+    given_up: int
+    """How many entries left because its share became smaller, for the sake of others."""
+    is_swapped_out: bool = False
+    """True where it has no share; it may still wait for one."""
+    swapped_entries: int = 0
+    """How many entries of all KV heads come back with its next token."""
+    pages_bytes: int = 0
+    """Bytes of pages that it has in the pool while it is swapped out, shared ones included."""
+    swapped_bytes: int = 0
+    """Bytes that are kept outside of the pool meanwhile."""
+
+
+class Session:
     """Read and write one sequence of tokens with a model, inside a KV budget.
 
     `model`: path of a GGUF file, or a Model, which the session closes. `options`, or keyword
@@ -45,6 +76,11 @@ class Session(Saving):
     Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
     FreezeError.
     """
+
+    name: str | None = None
+    """What those who use it call it, to find it among all sessions of a pool."""
+    _closed = True
+    """True until it holds something, so that close() works even where __init__ raises."""
 
     @shows(SessionArguments)
     def __init__(
@@ -59,7 +95,11 @@ class Session(Saving):
         """Load the model and make its store; everything is checked before the weights are read."""
         asked = CacheOptions.of(options, arguments).alone()
         runner = ModelRunner(model, asked, verbose=verbose)
-        self._take_part(runner, asked.recovery, on_climb, weight=1.0, alone=True)
+        try:
+            self._begin(runner, asked.recovery, on_climb)
+        except BaseException:
+            runner.close()
+            raise
 
     @classmethod
     def from_pretrained(
@@ -86,36 +126,59 @@ class Session(Saving):
         path = fetch_model(repo_id, filename, local_dir=local_dir, cache_dir=cache_dir)
         return cls(path, options, on_climb=on_climb, verbose=verbose, **arguments)
 
-    def _take_part(
+    @classmethod
+    def of_pool(
+        cls,
+        pool: object,
+        runner: ModelRunner,
+        recovery: Recovery | None,
+        on_climb: Callable[[Climb], object] | None,
+        *,
+        weight: float = 1.0,
+        tenant: Hashable = None,
+        origin: Checkpoint | None = None,
+    ) -> Session:
+        """Make a session of a pool, which owns the runner and is kept as long: see Pool.session().
+
+        `origin` is a swapped out state to go on from, which becomes its own.
+        """
+        self = cls.__new__(cls)
+        runner.config.check_recovery(recovery)
+        self._begin(runner, recovery, on_climb, weight=weight, tenant=tenant, pool=pool)
+        runner.sessions[self.number] = self
+        if origin is not None:
+            self._rollback.go_on_from(origin)
+        return self
+
+    def _begin(
         self,
         runner: ModelRunner,
         recovery: Recovery | None,
         on_climb: Callable[[Climb], object] | None,
         *,
-        weight: float,
-        alone: bool,
+        weight: float = 1.0,
+        tenant: Hashable = None,
+        pool: object = None,
     ) -> None:
-        """Take a slot at a runner, which is closed with the session where it is `alone`."""
+        """Take a slot at a runner, and make the parts that work on it."""
         self._runner = runner
-        self._alone = alone
+        self._pool = pool
         self.recovery = recovery
         self.on_climb = on_climb
+        self.tenant = tenant
+        """Whose texts it shares: see Pool.session."""
         self._model = runner.model
-        self.config = runner.config
+        self.config: ResolvedConfig = runner.config
         """What was asked for, and what it means for the model."""
-        try:
-            self._slot = runner.add_slot(weight)
-        except BaseException:
-            if alone:
-                runner.close()
-            raise
+        self._slot = runner.add_slot(weight)
         self._store = self._slot.store
         self.hook = self._store.hook
         """What changes the context's graphs, and can time them: see entropykv.evaluation.work."""
-        self.trajectory = Trajectory(self._store.n_kv_heads) if self.freezing else None
+        self._rollback = Rollback(runner, self._slot, tenant)
+        self._reader = SequenceReader(runner, self._slot, self._rollback)
+        self._saver = Saver(runner, self._slot)
+        self._counts = SessionCounts()
         self._closed = False
-        self._sequence = TokenSequence(self.config.n_ubatch)
-        self._clear_counts()
 
     def __enter__(self) -> Session:
         """Use the session as a context manager: it closes at the end."""
@@ -127,26 +190,21 @@ class Session(Saving):
 
     def __del__(self) -> None:
         """Free what nobody has closed; never wait, since this may happen in any thread."""
-        if self._closed:
-            return
-        if self._alone:
-            self.close()
-        else:
+        if not self._closed:
             self._closed = True
             self._runner.remove_slot_later(self._slot)
 
     def close(self) -> None:
-        """Free the context, the store and the model; the session cannot be used any more.
+        """Free the sequence, and give its part of a pool to the others; free the model if alone.
 
-        It waits for the micro-batch that is being read. A thread that reads or writes the session
-        gets an EntropyKVError.
+        It waits for the micro-batch that is being read. The session cannot be used any more: a
+        thread that reads or writes it gets an EntropyKVError.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._runner.remove_slot(self._slot)
-        if self._alone:
-            self._runner.close()
+        if not self._closed:
+            self._closed = True
+            self._runner.remove_slot(self._slot)
+
+    # --- read and write ---------------------------------------------------------------------------
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> npt.NDArray[np.float32]:
         """Read tokens inside the budget; returns their logits.
@@ -168,164 +226,7 @@ class Session(Saving):
         `writes`: whether they were written, and are not (the rest of) a prompt; None: a single
         token is taken for a written one.
         """
-        self._check_usable()
-        ids = [int(token) for token in tokens]
-        self._check_room(len(ids))
-        text = [token for token in ids if not is_placeholder(token)]
-        self._model.check_tokens(text)
-        if len(text) < len(ids) and self._runner.images is None:
-            raise no_projector()
-        self.note_turn(writes=len(ids) == 1 if writes is None else writes)
-        arrival = self._runner.scheduler.arrive()
-        self._slot.expected = max(self._slot.expected, self._sequence.position + len(ids))
-        echoes = self._echo is not None and self._evicts(len(ids))
-        if echoes or self._awaits_echoes(len(ids)):
-            self._catch_up(len(ids), arrival)
-        while ids:
-            # Echoes may end within the text: once they have taught the predictor enough.
-            repeats = self._echo if echoes else None
-            if is_placeholder(ids[0]):
-                image = self._image_part(ids)
-                part, ids = ids[: image.n_tokens], ids[image.n_tokens :]
-                n_rows = len(part) if all_logits else int(not ids)
-                yield self._decode_micro_batch(part, n_rows, [], arrival, image)
-            else:
-                size = repeats.chunk if repeats else self._largest_chunk(len(ids))
-                size = text_before_image(ids, size)
-                part, ids = ids[:size], ids[size:]
-                echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
-                n_rows = len(part) if all_logits else int(not ids)
-                yield self._decode_micro_batch(part, n_rows, echo, arrival)
-            if ids:
-                self._note_interval(len(part))
-
-    def _largest_chunk(self, n_tokens: int) -> int:
-        """Return how many of so many tokens to read at once."""
-        return min(
-            self.config.n_ubatch, self._store.whole_before(self._sequence.position, n_tokens)
-        )
-
-    def _check_room(self, n_tokens: int) -> None:
-        if n_tokens == 0:
-            raise ContextError("there is nothing to read; give at least one token")
-        end, store = self._sequence.position + n_tokens, self._store
-        if end > self.n_ctx:
-            raise ContextError(
-                f"{end} tokens do not fit into a context of {self.n_ctx}; "
-                "shorten the prompt or raise --ctx-size (n_ctx)"
-            )
-        if store.rope_obstacle and end > store.rope.limit:
-            raise ContextError(
-                f"{self._model.name}: {end} tokens are more than the "
-                f"{store.rope.limit} that the model was trained for, and it cannot go beyond them: "
-                f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
-            )
-
-    def _image_part(self, ids: list[int]) -> ImagePart:
-        """Return the rows of an image that are read next, in the place of the first tokens."""
-        images = self._runner.images
-        if images is None:
-            raise no_projector()
-        sequence, n_ubatch = self._sequence, self.config.n_ubatch
-        return images.next_part(
-            ids, sequence.position, sequence.images, n_ubatch, self._largest_chunk
-        )
-
-    def _decode_micro_batch(
-        self,
-        tokens: list[int],
-        n_rows: int,
-        echo: list[int],
-        arrival: int,
-        image: ImagePart | None = None,
-    ) -> npt.NDArray[np.float32] | None:
-        logits = self._decode(tokens, n_rows, echo, arrival, image)
-        if image is not None:
-            self._sequence.add_image(image.first, image.n_tokens, image.behind)
-        elif echo:
-            self._sequence.echoed = self._sequence.position + len(tokens)
-        last = None if logits is None else logits[-1].copy()
-        self._sequence.add(tokens, last, is_prompt=not self._writes)
-        self._sequence.note_evictions(self.evicted)
-        if self.trajectory:
-            counters = self._store.counters()
-            frozen = counters.get("frozen_entries", 0)
-            self.trajectory.record(self._sequence.position, counters["entries_kept"], frozen)
-        self._broken = False
-        self._store.check()
-        return logits
-
-    def _decode(
-        self,
-        tokens: list[int],
-        n_rows: int,
-        echo: list[int],
-        arrival: int,
-        image: ImagePart | None = None,
-    ) -> npt.NDArray[np.float32] | None:
-        """Decode a micro-batch at the end of the text; where that fails, the session is broken."""
-        self._broken = True
-        embedded = None if image is None else image.embedded
-        lag = self._sequence.images.lag if image is None else image.lag
-        part = Part(self._store, tokens, self._sequence.position, n_rows, echo, embedded, lag)
-        try:
-            self._runner.read(self._slot, part, arrival)
-            return part.result()
-        except EntropyKVError:
-            self._broken = not part.untouched  # or nothing was read
-            raise
-
-    def _evicts(self, n_tokens: int) -> bool:
-        """Tell whether the budget cannot hold all of the text when it is so many tokens longer."""
-        slot, shared = self._slot, self._runner.shared
-        if shared is not None and (not slot.live or slot.expected > slot.shared_for):
-            with self._runner.live_store(slot):
-                if shared.holds_whole(slot):  # otherwise echoes come before the share is changed
-                    shared.note_growth(slot)
-        return self._sequence.position + n_tokens > self._store.whole_entries
-
-    def _awaits_echoes(self, n_tokens: int) -> bool:
-        """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
-        if self._echo is None or n_tokens >= LEAST_TOKENS:
-            return False
-        room = self._store.whole_entries - self._sequence.position
-        return room <= self._echo.tokens_ahead(self._sequence.position - self._sequence.echoed)
-
-    def _catch_up(self, n_tokens: int, arrival: int) -> None:
-        """Read echoes that are missing, if enough, before `n_tokens` more evict the text.
-
-        Before a written token, no more than one chunk is repeated: the others wait for the next
-        tokens.
-        """
-        sequence = self._sequence
-        least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
-        if self._echo is None or sequence.position - sequence.echoed < least:
-            return
-        while sequence.echoed < sequence.position:
-            first = sequence.echoed
-            last = min(first + self._echo.chunk, sequence.position)
-            if echo := self._echo_of(sequence.tokens[first:last], first):
-                self._decode([], 0, echo, arrival)
-                self._broken = False
-                self._runner.teach(self._slot, first, last)
-            sequence.echoed = last
-            if n_tokens < LEAST_TOKENS or self._echo is None:
-                break
-        with self._runner.live_store(self._slot) as store:
-            store.share_again()
-        self._sequence.note_evictions(self.evicted)
-
-    def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
-        """Return the echo of a chunk that is read now, or was from position `first` on.
-
-        None where it would be at positions that the model does not have.
-        """
-        if self._echo is None:
-            return []
-        first = self._sequence.position if first is None else first
-        echo = self._echo.of(self._sequence.tokens[:first], chunk)
-        end = max(self._sequence.position, first + len(chunk)) + len(echo)
-        return [] if self._store.rope_obstacle and end > self._store.rope.limit else echo
+        return self._reader.read(tokens, all_logits, writes=writes)
 
     def generate(
         self, tokens: Sequence[int], max_tokens: int = -1, **sampling: Any
@@ -351,7 +252,7 @@ class Session(Saving):
         try:
             with closing(stream):
                 while True:
-                    self._check_open()
+                    self._runner.check_open(self._slot)
                     with self._model.in_use():
                         token = next(stream, None)
                     if token is None:
@@ -359,26 +260,6 @@ class Session(Saving):
                     yield token
         finally:
             self.rest()
-
-    def open_projector(
-        self,
-        path: str | os.PathLike[str],
-        limits: ImageLimits | None = None,
-        *,
-        use_gpu: bool = False,
-    ) -> Images:
-        """Open the model's projector (mmproj file), and return what reads prompts with images.
-
-        It serves all sessions of the model, and is closed with the model, or where another file
-        takes its place. Raises ModelFileError and UnsupportedModelError: see Projector.
-        """
-        self._check_open()
-        return self._runner.open_projector(path, limits, use_gpu=use_gpu)
-
-    @property
-    def images(self) -> Images | None:
-        """Return what reads prompts with images; None before open_projector()."""
-        return self._runner.images
 
     def rest(self) -> None:
         """Say that nothing more is read soon: a pool may swap out the session for another one."""
@@ -396,6 +277,230 @@ class Session(Saving):
         """
         self._runner.refuse(self._slot)
 
+    # --- text and model ---------------------------------------------------------------------------
+
+    def tokenize(self, text: str, add_bos: bool | None = None, special: bool = True) -> list[int]:
+        """Return the tokens of a text; `add_bos` None: as the model wants.
+
+        `special`: names of control tokens are read as such.
+        """
+        add = self._model.adds_bos if add_bos is None else add_bos
+        return self._model.tokenize(text, add_bos=add, special=special)
+
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Return the text of tokens, without images; `special`: with control tokens."""
+        text = [token for token in tokens if not is_placeholder(token)]
+        return self._model.detokenize(text, special=special)
+
+    def token_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """Return the bytes of a token, for output as it comes; `special`: of control tokens.
+
+        Those of an image have none.
+        """
+        if is_placeholder(token):
+            return b""
+        return self._model.token_bytes(token, special=special)
+
+    def chat_prompt(self, text: str, system: str | None = None) -> str | None:
+        """Return the prompt of one user turn: see Model.chat_prompt."""
+        return self._model.chat_prompt(text, system)
+
+    def chat_turn(self, text: str) -> str | None:
+        """Return what a further user turn adds after an answer: see Model.chat_turn."""
+        return self._model.chat_turn(text)
+
+    def is_end(self, token: int) -> bool:
+        """Tell whether a token ends the generation."""
+        return self._model.is_end(token)
+
+    @property
+    def n_vocab(self) -> int:
+        """Return the size of the vocabulary."""
+        return self._model.n_vocab
+
+    @property
+    def vocabulary(self) -> Any:
+        """Return the llama_vocab, for samplers of llama.cpp."""
+        return self._model.vocabulary
+
+    @property
+    def token_trie(self) -> TokenTrie:
+        """Return the texts of all tokens, for grammars."""
+        return self._model.token_trie
+
+    def open_projector(
+        self,
+        path: str | os.PathLike[str],
+        limits: ImageLimits | None = None,
+        *,
+        use_gpu: bool = False,
+    ) -> Images:
+        """Open the model's projector (mmproj file), and return what reads prompts with images.
+
+        It serves all sessions of the model, and is closed with the model, or where another file
+        takes its place. Raises ModelFileError and UnsupportedModelError: see Projector.
+        """
+        self._runner.check_open(self._slot)
+        return self._runner.open_projector(path, limits, use_gpu=use_gpu)
+
+    @property
+    def images(self) -> Images | None:
+        """Return what reads prompts with images; None before open_projector()."""
+        return self._runner.images
+
+    # --- what was read ----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Return how many tokens were decoded so far."""
+        return self._slot.text.position
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return every token read or generated so far, evicted or not."""
+        return self._slot.text.tokens.tolist()
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """Return the last token's logits, (n_vocab,), float32.
+
+        They are None before the first token, and after truncate().
+        """
+        return self._slot.text.logits
+
+    @property
+    def text_bytes(self) -> int:
+        """Return the bytes of its tokens and logits, and of where the text can be read again."""
+        return self._slot.text.n_bytes
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """Return what was held over the text, where entries are frozen."""
+        return self._slot.trajectory
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether no decode has failed half-way since the last reset()."""
+        return not self._slot.broken
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether it was closed, or its pool was."""
+        return self._closed or self._runner.closed
+
+    # --- settings ---------------------------------------------------------------------------------
+
+    @property
+    def n_ctx(self) -> int:
+        """Return the length of the longest sequence, in tokens."""
+        return self.config.n_ctx
+
+    @property
+    def n_ubatch(self) -> int:
+        """Return how many tokens of text are read at once, however many follow."""
+        return self._reader.chunk
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy that shares the budget; never `auto`."""
+        return self.config.policy
+
+    @property
+    def profile(self) -> EntropyProfile | None:
+        """Return the entropy profile that was given or found, where the policy takes one."""
+        return self.config.profile
+
+    @property
+    def freezing(self) -> Freezing | None:
+        """Return where evicted entries are kept; None where they are dropped."""
+        return self.config.freezing
+
+    @property
+    def fallback(self) -> str | None:
+        """Return why the flat store serves the model where either might."""
+        return self.config.fallback
+
+    @property
+    def store(self) -> str:
+        """Return which store serves the model: headwise or flat."""
+        return self._store.name
+
+    @property
+    def context(self) -> Any:
+        """Return the llama_context, for samplers; its logits may be another session's."""
+        return self._store.context
+
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether no other session reads in the llama_context, whose logits are its own."""
+        return self._runner.shared.is_private
+
+    @property
+    def learner(self) -> Learner | None:
+        """Return what learns the model's profile, and tells what it has left; None without it."""
+        return self._runner.learner
+
+    @property
+    def predictor_fit(self) -> PredictorFit | None:
+        """Return what fits the model's predictor to its first texts; None where it is known."""
+        return self._runner.fit
+
+    def other_file(self) -> str | None:
+        """Return a sentence where the profile was made with another file of the model's shape."""
+        return None if self.profile is None else other_file(self.profile, self._model.geometry)
+
+    @property
+    def recipe(self) -> ResolvedConfig:
+        """Return `config` under the name that it had before version 0.2.0."""
+        warn_of_name("Session.recipe", "config")
+        return self.config
+
+    # --- the cache --------------------------------------------------------------------------------
+
+    def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
+        """Return the positions that a KV head keeps, ascending; IndexError for no such head."""
+        budgets = self._store.budgets()
+        if not 0 <= layer < len(budgets) or not 0 <= kv_head < len(budgets[layer]):
+            raise IndexError(f"the model has no KV head {kv_head} in layer {layer}")
+        with self._runner.live_store(self._slot) as store:
+            return store.entries(layer, kv_head)
+
+    def cache_map(self) -> CacheLook:
+        """Return a function that looks at what all KV heads hold, for those who watch.
+
+        look(first, per_column, n_columns) returns three arrays of bytes, (KV heads of all layers,
+        columns), or of one row where all KV heads keep the same: which share of a column's
+        positions is held, frozen, or held now and frozen at the look before; in 255ths, rounded up.
+        """
+        return self._store.cache_map()
+
+    def budgets(self) -> list[tuple[int, ...]]:
+        """Return the entries that every KV head may keep, as `[layer][KV head]`."""
+        return self._store.budgets()
+
+    @property
+    def evicted(self) -> int:
+        """Return how many entries of all KV heads were dropped for good so far."""
+        return self._store.evicted
+
+    @property
+    def sure_entries(self) -> int:
+        """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
+        return self._store.sure_entries
+
+    def resize(self, kv_budget: Budget | str | float) -> None:
+        """Change the budget while running: a larger one holds at once, a smaller one evicts.
+
+        BudgetError leaves the session as it was.
+        """
+        self._runner.check_usable(self._slot)
+        budget = Budget.parse(kv_budget)
+        try:
+            self._runner.resize(budget)
+        except MemoryError:
+            raise self._runner.too_large(budget) from None
+        self._slot.note_evictions()
+
     def thaw(self, rung: Rung = Rung.FULL, window: int = 0) -> int:
         """Restore frozen entries as far as the budget has room; returns how many, of all KV heads.
 
@@ -403,10 +508,241 @@ class Session(Saving):
         the last `window` steps; FULL: all, and detections start again. With the next token, the
         others are looked through for what it needs.
         """
-        self._check_usable()
+        self._runner.check_usable(self._slot)
         at_least("window", window, 0)
         with self._runner.live_store(self._slot) as store:
-            return store.thaw(rung, window, self._sequence.position)
+            return store.thaw(rung, window, self.position)
+
+    # --- go back ----------------------------------------------------------------------------------
+
+    @property
+    def reusable_from(self) -> int:
+        """Return where the text ended when an entry was last evicted; 0 if none ever was.
+
+        Truncating to it or beyond leaves the entries that were there when the session stood there.
+        After truncate() to an earlier one, more than n_ctx: entries before it are missing that a
+        session that never read on would have, until reset().
+        """
+        return self._rollback.held().reusable_from
+
+    @property
+    def end_of_prompt(self) -> int:
+        """Return where the last prompt ended: what follows was written token by token."""
+        return self._slot.text.parts.end_of_prompt
+
+    def can_return_to(self, position: int) -> bool:
+        """Tell whether truncate(position) leaves the entries of a session that never read on.
+
+        Always so for 0. Where it is False, the tokens must be read again. With freezing, which of
+        them are frozen may be others.
+        """
+        return self._rollback.held().can_return_to(position)
+
+    def cut_before(self, position: int) -> int:
+        """Return the last place up to `position` where a reading of the text was cut.
+
+        It is 0 where the session cannot return there: see can_return_to().
+        """
+        return self._rollback.held().cut_before(position)
+
+    def repeatable_from(self, position: int, end: int) -> int:
+        """Return where to truncate to, so that the text after it is read as it would be from 0.
+
+        The result is at most `position`, where the text departs from what was read; `end` is how
+        long it may get. It is 0 where something may be evicted before `end`: what is kept then
+        depends on all queries that were ever asked.
+        """
+        return self._rollback.held().repeatable_from(position, end)
+
+    def reuse(self, prompt: Sequence[int], demand: Demand) -> Reuse:
+        """Decide what of the text a prompt can go on from; nothing changes: see reuse.py."""
+        return reuse_of(self._rollback.held(), prompt, demand)
+
+    def truncate(self, position: int) -> None:
+        """Go back to `position` tokens; 0 is possible after a decode that failed, too.
+
+        What was evicted before `position` does not come back: see can_return_to(). ContextError
+        where a model's recurrent layers or sliding windows cannot go back that far.
+        """
+        self._rollback.truncate(position)
+
+    def reset(self) -> None:
+        """Forget every token; counters start again."""
+        self.truncate(0)
+        self._clear_counts()
+
+    def return_to_prompt(self, position: int, end: int) -> bool:
+        """Go back to the end of the last prompt, whose logits are those of the session again.
+
+        Returns False, and nothing changes, where the last prompt did not end at `position`, or
+        something may be evicted before `end`: see repeatable_from().
+        """
+        return self._rollback.return_to_prompt(position, end)
+
+    def return_to_checkpoint(
+        self, tokens: Sequence[int], beyond: int = 0, *, repeatable: bool = False
+    ) -> bool:
+        """Go back to where most of a text was read, if that is more than `beyond` tokens of it.
+
+        That is a checkpoint of any session of its tenant in the pool, whatever was evicted since;
+        with one of all of the text, the logits are there again. False, and nothing changes,
+        where there is none: a session alone keeps none. `repeatable`: only to where a text that is
+        read from 0 is cut, too, or to a checkpoint itself, so that asking again gives the same
+        numbers.
+        """
+        return self._rollback.return_to_checkpoint(tokens, beyond, repeatable=repeatable)
+
+    def keep_checkpoint(self) -> None:
+        """Keep where the text stands, to come back to: a pool with checkpoints does."""
+        self._rollback.keep_checkpoint()
+
+    def note_turn(self, *, writes: bool) -> None:
+        """Keep a checkpoint where the text turns from what is read to what is written, or back."""
+        self._rollback.note_turn(writes=writes)
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, chat: bool | None = None) -> SavedContents:
+        """Write all that decoding depends on to a file, which appears complete or not at all.
+
+        `chat`: whether the text is a chat by the model's template. Raises SessionFileError.
+        """
+        return self._saver.save(path, chat=chat)
+
+    def save_state(self) -> bytes:
+        """Return the bytes that save() would write."""
+        return self._saver.state()
+
+    def load(self, path: str | os.PathLike[str]) -> SavedContents:
+        """Go on with a session that was saved: the same numbers as if it had never ended.
+
+        Model file, store, kv_type and policy must be those of the file. Where the budget is smaller
+        than what the file holds, it evicts. All of the file is read and checked before anything
+        changes. Raises SessionFileError, or FreezeError where cold storage has no room for it, and
+        leaves the session as it was before.
+        """
+        contents = self._saver.load(path)
+        self._clear_counts()
+        return contents
+
+    def load_state(self, data: bytes) -> SavedContents:
+        """Go on with what save_state() returned, as load() does with a file."""
+        contents = self._saver.load_state(data)
+        self._clear_counts()
+        return contents
+
+    # --- in a pool --------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float:
+        """Return its part of the pool, relative to those of the others."""
+        return self._slot.weight
+
+    @property
+    def number(self) -> int:
+        """Return how many sessions its pool had had before it."""
+        return self._slot.number
+
+    @property
+    def is_live(self) -> bool:
+        """Tell whether it has a share of the pool, and is not swapped out or empty."""
+        return self._slot.live
+
+    def fork(self) -> Session:
+        """Return another session of the pool, which goes on from what this one has read.
+
+        Both have the same pages until one of them changes. It is swapped out until it reads, and
+        then has a share of the pool. Raises PoolError where no more can be swapped out, and for a
+        session alone.
+        """
+        self._runner.check_usable(self._slot)
+        if self._pool is None:
+            raise PoolError("a session alone cannot be forked; make it by a Pool")
+        return Session.of_pool(
+            self._pool,
+            self._runner,
+            self.recovery,
+            self.on_climb,
+            weight=self.weight,
+            tenant=self.tenant,
+            origin=self._rollback.fork(),
+        )
+
+    def swap_out(self) -> None:
+        """Leave its part of the pool to others until it is used again; raises PoolError."""
+        self._runner.check_usable(self._slot)
+        shared = self._runner.shared
+        with self._runner.exclusively(self._slot):
+            shared.swap_out(self._slot)
+            shared.share()
+
+    def pool_status(self) -> PoolStatus:
+        """Return how it stands among the others of the pool, between two steps.
+
+        Only then does what it holds stay where it is: a step may hand its pages to another one.
+        """
+        with self._runner.scheduler.between_steps():
+            return self._status_between_steps()
+
+    def _status_between_steps(self) -> PoolStatus:
+        slot, scheduler, now = self._slot, self._runner.scheduler, time.monotonic()
+        idle_seconds = now - slot.last_step
+        swapped = slot.swapped
+        if swapped is not None:
+            return PoolStatus(
+                "waiting" if scheduler.is_waiting(slot) else "swapped_out",
+                idle_seconds,
+                slot.given_up,
+                is_swapped_out=True,
+                swapped_entries=swapped.n_entries,
+                pages_bytes=swapped.n_pages * slot.headwise.sharing.plan.page_bytes,
+                swapped_bytes=swapped.n_bytes,
+            )
+        is_idle = slot.is_idle(now) and not scheduler.is_waiting(slot)
+        return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
+
+    def park(self) -> None:
+        """Swap out, under the name that it had before version 0.2.0."""
+        warn_of_name("Session.park", "swap_out")
+        self.swap_out()
+
+    def standing(self) -> PoolStatus:
+        """Return pool_status(), under the name that it had before version 0.2.0."""
+        warn_of_name("Session.standing", "pool_status")
+        return self.pool_status()
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    def stats(self) -> SessionStats:
+        """Return counts, bytes and times so far."""
+        store = self._store
+        return SessionStats(
+            model=self._model.name,
+            store=store.name,
+            policy=self.policy.name,
+            kv_budget=str(self._runner.budget),
+            n_ctx=self.n_ctx,
+            prompt_tokens=self._counts.prompt_tokens,
+            generated_tokens=self._counts.generated_tokens,
+            prompt_seconds=self._counts.prompt_seconds,
+            decode_seconds=self._counts.decode_seconds,
+            kv_bytes_full=self.position * store.bytes_full_per_token,
+            entries_full=self.position * store.n_kv_heads,
+            peak_rss_bytes=peak_rss_bytes(),
+            freeze=self.freezing.where if self.freezing else None,
+            climbs=dict(self._counts.climbs),
+            **store.counters(),
+        )
+
+    def count_generated(self, n_tokens: int, seconds: float) -> None:
+        """Add to what stats() reports as generated."""
+        self._counts.generated_tokens += n_tokens
+        self._counts.decode_seconds += seconds
+
+    def count_prompt(self, n_tokens: int, seconds: float) -> None:
+        """Add to what stats() reports as prompt."""
+        self._counts.prompt_tokens += n_tokens
+        self._counts.prompt_seconds += seconds
 
     def note_climb(self, climb: Climb) -> None:
         """Take down a climb of the recovery ladder, and tell `on_climb`."""
@@ -418,12 +754,7 @@ class Session(Saving):
         if self.on_climb:
             self.on_climb(climb)
 
-    def count_generated(self, n_tokens: int, seconds: float) -> None:
-        """Add to what stats() reports as generated."""
-        self._counts.generated_tokens += n_tokens
-        self._counts.decode_seconds += seconds
-
-    def count_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Add to what stats() reports as prompt."""
-        self._counts.prompt_tokens += n_tokens
-        self._counts.prompt_seconds += seconds
+    def _clear_counts(self) -> None:
+        self._counts = SessionCounts()
+        if self.trajectory:
+            self.trajectory.clear()

@@ -12,24 +12,27 @@ from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.sequence_slot import SequenceSlot
-from entropykv.session.shares import LEAST_CHANGE, Shares
+from entropykv.session.shares import LEAST_CHANGE, PageShares, Shares, WholeBudget
 from entropykv.session.swap_space import SwappedSequence, SwapSpace
 from entropykv.settings.options import Budget
 
 
 class SharedPool:
-    """Hold a pool of pages, and the sequences that hold some of them, or are swapped out."""
+    """Hold the budget of a runner, and the sequences that have a share of it or are swapped out.
+
+    A session alone is a pool of one: it is live from the start and keeps its place.
+    """
 
     def __init__(
         self,
-        core: _core.SequencePool,
+        core: _core.SequencePool | None,
         config: ResolvedConfig,
         layers: Sequence[_core.LayerShape],
         swap_space: SwapSpace,
         slots: list[SequenceSlot],
         is_waiting: Callable[[SequenceSlot], bool],
     ) -> None:
-        """Share the pages of `core` by the config's budget.
+        """Share the pages of `core` by the config's budget; None: one store has pages of its own.
 
         `slots`: all sequences, as they come and go; `swap_space`: where idle ones go; `is_waiting`:
         whether tokens of one wait to be read.
@@ -45,10 +48,15 @@ class SharedPool:
         self.evicted_by_gone = 0
         """How many entries were evicted of texts whose place others took."""
         self._budget = config.options.budget
-        self._pages = config.pool_pages(self._budget, layers)
-        self._shares = Shares(config, layers)
-        core.set_pages(self._pages)
-        core.on_full(self.swap_space.make_room)
+        self._shares: Shares = WholeBudget()
+        if core is not None:
+            self._shares = PageShares(core, config, layers)
+            core.on_full(self.swap_space.make_room)
+
+    @property
+    def is_private(self) -> bool:
+        """Tell whether one session has the pool for itself, and no other can take its place."""
+        return self._shares.keeps_places
 
     @property
     def live(self) -> list[SequenceSlot]:
@@ -56,12 +64,14 @@ class SharedPool:
         return [slot for slot in self._slots if slot.live]
 
     def forget(self, slot: SequenceSlot) -> None:
-        """Drop what a sequence has read; where it shares a pool, it is not live any more."""
+        """Drop what a sequence has read, and leave its place to others that may come."""
         if slot.swapped is not None:
             self.swap_space.drop(slot.swapped)
             slot.swapped = None
         slot.expected = slot.shared_for = 0
-        if slot.live:
+        if self._shares.keeps_places:
+            slot.store.truncate(0)
+        elif slot.live:
             self._vacate(slot)
             self.share()
 
@@ -74,6 +84,7 @@ class SharedPool:
 
     def swap_out(self, slot: SequenceSlot) -> None:
         """Keep what a sequence holds elsewhere, and give its pages to others; raises PoolError."""
+        self._check_shared("be swapped out")
         if not slot.live:
             return
         swapped = self._kept(slot)
@@ -88,6 +99,12 @@ class SharedPool:
         if pages is None:
             return self.swap_space.put(slot.position, store.shift, store.state())
         return self.swap_space.hold(slot.position, pages, store.state_of)
+
+    def _check_shared(self, what: str) -> None:
+        if self._shares.keeps_places:
+            raise PoolError(
+                f"a session alone has nobody to share with, and cannot {what}; make it by a Pool"
+            )
 
     def somebody_else_reads(self, slot: SequenceSlot) -> bool:
         """Tell whether it is worth waiting: another live sequence is in use."""
@@ -105,7 +122,7 @@ class SharedPool:
                 except PoolError as error:
                     full = error
                     break
-        if not self._free_numbers or not self._shares.are_possible([*self.live, slot], self._pages):
+        if not self._free_numbers or not self._shares.are_possible([*self.live, slot]):
             self.share()
             raise full or PoolError(
                 f"the pool holds {len(self.live)} conversations, and no more; wait for the end of "
@@ -138,6 +155,7 @@ class SharedPool:
 
     def kept_of(self, slot: SequenceSlot) -> SwappedSequence:
         """Keep what a sequence holds for another one, in pages of both; raises PoolError."""
+        self._check_shared("be forked")
         return self._kept(slot) if slot.swapped is None else self.swap_space.copy(slot.swapped)
 
     def give(self, slot: SequenceSlot, swapped: SwappedSequence) -> None:
@@ -166,7 +184,7 @@ class SharedPool:
 
     def describe(self) -> str:
         """Return a sentence that says what each conversation gets while all hold entries."""
-        n_sequences, n_bytes = self._n_sequences, self.core.budget_bytes
+        n_sequences, n_bytes = self._n_sequences, self.core.budget_bytes if self.core else 0
         head = f"{n_sequences} conversations at a time share {n_bytes / 2**20:.1f} MiB of KV cache"
         try:
             share = self._config.equal_share(self._budget, self._layers)
@@ -181,38 +199,26 @@ class SharedPool:
 
     def share(self) -> None:
         """Give every live sequence its share; those that get less evict first."""
-        self._shares.give(self.live, self._pages)
+        self._shares.give(self.live)
 
     def note_growth(self, slot: SequenceSlot) -> None:
-        """Share again where a text gets longer than shares have gone by."""
-        if slot.expected > slot.shared_for:
-            self.share()
+        """Prepare for how long a live sequence's text is expected to get; it may evict."""
+        self._shares.note_growth(slot, self.live)
 
     def holds_whole(self, slot: SequenceSlot) -> bool:
         """Tell whether a live sequence's share will hold all of its text as it is expected."""
-        return self._shares.hold_whole(slot, self.live, self._pages)
+        return self._shares.hold_whole(slot, self.live)
 
     def note_losses(self, slots: Sequence[SequenceSlot]) -> None:
         """Share again where prompts have shown what their sequences lose with fewer pages."""
         if self._shares.learn(slots):
-            self._shares.give(self.live, self._pages, least_change=LEAST_CHANGE)
+            self._shares.give(self.live, LEAST_CHANGE)
 
     def resize(self, budget: Budget) -> None:
         """Change the pool's bytes: more hold at once, fewer evict; raises BudgetError."""
-        pages = self._config.pool_pages(budget, self._layers)
         now = time.monotonic()
         for slot in self.live:
-            if not self._shares.are_possible(self.live, pages) and slot.is_idle(now):
+            if not self._shares.are_possible(self.live, budget) and slot.is_idle(now):
                 self.swap_out(slot)
-        if not self._shares.are_possible(self.live, pages):
-            self.share()
-            raise BudgetError(
-                f"a KV budget of {budget} does not hold {len(self.live)} conversations; close "
-                "some, or give a larger one"
-            )
+        self._shares.resize(budget, self.live)
         self._budget = budget
-        former, self._pages = self._pages, pages
-        if pages >= former:
-            self.core.set_pages(pages)
-        self.share()
-        self.core.set_pages(pages)

@@ -1,4 +1,4 @@
-"""Hold the figures of what a session did: SessionStats."""
+"""Hold the figures of what a session did: counts, and all that SessionStats shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import resource
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+@dataclass
+class SessionCounts:
+    """Count what a session does; SessionStats shows it."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    decode_seconds: float = 0.0
+    climbs: dict[str, int] = field(default_factory=dict)
+    """How often the recovery ladder was climbed, by rung."""
 
 
 @dataclass(frozen=True)

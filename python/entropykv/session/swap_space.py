@@ -15,7 +15,7 @@ from typing import BinaryIO
 from entropykv.errors import PoolError, SettingsError
 from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
-from entropykv.store.checkpoint import StoreCheckpoint
+from entropykv.store.headwise_state import StoreCheckpoint
 from entropykv.store.protocol import SavedState, StoreState
 
 

@@ -221,8 +221,9 @@ class CacheOptions:
 
     @property
     def checkpoint_limit(self) -> str | int:
-        """Return the bytes of checkpoints besides the pool, if there is one."""
-        return CHECKPOINTS if self.checkpoints is None else self.checkpoints
+        """Return the bytes of checkpoints besides the pool; a session alone keeps none."""
+        of_all = CHECKPOINTS if self.in_pool else 0
+        return of_all if self.checkpoints is None else self.checkpoints
 
     def going_back(self) -> CacheOptions:
         """Return these options, for a pool of one conversation where only checkpoints need one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.errors import ContextError
 from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.positions import RopeRange
-from entropykv.llamacpp.recurrent import WHY, RecurrentState
+from entropykv.llamacpp.recurrent import WHY, RecurrentState, cannot_go_back
 from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
@@ -22,9 +24,8 @@ from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_budgets import HeadwiseBudgets
 from entropykv.store.headwise_context import HeadwiseContext
 from entropykv.store.headwise_probe import check_config
-from entropykv.store.headwise_state import HeadwiseState
+from entropykv.store.headwise_state import HeadwiseState, StoreCheckpoint
 from entropykv.store.protocol import CacheLook, SavedState, Store, StoreState
-from entropykv.store.rollback import RollbackRange
 from entropykv.store.score_prediction import ScorePrediction
 
 
@@ -34,6 +35,10 @@ class HeadwiseStore(Store):
     name = "headwise"
     shift = 0
     rebases = 0
+    share_pages = 0
+    """How many pages of the pool it may hold."""
+    longest: int | None = None
+    """How long its text gets, where the share holds all of it; None: as long as the context."""
 
     def __init__(
         self,
@@ -156,6 +161,10 @@ class HeadwiseStore(Store):
         with self.cold.growing():
             self.sharing.take(plan)
 
+    def expect(self, n_tokens: int) -> None:
+        """Keep all of a text of so many tokens while the bytes hold it."""
+        self.sharing.expect(n_tokens)
+
     @property
     def sure_entries(self) -> int:
         """Return how long a text may get of which every KV head keeps everything.
@@ -176,9 +185,7 @@ class HeadwiseStore(Store):
         dropped what the tokens after it would see.
         """
         self.rollback.check(position)
-        if self._shared_context.pool is None:
-            self._shared_context.forget_cells()  # a decode that failed leaves some
-        elif self._recurrent:
+        if self._recurrent:
             self._recurrent.forget()
         self._store.truncate(position)
         self.sharing.expect(position)
@@ -227,6 +234,55 @@ class HeadwiseStore(Store):
         For those that were read before there was a predictor; larger scores of an echo stay.
         """
         self._store.predict_stored(n_tokens, self.shift)
+
+    # --- in a pool --------------------------------------------------------------------------------
+
+    def take_share(self, pages: int, longest: int | None) -> None:
+        """Hold at most so many pages, and evict what is more; `longest`: see there."""
+        if (pages, longest) == (self.share_pages, self.longest):
+            return
+        budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))
+        plan = self._config.headwise_plan(budget, self.layers, longest)
+        with self.cold.growing():
+            self.sharing.follow(plan)
+        self.share_pages, self.longest = pages, longest
+
+    def set_aside(self) -> None:
+        """Forget everything, and leave the pool's pages to others until resize()."""
+        self.truncate(0)
+        self._store.give_up_share()
+        self.share_pages, self.longest = 0, None
+        if self._recurrent:
+            self._recurrent.forget()
+
+    def take_place(self, sequence: int) -> None:
+        """Be llama.cpp's sequence of this number from now on."""
+        self.sequence = sequence
+        if self._recurrent:
+            self._recurrent.sequence = sequence
+
+    def checkpoint(self) -> StoreCheckpoint | None:
+        """Share the pages of what is held now; None where it freezes: frozen entries are copied."""
+        if self.cold.settings is not None:
+            return None
+        return self._state.checkpoint(self.shift, self.rollback.whole_from)
+
+    def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
+        """Hold what a checkpoint holds; what is more than the share is evicted.
+
+        Returns False where the pool has no room for it: then nothing is held. The checkpoint is
+        dropped if it `ends`.
+        """
+        done = self._state.go_on_from(checkpoint, self.sharing.share, ends=ends)
+        self.shift = checkpoint.shift if done else 0
+        self.rollback.begin_from(checkpoint.whole_from if done else 0)
+        return done
+
+    def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
+        """Return what state() was when a checkpoint was made."""
+        return self._state.state_of(checkpoint)
+
+    # --- figures ----------------------------------------------------------------------------------
 
     @property
     def evicted(self) -> int:
@@ -283,3 +339,55 @@ def _core_of(
         freezing=cold.settings,
         pool=shared_context.pool,
     )
+
+
+class RollbackRange:
+    """Say from which position on layers with windows still hold all that queries would see."""
+
+    def __init__(
+        self,
+        model: Model,
+        core: _core.HeadwiseStore,
+        layers: Sequence[_core.LayerShape],
+        recurrent: RecurrentState | None,
+    ) -> None:
+        """Begin with a store that holds nothing; `recurrent`: states never go back."""
+        self._model = model
+        self._core = core
+        self._windowed = any(shape.window for shape in layers)
+        self._recurrent = recurrent
+        self._loaded = 0
+
+    @property
+    def whole_from(self) -> int:
+        """Return the first position whose window is whole."""
+        return max(self._loaded, self._core.windows_whole_from)
+
+    def await_state(self, position: int) -> None:
+        """Know that a state which ends at `position` has nothing of what has left its windows."""
+        self._loaded = position if self._windowed else 0
+
+    def begin_from(self, whole_from: int) -> None:
+        """Begin with what a checkpoint could go back to."""
+        self._loaded = whole_from
+
+    def leads_to(self, position: int) -> bool:
+        """Tell whether the store holds all that it held when the text ended at `position`."""
+        return self._recurrent is None and position >= self.whole_from
+
+    def check(self, position: int) -> None:
+        """Raise ContextError where it does not, unless all of the text is dropped."""
+        if position == 0:
+            return
+        if self._recurrent is not None:
+            raise cannot_go_back(self._model, position)
+        if not self.leads_to(position):
+            raise ContextError(
+                f"{self._model.name}: cannot go back to position {position}: layers with a sliding "
+                f"window have dropped what they would see from there, but not from position "
+                f"{self.whole_from} on; call reset() and read the text again"
+            )
+
+    def note_truncated(self, position: int) -> None:
+        """Know that everything at and beyond a position was dropped."""
+        self._loaded = min(self._loaded, position)

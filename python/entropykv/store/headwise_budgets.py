@@ -10,7 +10,7 @@ import numpy as np
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.division import LossCurve, longest_held
+from entropykv.policy.division import LossCurve, WholeTexts
 from entropykv.policy.lessons import Lessons
 from entropykv.policy.online import (
     LEAST_TOKENS,
@@ -52,17 +52,20 @@ class HeadwiseBudgets:
         self._least_sure: int | None = None
         self._of_policy: HeadwisePlan | None = None
         """The plan for texts that the bytes cannot hold whole; None in a pool."""
+        self._whole_texts: WholeTexts | None = None
+        """Those that they can; None where the plan is the same for them, and in a pool."""
         self._of_whole_texts: HeadwisePlan | None = None
-        """The plan for those that they can; None where there is no other for them."""
+        """The plan for these."""
         self._expected = 0
         self.whole_entries = 0
         """How long a text may get before the plan that is followed evicts; n_ctx: never."""
 
     def take(self, plan: HeadwisePlan) -> None:
         """Share a budget that the store has alone; heads that hold more evict."""
-        fills_by_text = self._config.freezing is None and not plan.holds_all
-        self._of_policy = plan
-        self._of_whole_texts = _for_whole_texts(plan, self._layers) if fills_by_text else None
+        self._of_policy, self._whole_texts, self._of_whole_texts = plan, None, None
+        if self._config.freezing is None and not plan.holds_all:
+            self._whole_texts = WholeTexts(plan.pool_pages, plan.longest, plan.pages_of)
+            self._of_whole_texts = _all_of(plan, self._whole_texts.longest, self._layers)
         self.follow(self._fitting(plan))
 
     def expect(self, n_tokens: int) -> None:
@@ -89,11 +92,11 @@ class HeadwiseBudgets:
     @property
     def longest_whole(self) -> int:
         """Return how long a text may get that is kept whole once it is expected; 0: see plan."""
-        return self._of_whole_texts.longest if self._of_whole_texts else 0
+        return self._whole_texts.longest if self._whole_texts else 0
 
     def _fitting(self, of_policy: HeadwisePlan) -> HeadwisePlan:
-        whole = self._of_whole_texts
-        return whole if whole and 0 < self._expected <= whole.longest else of_policy
+        keeps_all = self._whole_texts is not None and self._whole_texts.hold(self._expected)
+        return self._of_whole_texts if keeps_all and self._of_whole_texts else of_policy
 
     def follow(self, plan: HeadwisePlan) -> None:
         """Share a budget by another plan; heads that hold more evict."""
@@ -220,7 +223,7 @@ class HeadwiseBudgets:
     @property
     def sure_entries(self) -> int:
         """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""
-        if self._of_whole_texts is not None:
+        if self._whole_texts is not None:
             return self.longest_whole
         return self._sure_of(self.plan) if self._least_sure is None else self._least_sure
 
@@ -244,8 +247,7 @@ class HeadwiseBudgets:
         return self._config.headwise_plan(budget, self._layers)
 
 
-def _for_whole_texts(plan: HeadwisePlan, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:
-    """Return the plan for all texts that a plan's pool holds whole, in every KV head."""
-    longest = longest_held(plan.pool_pages, plan.longest, plan.pages_of)
+def _all_of(plan: HeadwisePlan, longest: int, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:
+    """Return the plan for texts of up to `longest` tokens, whose entries a plan's pages hold."""
     budgets = tuple(by_layer([min(limit, longest) for limit in plan.limits], layers))
     return replace(plan, budgets=budgets, mean_entries=longest, longest=longest)

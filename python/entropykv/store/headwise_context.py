@@ -57,7 +57,7 @@ class HeadwiseContext:
 
     def begin_step(self) -> None:
         """Begin a micro-batch, before the stores of its sequences are told of it."""
-        if self._unfinished and self.pool is not None and not self.recurrent:
+        if self._unfinished and not self.recurrent:
             self.forget_cells()  # a decode that failed leaves some
         self._unfinished = True
         self.batch.clear()

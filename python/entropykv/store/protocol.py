@@ -139,6 +139,10 @@ class Store(Protocol):
     def resize(self, budget: Budget) -> None:
         """Apply a new budget: a larger one holds at once, a smaller one evicts."""
 
+    def expect(self, n_tokens: int) -> None:  # noqa: ARG002
+        """Plan for a text of so many tokens: one that the bytes hold is kept whole."""
+        return  # a store whose budget is the same for every text has no other plan
+
     @property
     def sure_entries(self) -> int:
         """Return how many tokens every KV head keeps for sure; n_ctx where none is evicted."""

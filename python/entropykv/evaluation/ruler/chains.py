@@ -1,4 +1,6 @@
-"""Make vt, which asks for the variables that have one value handed on from one to the next."""
+"""Make the task vt (variable tracking): find all variables that got one value, each from another
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ _EXAMPLE_TOKENS = 500
 
 @dataclass(frozen=True)
 class ChainTask:
-    """Hide one chain of variables in lines of noise, after an example with its answer.
+    """Hide one chain of variable assignments in lines of noise, after an example with its answer.
 
-    The example has as many lines as 500 tokens allow, and its chain the same places in every
-    prompt; names and value change.
+    The example has as many lines as fit into 500 tokens, and its chain is at the same places in
+    every prompt; only names and value change.
     """
 
     count_tokens: Callable[[str], int]
     seed: str
-    """The seed that decides where the chain of the example is."""
+    """The random seed of the places at which the example's chain is hidden."""
 
     n_generated = 30
     least = _N_NAMES
@@ -63,7 +65,9 @@ class ChainTask:
 
 
 def _prompt(size: int, n_letters: int, rng: random.Random, places: random.Random) -> Prompt:
-    """Make a chain of names of so many letters; `places` decides between which lines it is."""
+    """Make a prompt with names of `n_letters` letters; `places` draws the lines between which the
+    chain is hidden.
+    """
     names = distinct(lambda: random_letters(string.ascii_uppercase, n_letters, rng), _N_NAMES)
     value = rng.randrange(10_000, 99_999)
     chain = [f"VAR {names[0]} = {value}"]

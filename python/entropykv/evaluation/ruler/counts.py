@@ -1,4 +1,4 @@
-"""Make cwe and fwe, which ask for the words that are there most often."""
+"""Make the tasks cwe and fwe, which ask for the most frequent words of a list or text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entropykv.evaluation.ruler.prompts import Prompt
 from entropykv.evaluation.ruler.vocabulary import Vocabulary, distinct, random_letters
 
 _SHORT = 4096
-"""Prompts of fewer tokens have a shorter example, and common words that are less common."""
+"""Shorter prompts (in tokens) have a shorter example, and repeat their common words less often."""
 _N_COMMON = 10
 _ZETA_OF_2 = math.pi**2 / 6
 
@@ -30,7 +30,7 @@ class CommonWordsTask:
 
     @property
     def most(self) -> int:
-        """Return the largest size: the number of different words."""
+        """Return the largest size: the number of different words that exist."""
         return len(self.vocabulary.all)
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:
@@ -68,14 +68,14 @@ def _numbered(words: Sequence[str]) -> str:
 class FrequentWordsTask:
     """Ask for the three most frequent words of a text (fwe), whose frequencies follow Zipf's law.
 
-    The most frequent one of all is replaced by dots, which are noise.
+    The most frequent word of all is replaced by dots, which are noise.
     """
 
     length: int
 
     n_generated = 50
     least = 27
-    """The smallest size: from here on, every word that is asked for appears."""
+    """The smallest size at which every word that is asked for appears."""
     most = sys.maxsize
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:

@@ -1,4 +1,4 @@
-"""Make niah: values that are said once in a haystack, and asked for by their keys."""
+"""Make the niah tasks: values that are stated once in a haystack, and asked for by their keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DEPTHS = [round(100 * i / 39) for i in range(40)]
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Make one of the eight tasks; the fields are those of RULER's synthetic.yaml."""
+    """Make one of the eight niah tasks; the fields are those of RULER's synthetic.yaml."""
 
     vocabulary: Vocabulary
     essay: tuple[str, ...]
-    """The words of the text that is the haystack; it is repeated where it is too short."""
+    """The words of the text that is the haystack; they are repeated if there are too few."""
     haystack: str
     """The kind of haystack: `noise`, `essay` or `needles`."""
     key_kind: str = "words"
@@ -35,7 +35,9 @@ class NeedleTask:
 
     @property
     def least(self) -> int:
-        """Return the smallest size, as many as needles: each stands before another piece."""
+        """Return the smallest size: the number of needles, since each stands before
+        another piece.
+        """
         return self.n_keys * self.n_values
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:

@@ -1,4 +1,4 @@
-"""Define what the tasks share: a prompt in three parts, and how one is made."""
+"""Define what the tasks share: a prompt in three parts, and the interface of a task."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold a sample of a task, three texts that follow each other with nothing between them."""
+    """Hold a sample of a task as three texts, which are joined without anything between them."""
 
     context: str
-    """The context with what introduces it, and an example where the task has one."""
+    """The context with its introduction, and an example if the task has one."""
     question: str
     answer_prefix: str
     """The text that the model's answer begins with."""
@@ -28,7 +28,7 @@ class Prompt:
 
 
 class Task(Protocol):
-    """Make the prompts of one task; their size is the number of pieces of the haystack."""
+    """Make the prompts of one task; a prompt's size is the number of pieces in its haystack."""
 
     @property
     def n_generated(self) -> int:
@@ -36,11 +36,11 @@ class Task(Protocol):
 
     @property
     def least(self) -> int:
-        """Return the smallest size."""
+        """Return the smallest possible size."""
 
     @property
     def most(self) -> int:
-        """Return the largest size."""
+        """Return the largest possible size."""
 
     def prompt(self, size: int, rng: random.Random) -> Prompt:
-        """Make a prompt of so many words or lines; equal arguments make equal prompts."""
+        """Make a prompt of `size` words or lines; equal arguments make equal prompts."""

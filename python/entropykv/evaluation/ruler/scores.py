@@ -1,4 +1,4 @@
-"""Run RULER as a part of an evaluation: samples in tokens, answers, and their scores."""
+"""Run RULER as a part of an evaluation: tokenise samples, generate answers, and score them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from entropykv.session.session import Session
 
 @dataclass(frozen=True)
 class RulerItem(Item):
-    """Hold a sample: `tokens` are the context, and the question too where that is known."""
+    """Hold a sample: `tokens` are the context, followed by the question if the question is
+    known.
+    """
 
     task: str
     question: tuple[int, ...]
-    """The tokens that are read after the context; none where the question is in the context."""
+    """The tokens that are read after the context; empty if `tokens` contain the question."""
     references: tuple[str, ...]
     n_generated: int
 
 
 class RulerPart:
-    """Measure samples of one length, all with a known question or all with an unknown one."""
+    """Measure samples of one length, either all with a known or all with an unknown question."""
 
     name = "ruler"
     needs_reference = False
@@ -45,7 +47,7 @@ class RulerPart:
         *,
         inside: bool,
     ) -> None:
-        """Take items as ruler_parts() makes them; `haystacks` are the names of the texts.
+        """Use items that ruler_parts() made; `haystacks` are the names of the texts.
 
         `inside`: the budget does not grow for question and answer.
         """
@@ -59,22 +61,24 @@ class RulerPart:
 
     @property
     def title(self) -> str:
-        """Return what its table shows, with the texts that stand for RULER's essays."""
+        """Return the title of the part's table, with the names of the texts that replace RULER's
+        essays.
+        """
         return (
             f"RULER, {self._length} tokens, question {self._question} while the context is read; "
             f"essays replaced by {', '.join(self._haystacks)}"
         )
 
     def reference(self, stock: StockSession, item: RulerItem, tick: Tick) -> Values:
-        """Answer with the full cache."""
+        """Answer with the full cache of stock llama.cpp."""
         stock.reset()
         last, _ = read(stock, item.tokens, tick)
         return self._answer(stock, last, item, tick)
 
     def measure(self, session: Session, item: RulerItem, tick: Tick) -> Values:
-        """Answer after a context that was read inside the budget.
+        """Answer after the context was read inside the budget.
 
-        Then the budget grows by question and answer, unless all is to be inside.
+        Before question and answer, the budget grows by their length, unless `inside` is set.
         """
         last, _ = read(session, item.tokens, tick)
         kept = kept_values(session)
@@ -97,7 +101,7 @@ class RulerPart:
 
 
 def string_match_all(answer: str, references: Sequence[str]) -> float:
-    """Return the share of references that an answer contains, whatever their case."""
+    """Return the share of references that an answer contains, ignoring case."""
     return sum(each.lower() in answer.lower() for each in references) / len(references)
 
 
@@ -168,9 +172,10 @@ def _item(sample: _Sample, model: Model, *, known: bool) -> RulerItem:
 
 
 def prompt_tokens(prompt: Prompt, model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return tokens of the context, and those from the question on, with the chat template.
+    """Return the tokens of the context, and the tokens from the question on, with the chat
+    template.
 
-    The beginning of the answer follows the template, as in RULER: the model goes on with it.
+    As in RULER, the beginning of the answer follows the template, and the model continues it.
     """
     context, question, add_bos = prompt.context, prompt.question, model.adds_bos
     chat = model.chat_prompt(context + question)

@@ -1,4 +1,4 @@
-"""Choose which of RULER's tasks are measured at which lengths, and make their samples."""
+"""Choose which RULER tasks are measured at which lengths, and make their samples."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ _NEEDLES: dict[str, dict[str, str | int]] = {
 }
 TASKS = (*_NEEDLES, "vt", "cwe", "fwe")
 QUESTIONS = ("unknown", "known")
-"""The context is read before the question is known, or in one prompt with it."""
+"""`unknown`: the context is read before the question; `known`: both are read as one prompt."""
 
 _OWN_PROSE = ("encyclopedia", "fiction", "news", "manual", "abstract", "history")
 _SHRINKING = 64
-"""A sample that is too long shrinks by one part in so many, until it fits."""
+"""A sample that is too long is shortened by 1/64 of its size at a time, until it fits."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Say what is measured; raises SettingsError for what cannot be."""
+    """Hold the tasks, lengths and samples to measure; raises SettingsError for impossible
+    values.
+    """
 
     lengths: Sequence[int] = (4096,)
-    """The lengths in tokens, each with the answer."""
+    """The lengths of the prompts with their answers, in tokens."""
     tasks: Sequence[str] = TASKS
     n_samples: int = 10
     """How many samples each task has at each length."""
     questions: Sequence[str] = QUESTIONS[:1]
 
     def __post_init__(self) -> None:
-        """Check the names of the tasks; each counts once."""
+        """Check the names of the tasks, and remove duplicates."""
         for name in self.tasks:
             if name not in TASKS:
                 raise SettingsError(
@@ -58,7 +60,7 @@ class Suite:
 
 
 def own_texts() -> list[EvaluationText]:
-    """Return the English prose that comes with entropykv, for haystacks of essays."""
+    """Return the English prose that entropykv ships, as haystacks."""
     texts = read_texts(None)
     prose = (text for text in texts if text.name.removesuffix(".txt")[3:] in _OWN_PROSE)
     return [EvaluationText(text.name, text.content) for text in prose]
@@ -71,7 +73,9 @@ def make_task(
     seed: int,
     count_tokens: Callable[[str], int],
 ) -> Task:
-    """Prepare one of TASKS for prompts of `length` tokens; texts stand for the essays."""
+    """Prepare the task `name`, one of TASKS, for prompts of `length` tokens; `texts` replace
+    RULER's essays.
+    """
     if name == "vt":
         return ChainTask(count_tokens, f"{seed} {name}")
     if name == "cwe":
@@ -90,10 +94,11 @@ def make_prompts(
     seed: int,
     count_tokens: Callable[[Prompt], int],
 ) -> list[Prompt]:
-    """Make samples of up to `length` tokens with the answer, nearly as large as they can be.
+    """Make samples of at most `length` tokens with the answer, nearly as large as possible.
 
-    The largest size is that of the first sample. Names, length, seed and a sample's number decide
-    on it, not how many there are. Raises ContextError where not even the smallest prompt fits.
+    The size is the largest that fits for the first sample. A sample depends on the task's name, the
+    length, the seed and its number, not on how many samples are made. Raises ContextError if not
+    even the smallest prompt fits.
     """
 
     def prompt(number: int, size: int) -> Prompt:
@@ -119,7 +124,7 @@ def make_prompts(
 
 
 def _largest(task: Task, fits: Callable[[int], bool]) -> int:
-    """Return the largest size that fits, found by doubling and halving; 0 where none does."""
+    """Return the largest size that fits, found by doubling and bisection; 0 if none fits."""
     if not fits(task.least):
         return 0
     low, high = task.least, 2 * task.least

@@ -13,7 +13,7 @@ from entropykv.errors import MissingExtraError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Hold the English words that RULER takes its own from: those of the package wonderwords."""
+    """Hold the English words of the package wonderwords, from which RULER also draws."""
 
     nouns: tuple[str, ...]
     adjectives: tuple[str, ...]
@@ -25,7 +25,9 @@ class Vocabulary:
         return tuple(sorted({*self.nouns, *self.adjectives, *self.verbs}))
 
     def value(self, kind: str, rng: random.Random) -> str:
-        """Draw one of `words` (an adjective and a noun), `numbers` (7 digits) or `uuids`."""
+        """Draw a value of one kind: `words` (an adjective and a noun), `numbers` (7 digits) or
+        `uuids`.
+        """
         if kind == "words":
             return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
         if kind == "numbers":
@@ -35,7 +37,7 @@ class Vocabulary:
 
 @functools.cache
 def load_vocabulary() -> Vocabulary:
-    """Read the words; raises MissingExtraError where wonderwords is not installed."""
+    """Read the words; raises MissingExtraError if wonderwords is not installed."""
     try:
         from wonderwords import Defaults, RandomWord  # noqa: PLC0415
     except ImportError:
@@ -53,7 +55,9 @@ def random_letters(alphabet: str, n: int, rng: random.Random) -> str:
 
 
 def distinct(draw: Callable[[], str], n: int) -> list[str]:
-    """Draw until there are n different words, in the order in which they came."""
+    """Draw until there are `n` different words; returns them in the order in which they
+    were drawn.
+    """
     words: dict[str, None] = {}
     while len(words) < n:
         words[draw()] = None

@@ -1,0 +1,75 @@
+"""Estimate the memory that a model will take, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from entropykv.model.geometry import read_loadable
+from entropykv.policy.plan import attention_layers
+from entropykv.server.loading import cache_options
+from entropykv.server.model_catalog import parts_of
+from entropykv.server.options import ModelOptions
+from entropykv.session.memory_plan import make_plan
+from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.freezing import RAM
+from entropykv.settings.options import parse_bytes
+
+_FIXED = 32 << 20
+"""Bytes of vocabulary, graph and threads, whatever the model."""
+_VALUE = 4
+"""Bytes of a value of llama.cpp's intermediate results, which are f32."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Hold bytes that a model takes once it is loaded and its budget is full."""
+
+    weights: int
+    """The model's files, all parts of a split one."""
+    cache: int
+    """The KV budget, and what may be kept besides it: checkpoints, and frozen entries in memory.
+
+    Conversations that are swapped out to memory are not in it; they are counted as they come.
+    """
+    overhead: int
+    """What is computed of one micro-batch, and what is fixed."""
+
+    @property
+    def total(self) -> int:
+        """Return all of them together."""
+        return self.weights + self.cache + self.overhead
+
+
+def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
+    """Estimate from the header of a model's file and its plan, as `entropykv plan` makes it.
+
+    Raises ModelFileError, UnsupportedModelError, ProfileError, BudgetError, SettingsError.
+    """
+    geometry = read_loadable(path)
+    asked = cache_options(options)
+    n_ctx = options.n_ctx or geometry.n_ctx_train
+    micro_batch = options.n_ubatch if "n_ubatch" in options.model_fields_set else asked.micro_batch
+    n_ubatch = min(micro_batch, options.n_batch, n_ctx)
+    asked = replace(asked, n_ctx=n_ctx, n_ubatch=n_ubatch).going_back()
+    cache = 0
+    if attention_layers(geometry):
+        plan = make_plan(path, asked)
+        cache = plan.budget_bytes + _beside_the_budget(asked, plan.saved_bytes)
+    return MemoryEstimate(
+        weights=sum(part.stat().st_size for part in parts_of(path)),
+        cache=cache,
+        overhead=_FIXED + n_ubatch * geometry.n_vocab * _VALUE,
+    )
+
+
+def _beside_the_budget(options: CacheOptions, evicted_bytes: int) -> int:
+    """Return bytes of checkpoints and frozen entries; `evicted_bytes` is what a budget saves."""
+    total = 0
+    if options.in_pool:
+        limit = options.checkpoint_limit
+        total += (parse_bytes(limit) or 0) if isinstance(limit, str) else limit
+    if options.freezing is not None and options.freezing.where == RAM:
+        limit_bytes = options.freezing.limit_bytes
+        total += max(0, evicted_bytes) if limit_bytes is None else limit_bytes
+    return total

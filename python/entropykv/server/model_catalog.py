@@ -1,0 +1,157 @@
+"""Name the models that a server has: each with its options, and whether it is loaded at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from entropykv.errors import SettingsError
+from entropykv.server.fields import MOST_NAME
+from entropykv.server.options import MOST_MODELS, ModelOptions
+
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-\d{5}", re.IGNORECASE)
+_PROJECTOR = "mmproj"
+"""What the names of GGUF files have that belong to a model of images, and are none."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Name a model of a server, and hold its options."""
+
+    name: str
+    options: ModelOptions
+    aliases: tuple[str, ...] = ()
+    """Other names that requests may call it by."""
+    load_on_startup: bool = False
+    """Whether it is loaded when the server starts, and not when a request first asks for it."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        options: ModelOptions,
+        aliases: Sequence[str] = (),
+        *,
+        load_on_startup: bool = False,
+    ) -> ServedModel:
+        """Return a model whose options call it by the same name; raises SettingsError."""
+        for each in (name, *aliases):
+            if not 0 < len(each) <= MOST_NAME or not each.isprintable():
+                raise SettingsError(
+                    f"{each[:MOST_NAME]!r} is no name of a model; give 1 to {MOST_NAME} "
+                    "characters that can be printed"
+                )
+        named = options.model_copy(update={"model_alias": name})
+        return cls(name, named, tuple(aliases), load_on_startup)
+
+
+@dataclass(frozen=True)
+class ModelCatalog:
+    """List the models of a server, in the order in which it names them."""
+
+    models: tuple[ServedModel, ...]
+    default: str | None = None
+    """The model of requests that name none; None: they must name one."""
+    any_name: bool = False
+    """Whether a request gets the one model whatever it calls it, as a server of one model does."""
+
+    def __post_init__(self) -> None:
+        """Raise SettingsError for no model, for too many, and for a name of two models."""
+        if not 0 < len(self.models) <= MOST_MODELS:
+            raise SettingsError(
+                f"there are {len(self.models)} models; a server has 1 to {MOST_MODELS}"
+            )
+        owners: dict[str, str] = {}
+        for model in self.models:
+            for name in (model.name, *model.aliases):
+                if name in owners:
+                    raise SettingsError(
+                        f"{name!r} names two models ({owners[name]} and {model.name}); rename one"
+                    )
+                owners[name] = model.name
+
+    @classmethod
+    def of_one(cls, options: ModelOptions) -> ModelCatalog:
+        """Return the catalog of a server of one model, which is loaded when the server starts."""
+        name = options.served_name
+        return cls((ServedModel(name, options, load_on_startup=True),), name, any_name=True)
+
+    @classmethod
+    def of_several(cls, models: Sequence[ServedModel], default: str | None = None) -> ModelCatalog:
+        """Return the catalog of a server whose requests say by its name which model they want."""
+        only = models[0].name if len(models) == 1 else None
+        return cls(tuple(models), default or only)
+
+
+def models_in(directory: str) -> dict[str, Path]:
+    """Return the model files in a directory by their names; raises SettingsError.
+
+    A file's name is that without `.gguf`. The parts of a split model are one, which has the path of
+    its first part. The file in a folder of its own is named by the folder, or where that has
+    several, as FOLDER/FILE. Files of image projectors (mmproj) are not models.
+    """
+    folder = Path(directory)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise SettingsError(
+            f"{directory}: the models cannot be listed ({error.strerror}); give a directory with "
+            "GGUF files (--models-dir)"
+        ) from None
+    found: dict[str, Path] = {}
+    for name, path in _models_of(entries):
+        if name in found:
+            raise SettingsError(
+                f"{directory}: two models are called {name} ({found[name].name} and {path.name}); "
+                "rename one"
+            )
+        found[name] = path
+    if not found:
+        raise SettingsError(
+            f"{directory}: there is no GGUF file of a model in it; put one there (--models-dir)"
+        )
+    return found
+
+
+def _models_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the models among the entries of a directory, and in their folders."""
+    yield from _files_of(entries)
+    for folder in entries:
+        if not folder.is_dir():
+            continue
+        try:
+            within = list(_files_of(sorted(folder.iterdir())))
+        except OSError:  # a folder of somebody else's, such as lost+found
+            continue
+        for name, path in within:
+            yield folder.name if len(within) == 1 else f"{folder.name}/{name}", path
+
+
+def _files_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of every file of a model among the entries of a directory."""
+    for path in entries:
+        if path.suffix != ".gguf" or _PROJECTOR in path.name.lower() or not path.is_file():
+            continue
+        split = _SPLIT.fullmatch(path.stem)
+        if split is None:
+            yield path.stem, path
+        elif int(split[2]) == 1:
+            yield split[1], path
+
+
+def name_of(path: str) -> str:
+    """Return the name of a model's file, without folder and suffix, and that of all its parts."""
+    stem = Path(path).name.removesuffix(".gguf")
+    split = _SPLIT.fullmatch(stem)
+    return stem if split is None else split[1]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model: those of all parts of a split one, else the file alone."""
+    split = _SPLIT.fullmatch(path.stem)
+    if split is None:
+        return [path]
+    alike = re.compile(rf"{re.escape(split[1])}-\d{{5}}-of-\d{{5}}\.gguf", re.IGNORECASE)
+    return sorted(each for each in path.parent.iterdir() if alike.fullmatch(each.name))

@@ -1,0 +1,576 @@
+"""Load the models of a server when requests ask for them, and unload those that nobody uses.
+
+The event loop alone changes what is loaded. Loading and freeing take place in threads, one at a
+time, while the other models go on answering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from entropykv.errors import EntropyKVError, SettingsError
+from entropykv.server.admission import Admission, Limits, arrival_of, too_late
+from entropykv.server.client_presence import CLIENT_GONE, unless_gone
+from entropykv.server.engine import Engine, shutting_down
+from entropykv.server.errors import RequestError
+from entropykv.server.fields import MOST_NAME
+from entropykv.server.loading import path_of
+from entropykv.server.memory_estimate import MemoryEstimate, estimate_memory
+from entropykv.server.model_catalog import ModelCatalog, ServedModel
+from entropykv.server.options import ModelOptions
+
+_logger = logging.getLogger("entropykv.server")
+_LEASES = "entropykv.leases"
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^/\s]+/)+")
+"""The folders of a path, which clients need not know."""
+_MOST_NAMED = 20
+"""How many models an error names."""
+Result = TypeVar("Result")
+
+
+class ModelState(Enum):
+    """Say whether a model is in memory, by llama-server's words."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    SLEEPING = "sleeping"
+    """It was unloaded because nobody asked for it; the next request loads it again."""
+
+
+@dataclass(eq=False)
+class HeldModel:
+    """Hold what a server knows of one of its models at the moment."""
+
+    served: ServedModel
+    state: ModelState = ModelState.UNLOADED
+    engine: Engine | None = None
+    """What answers requests; None: the model is not in memory, or about to leave it."""
+    failure: RequestError | None = None
+    """Why the latest attempt to load it failed; None: it did not."""
+    estimate: MemoryEstimate | None = None
+    """What it takes while it is loaded, as far as it was asked."""
+    about: dict[str, Any] | None = None
+    """What its routes told of it when it was loaded last."""
+    users: int = 0
+    """How many requests it answers, or is about to."""
+    waiting: int = 0
+    """How many requests wait until it is loaded."""
+    leaves: bool = False
+    """Whether it is unloaded once its last request has its answer, and takes no new one."""
+    last_used: float = field(default_factory=time.monotonic)
+    loads: int = 0
+    """How often it was loaded."""
+    opening: asyncio.Task[None] | None = None
+    """What loads it."""
+    wanted: bool = False
+    """Whether it is to be loaded also where no request waits for it."""
+    timer: asyncio.TimerHandle | None = None
+    """What lets it sleep after a while without requests."""
+
+    @property
+    def name(self) -> str:
+        """Return what clients call it."""
+        return self.served.name
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether no request uses it, and none that waited for it is about to."""
+        return self.users == 0 and (self.waiting == 0 or self.leaves)
+
+    def count_bytes(self) -> int:
+        """Return the estimated bytes that it takes, with what it has swapped out to memory.
+
+        It may wait for a step of the model: call it outside of the event loop.
+        """
+        total = 0 if self.estimate is None else self.estimate.total
+        pool = None if self.engine is None else self.engine.moment().pool
+        return total + (pool.swapped_bytes if pool is not None else 0)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Say how many models may be in memory, and how many bytes they may take; None: any."""
+
+    models: int | None = None
+    memory: int | None = None
+
+
+class ModelRegistry:
+    """Own the models of a server: find them by name, load them for requests, unload idle ones."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        open_model: Callable[[ServedModel], Engine],
+        describe: Callable[[Engine], dict[str, Any]],
+        *,
+        room: Room,
+        limits: Limits,
+        autoload: bool = True,
+    ) -> None:
+        """Load nothing yet. `open_model` loads a model, and `describe` says what is kept of it.
+
+        `autoload`: whether a request loads the model that it asks for.
+        """
+        self.catalog = catalog
+        self.created = int(time.time())
+        self.admission = Admission(limits, 0)
+        """Counts the bodies of all requests."""
+        self.room = room
+        self.autoload = autoload
+        self._open_model = open_model
+        self._describe = describe
+        self._held = {model.name: HeldModel(model) for model in catalog.models}
+        self._by_alias = {
+            alias: self._held[model.name] for model in catalog.models for alias in model.aliases
+        }
+        self._turn = asyncio.Lock()
+        """Held by who loads or unloads: one model at a time."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, whenever a model may have become another state."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+        self._opened = threading.Lock()
+        """Held while it is decided who frees a model that was loaded during the shutdown."""
+        self._threads: set[threading.Thread] = set()
+
+    # --- which models there are -------------------------------------------------------------------
+
+    @property
+    def has_several(self) -> bool:
+        """Tell whether requests say which model they want, as at llama-server's router."""
+        return not self.catalog.any_name
+
+    def all(self) -> list[HeldModel]:
+        """Return all models, in the order of the catalog."""
+        return list(self._held.values())
+
+    def loaded(self) -> list[tuple[HeldModel, Engine]]:
+        """Return the models that are in memory, with what answers for them."""
+        return [(each, each.engine) for each in self._held.values() if each.engine is not None]
+
+    @property
+    def is_loading(self) -> bool:
+        """Tell whether a thread is loading a model, which cannot be stopped."""
+        return bool(self._threads)
+
+    def find(self, name: str | None) -> HeldModel:
+        """Return the model of a name or alias, or the default; raises RequestError (400, 404)."""
+        if self.catalog.any_name or (name is None and self.catalog.default is not None):
+            return self._held[str(self.catalog.default)]
+        if name is None:
+            raise RequestError(
+                400,
+                f"model: the request must name one; this server has {self._names()}",
+                param="model",
+            )
+        return self.named(name)
+
+    def named(self, name: str) -> HeldModel:
+        """Return the model that has exactly this name or alias; raises RequestError (404)."""
+        held = self._held.get(name) or self._by_alias.get(name)
+        if held is None:
+            verb = "is" if len(self._held) == 1 else "are"
+            raise RequestError(
+                404,
+                f"there is no model {name[:MOST_NAME]!r} here; {self._names()} {verb}",
+                param="model",
+                code="model_not_found",
+            )
+        return held
+
+    def _names(self) -> str:
+        names = [repr(name) for name in self._held]
+        if len(names) > _MOST_NAMED:
+            names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more (/v1/models)"]
+        return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+    def engine_of(self, name: str | None) -> Engine:
+        """Return what answers for a model that is in memory; raises RequestError for others.
+
+        Nothing is loaded, and nothing keeps the model from being unloaded: for those who watch.
+        """
+        held = self.find(name)
+        if held.engine is None:
+            raise _not_loaded(held)
+        return held.engine
+
+    # --- requests that use a model ----------------------------------------------------------------
+
+    async def use(self, request: Request, name: str | None) -> Engine:
+        """Return what answers for a model, which stays in memory until the response was sent.
+
+        It is loaded where it is not; the request waits, as long as its client does. Raises
+        RequestError for an unknown model, one that cannot be loaded, too many that wait (429), or
+        too long a time (504).
+        """
+        held = self.find(name)
+        stack: ExitStack = request.scope[_LEASES]
+        if held.engine is None or held.leaves:
+            if not self._loads(request):
+                raise _not_loaded(held)
+            await self._wait_until_loaded(held, request, stack)
+        else:
+            stack.enter_context(self._lease(held))
+        if held.engine is None or self._closing:
+            raise shutting_down()
+        return held.engine
+
+    def _loads(self, request: Request) -> bool:
+        asked = request.query_params.get("autoload")
+        return self.autoload if asked is None else asked in ("true", "1")
+
+    @contextlib.contextmanager
+    def _lease(self, held: HeldModel) -> Iterator[None]:
+        held.users += 1
+        try:
+            yield
+        finally:
+            held.users -= 1
+            held.last_used = time.monotonic()
+            self._tell()
+            self._sleep_later(held)
+
+    async def _wait_until_loaded(self, held: HeldModel, request: Request, stack: ExitStack) -> None:
+        self.admission.check_waiting(held.waiting + 1)
+        seconds = self.admission.seconds_left(arrival_of(request.scope))
+        held.waiting += 1
+        try:
+            stays, _ = await asyncio.wait_for(
+                unless_gone(request.receive, self._until_loaded(held, stack)), seconds
+            )
+        except asyncio.TimeoutError:
+            raise too_late() from None
+        finally:
+            held.waiting -= 1
+            self._tell()
+        if not stays:
+            raise RequestError(CLIENT_GONE, "the client has gone")
+
+    async def _until_loaded(self, held: HeldModel, stack: ExitStack) -> None:
+        """Wait for a model, and take it before anybody else can unload it again."""
+        while held.engine is None or held.leaves:
+            if self._closing:
+                raise shutting_down()
+            if held.engine is not None:  # it is about to leave
+                await self._changed.wait()
+                continue
+            await asyncio.wait({self._begin_loading(held)})
+            if held.failure is not None:
+                raise _again(held.failure)
+        stack.enter_context(self._lease(held))
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def load(self, name: str) -> None:
+        """Begin to load a model; raises RequestError for one that is loaded already, or unknown."""
+        held = self.named(name)
+        if held.engine is not None or held.opening is not None:
+            raise RequestError(400, f"the model {held.name!r} is already loaded, or loading")
+        held.wanted = True
+        self._begin_loading(held)
+
+    def load_now(self) -> None:
+        """Load the one model of the catalog in this thread, before requests come.
+
+        Raises what loading raises, and SettingsError where it takes more than the room for models.
+        """
+        (held,) = self._held.values()
+        if self.room.memory is not None:
+            held.estimate = estimate_memory(path_of(held.served.options), held.served.options)
+            if (refusal := self._too_large(held)) is not None:
+                raise SettingsError(str(refusal.detail))
+        self._adopt(held, self._open_model(held.served))
+
+    def begin(self) -> None:
+        """Load what is to be loaded on startup, and let idle models sleep; in the event loop."""
+        for held in self._held.values():
+            if held.engine is not None:
+                self._sleep_later(held)
+            elif held.served.load_on_startup:
+                held.wanted = True
+                self._begin_loading(held)
+
+    def _begin_loading(self, held: HeldModel) -> asyncio.Task[None]:
+        if held.opening is None:
+            held.state = ModelState.LOADING
+            held.failure = None
+            held.opening = self._spawn(self._load(held))
+        return held.opening
+
+    async def _load(self, held: HeldModel) -> None:
+        """Load a model into the room for models; where it fails, note why."""
+        try:
+            options = await self._in_thread(lambda: _with_path(held.served.options))
+            held.estimate = await self._in_thread(
+                lambda: estimate_memory(Path(options.model), options)
+            )
+            if (refusal := self._too_large(held)) is not None:
+                raise refusal
+            async with self._turn:
+                if not await self._make_room(held) or self._closing:
+                    return
+                served = ServedModel(held.name, options, held.served.aliases)
+                self._adopt(held, await self._in_thread(lambda: self._open_for(served)))
+        except Exception as error:  # it is that of one model, whatever it is
+            held.failure = _failure_of(held, error)
+        finally:
+            held.opening = None
+            held.wanted = False
+            if held.engine is None:
+                held.state = ModelState.UNLOADED
+            self._tell()
+            self._sleep_later(held)
+
+    def _open_for(self, served: ServedModel) -> Engine:
+        """Load a model, in a thread; it is freed again where the server was closed meanwhile."""
+        engine = self._open_model(served)
+        with self._opened:
+            if self._closing:
+                engine.close()
+        return engine
+
+    def _adopt(self, held: HeldModel, engine: Engine) -> None:
+        held.about = self._describe(engine)
+        held.engine, held.state, held.failure = engine, ModelState.LOADED, None
+        held.last_used = time.monotonic()
+        held.loads += 1
+
+    def _too_large(self, held: HeldModel) -> RequestError | None:
+        needed, most = held.estimate, self.room.memory
+        if needed is None or most is None or needed.total <= most:
+            return None
+        return RequestError(
+            400,
+            f"the model {held.name!r} takes about {_mib(needed.total)} ({_mib(needed.weights)} of "
+            f"weights, {_mib(needed.cache)} of KV cache), and the models of this server may take "
+            f"{_mib(most)} (--models-memory); raise that, or lower --kv-budget",
+            code="model_too_large",
+        )
+
+    async def _make_room(self, held: HeldModel) -> bool:
+        """Unload idle models until another one fits; False: nobody waits for it any more.
+
+        Where all are busy, the least recently used one takes no new requests, so that its turn to
+        leave comes.
+        """
+        leaving: HeldModel | None = None
+        try:
+            while not await self._has_room(held):
+                if self._closing or not (held.waiting or held.wanted):
+                    return False
+                there = sorted((each for each, _ in self.loaded()), key=lambda each: each.last_used)
+                idle = next((each for each in there if each.is_idle), None)
+                if idle is not None:
+                    await self._free(idle, ModelState.UNLOADED)
+                    continue
+                if leaving is None:
+                    leaving = next((each for each in there if not each.leaves), None)
+                    if leaving is not None:
+                        leaving.leaves = True
+                await self._changed.wait()
+            return True
+        finally:
+            if leaving is not None:
+                leaving.leaves = False
+                self._tell()
+
+    async def _has_room(self, held: HeldModel) -> bool:
+        there = [each for each, _ in self.loaded()]
+        if self.room.models is not None and len(there) >= self.room.models:
+            return False
+        if self.room.memory is None or held.estimate is None:
+            return True
+        taken = await asyncio.to_thread(lambda: sum(each.count_bytes() for each in there))
+        return taken + held.estimate.total <= self.room.memory
+
+    # --- unloading --------------------------------------------------------------------------------
+
+    def unload(self, name: str) -> None:
+        """Unload a model once its requests have their answers; RequestError where it is not loaded.
+
+        One that is loading is unloaded then.
+        """
+        held = self.named(name)
+        if held.engine is None and held.opening is None:
+            raise RequestError(400, f"the model {held.name!r} is not loaded")
+        self._spawn(self._unload_when_idle(held))
+
+    async def _unload_when_idle(self, held: HeldModel) -> None:
+        if held.opening is not None:
+            await asyncio.wait({held.opening})
+        held.leaves = True
+        try:
+            while not held.is_idle and not self._closing:
+                await self._changed.wait()
+            async with self._turn:
+                await self._free(held, ModelState.UNLOADED)
+        finally:
+            held.leaves = False
+            self._tell()
+
+    def _sleep_later(self, held: HeldModel) -> None:
+        """Look again after --sleep-idle-seconds whether the model was idle all the time."""
+        seconds = held.served.options.sleep_idle_seconds
+        if seconds < 0 or held.engine is None or held.users or self._closing:
+            return
+        if held.timer is not None:
+            held.timer.cancel()
+        left = max(0.0, held.last_used + seconds - time.monotonic())
+        held.timer = asyncio.get_running_loop().call_later(left, self._sleep_now, held)
+
+    def _sleep_now(self, held: HeldModel) -> None:
+        held.timer = None
+        self._spawn(self._put_to_sleep(held))
+
+    async def _put_to_sleep(self, held: HeldModel) -> None:
+        async with self._turn:
+            idle_seconds = time.monotonic() - held.last_used
+            if held.is_idle and idle_seconds >= held.served.options.sleep_idle_seconds:
+                await self._free(held, ModelState.SLEEPING)
+
+    async def _free(self, held: HeldModel, state: ModelState) -> None:
+        """Free an idle model, whose conversations are gone with it; `_turn` must be held."""
+        engine = held.engine
+        if engine is None or self._closing:
+            return
+        held.engine = None
+        held.state = state
+        await asyncio.to_thread(_close, engine)
+        self._tell()
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Refuse requests that wait and that come; see Engine.stop()."""
+        self._closing = True
+        for _, engine in self.loaded():
+            engine.stop()
+        self._tell()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop, then free all models; `wait`: also for one that is being loaded. In a thread."""
+        with self._opened:
+            self._closing = True
+        for _, engine in self.loaded():
+            engine.close()
+        for thread in list(self._threads) if wait else ():
+            thread.join()
+
+    # --- how all of this takes place --------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Let all who wait for a change look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)  # the event loop alone would not keep it
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        """Call a function in a daemon thread: the process ends without waiting for it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Result] = loop.create_future()
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            self._threads.discard(thread)
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            result, failed = None, None
+            try:
+                result = function()
+            except BaseException as error:  # the task that waits raises it
+                failed = error
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(finish, result, failed)
+
+        thread = threading.Thread(target=run, name="entropykv-load", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return await done
+
+
+class Leases:
+    """Let a model stay in memory while a request uses it: until its response was sent (ASGI)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Wrap an app whose routes use models."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        with ExitStack() as leases:
+            scope[_LEASES] = leases
+            await self._app(scope, receive, send)
+
+
+def _with_path(options: ModelOptions) -> ModelOptions:
+    """Return the options with the path of the model's file; one of the hub is fetched."""
+    path = path_of(options)
+    return options.model_copy(update={"model": str(path), "hf_repo": None, "hf_file": None})
+
+
+def _close(engine: Engine) -> None:
+    """Free a model, and give the memory back that it took."""
+    engine.close()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+
+
+def _failure_of(held: HeldModel, error: Exception) -> RequestError:
+    """Return what clients are told, without the paths of this machine."""
+    if isinstance(error, RequestError):
+        return error
+    if not isinstance(error, EntropyKVError):
+        _logger.error("the model %s cannot be loaded", held.name, exc_info=error)
+    said = _FOLDERS.sub("", str(error))
+    return RequestError(
+        500, f"the model {held.name!r} cannot be loaded: {said}", code="model_load_failed"
+    )
+
+
+def _again(error: RequestError) -> RequestError:
+    """Return an error anew for each request that it answers: a traceback belongs to one."""
+    details = error.body["error"]
+    return RequestError(error.status_code, str(details["message"]), code=details["code"])
+
+
+def _not_loaded(held: HeldModel) -> RequestError:
+    return RequestError(
+        400,
+        f"the model {held.name!r} is not loaded; ask it for an answer, or POST /models/load",
+        param="model",
+        code="model_not_loaded",
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,202 @@
+"""Read the tokens of one sequence, chunk by chunk, with the echoes that a policy asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from entropykv.errors import ContextError, EntropyKVError
+from entropykv.session.echo import LEAST_TOKENS, Echo
+from entropykv.session.image_spans import is_placeholder, text_before_image
+from entropykv.session.images import ImagePart, no_projector
+from entropykv.session.model_runner import ModelRunner
+from entropykv.session.rollback import Rollback
+from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.store.protocol import Part
+
+Rows = npt.NDArray[np.float32]
+
+
+class SequenceReader:
+    """Cut what a sequence reads into chunks, and have the runner read them in its steps."""
+
+    def __init__(self, runner: ModelRunner, slot: SequenceSlot, rollback: Rollback) -> None:
+        """Read for one slot of a runner; `rollback` keeps checkpoints on the way."""
+        self._runner = runner
+        self._slot = slot
+        self._store = slot.store
+        self._rollback = rollback
+
+    @property
+    def chunk(self) -> int:
+        """Return how many tokens of text are read at once, however many follow."""
+        return self._echo.chunk if self._echo else self._runner.config.n_ubatch
+
+    @property
+    def _echo(self) -> Echo | None:
+        """Return what makes the echoes of texts; None where they are read once, or from now on."""
+        return self._runner.echo
+
+    def read(
+        self, tokens: Sequence[int], all_logits: bool, *, writes: bool | None = None
+    ) -> Iterator[Rows | None]:
+        """Yield each micro-batch's logits as it is read: see Session.decode_micro_batches()."""
+        self._runner.check_usable(self._slot)
+        ids = [int(token) for token in tokens]
+        self._check_room(len(ids))
+        text = [token for token in ids if not is_placeholder(token)]
+        self._runner.model.check_tokens(text)
+        if len(text) < len(ids) and self._runner.images is None:
+            raise no_projector()
+        self._rollback.note_turn(writes=len(ids) == 1 if writes is None else writes)
+        arrival = self._runner.scheduler.arrive()
+        slot = self._slot
+        slot.expected = max(slot.expected, slot.text.position + len(ids))
+        echoes = self._echo is not None and self._evicts(len(ids))
+        if echoes or self._awaits_echoes(len(ids)):
+            self._catch_up(len(ids), arrival)
+        while ids:
+            # Echoes may end within the text: once they have taught the predictor enough.
+            repeats = self._echo if echoes else None
+            image = self._image_part(ids) if is_placeholder(ids[0]) else None
+            if image is None:
+                size = repeats.chunk if repeats else self._largest_chunk(len(ids))
+                size = text_before_image(ids, size)
+            else:
+                repeats, size = None, image.n_tokens
+            part, ids = ids[:size], ids[size:]
+            echo = self._echo_of(part) if repeats and len(part) >= LEAST_TOKENS else []
+            n_rows = len(part) if all_logits else int(not ids)
+            yield self._read_micro_batch(part, n_rows, echo, arrival, image)
+            if ids:
+                self._rollback.note_interval(len(part))
+
+    def _largest_chunk(self, n_tokens: int) -> int:
+        """Return how many of so many tokens to read at once."""
+        position = self._slot.text.position
+        return min(self._runner.config.n_ubatch, self._store.whole_before(position, n_tokens))
+
+    def _image_part(self, ids: list[int]) -> ImagePart:
+        """Return the rows of an image that are read next, in the place of the first tokens."""
+        images, text = self._runner.images, self._slot.text
+        if images is None:
+            raise no_projector()
+        n_ubatch = self._runner.config.n_ubatch
+        return images.next_part(ids, text.position, text.images, n_ubatch, self._largest_chunk)
+
+    def _check_room(self, n_tokens: int) -> None:
+        if n_tokens == 0:
+            raise ContextError("there is nothing to read; give at least one token")
+        end, n_ctx = self._slot.text.position + n_tokens, self._runner.config.n_ctx
+        store = self._store
+        if end > n_ctx:
+            raise ContextError(
+                f"{end} tokens do not fit into a context of {n_ctx}; "
+                "shorten the prompt or raise --ctx-size (n_ctx)"
+            )
+        if store.rope_obstacle and end > store.rope.limit:
+            raise ContextError(
+                f"{self._runner.model.name}: {end} tokens are more than the "
+                f"{store.rope.limit} that the model was trained for, and it cannot go beyond them: "
+                f"{store.rope_obstacle}; shorten the text, or go back with reset() or truncate()"
+            )
+
+    def _read_micro_batch(
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
+    ) -> Rows | None:
+        logits = self._decode(tokens, n_rows, echo, arrival, image)
+        slot, text = self._slot, self._slot.text
+        if image is not None:
+            text.add_image(image.first, image.n_tokens, image.behind)
+        elif echo:
+            text.echoed = text.position + len(tokens)
+        last = None if logits is None else logits[-1].copy()
+        text.add(tokens, last, is_prompt=not slot.writes)
+        slot.note_evictions()
+        if slot.trajectory:
+            counters = self._store.counters()
+            frozen = counters.get("frozen_entries", 0)
+            slot.trajectory.record(text.position, counters["entries_kept"], frozen)
+        slot.broken = False
+        self._store.check()
+        return logits
+
+    def _decode(
+        self,
+        tokens: list[int],
+        n_rows: int,
+        echo: list[int],
+        arrival: int,
+        image: ImagePart | None = None,
+    ) -> Rows | None:
+        """Decode a micro-batch at the end of the text; where that fails, the sequence is broken."""
+        slot = self._slot
+        slot.broken = True
+        embedded = None if image is None else image.embedded
+        lag = slot.text.images.lag if image is None else image.lag
+        part = Part(self._store, tokens, slot.text.position, n_rows, echo, embedded, lag)
+        try:
+            self._runner.read(slot, part, arrival)
+            return part.result()
+        except EntropyKVError:
+            slot.broken = not part.untouched  # or nothing was read
+            raise
+
+    # --- echoes -----------------------------------------------------------------------------------
+
+    def _evicts(self, n_tokens: int) -> bool:
+        """Tell whether the budget cannot hold all of the text when it is so many tokens longer."""
+        self._runner.foresee(self._slot)
+        return self._slot.text.position + n_tokens > self._store.whole_entries
+
+    def _awaits_echoes(self, n_tokens: int) -> bool:
+        """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
+        if self._echo is None or n_tokens >= LEAST_TOKENS:
+            return False
+        text = self._slot.text
+        room = self._store.whole_entries - text.position
+        return room <= self._echo.tokens_ahead(text.position - text.echoed)
+
+    def _catch_up(self, n_tokens: int, arrival: int) -> None:
+        """Read echoes that are missing, if enough, before `n_tokens` more evict the text.
+
+        Before a written token, no more than one chunk is repeated: the others wait for the next
+        tokens.
+        """
+        slot, text = self._slot, self._slot.text
+        least = self._echo.least_pending(n_tokens, self._store.recent_window) if self._echo else 0
+        if self._echo is None or text.position - text.echoed < least:
+            return
+        while text.echoed < text.position:
+            first = text.echoed
+            last = min(first + self._echo.chunk, text.position)
+            if echo := self._echo_of(text.tokens[first:last], first):
+                self._decode([], 0, echo, arrival)
+                slot.broken = False
+                self._runner.teach(slot, first, last)
+            text.echoed = last
+            if n_tokens < LEAST_TOKENS or self._echo is None:
+                break
+        with self._runner.live_store(slot) as store:
+            store.share_again()
+        slot.note_evictions()
+
+    def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
+        """Return the echo of a chunk that is read now, or was from position `first` on.
+
+        It is empty where it would be at positions that the model does not have.
+        """
+        if self._echo is None:
+            return []
+        text = self._slot.text
+        first = text.position if first is None else first
+        echo = self._echo.of(text.tokens[:first], chunk)
+        end = max(text.position, first + len(chunk)) + len(echo)
+        return [] if self._store.rope_obstacle and end > self._store.rope.limit else echo

@@ -1,0 +1,182 @@
+"""Decide what of a text that was read a prompt can go on from: one decision, for all that ask.
+
+EntropyLlama asks for its own sequence, a pool for its checkpoints, the server for the conversations
+that it keeps, --prompt-cache for a file. Each passes what is held, as a HeldText, and applies the
+Reuse that reuse_of() returns. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from entropykv.session.sequence import ReadParts, TokenSequence
+
+LEAST_SPARED = 32
+"""Tokens that a checkpoint or a copy must spare reading to be worth its while: fewer are read as
+quickly."""
+_STRETCH = 256
+"""Tokens of two texts that are compared at once."""
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    n = min(len(first), len(second))
+    for begin in range(0, n, _STRETCH):
+        one, other = first[begin : begin + _STRETCH], second[begin : begin + _STRETCH]
+        if one != other:  # lists are compared at once, many tokens in the time of one
+            for index in range(min(len(one), len(other))):
+                if one[index] != other[index]:
+                    return begin + index
+    return n
+
+
+class ReuseSource(Enum):
+    """Name what a prompt goes on from."""
+
+    NOTHING = "nothing"
+    """Nothing is reused: the prompt is read from its start."""
+    WHOLE = "whole"
+    """All that is held: the prompt begins with it."""
+    PROMPT = "prompt"
+    """The end of the last prompt that was read, which is this one: its logits are known."""
+    PART = "part"
+    """A part of what is held: the text is truncated to it."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Hold a decision: where to go on in a prompt, from what, and why."""
+
+    position: int
+    """How many tokens of the prompt are not read again."""
+    n_read: int
+    """How many tokens of the prompt are left to read."""
+    source: ReuseSource
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class HeldText:
+    """Hold what is known of a text that was read: plain values, and where its store can go back."""
+
+    tokens: array[int]
+    position: int
+    parts: ReadParts
+    """Where readings of the text were cut, and the logits of the last prompt."""
+    has_logits: bool
+    """Whether the logits of the last token are known."""
+    reusable_from: int
+    """Where the text ended when an entry was last evicted; 0 if none ever was."""
+    store_can_return_to: Callable[[int], bool]
+    """Tells whether windows and recurrent layers can go back to a position before the end."""
+    is_whole: bool = True
+    """False where a decode has failed half-way, so that only position 0 is left."""
+    n_sure: int = 0
+    """How long a text may get of which every KV head keeps everything."""
+    n_ctx: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        text: TokenSequence,
+        store_can_return_to: Callable[[int], bool],
+        *,
+        is_whole: bool = True,
+        n_sure: int = 0,
+        n_ctx: int = 0,
+    ) -> HeldText:
+        """Describe a sequence or a checkpoint, without copying its tokens."""
+        return cls(
+            text.tokens,
+            text.position,
+            text.parts,
+            text.logits is not None,
+            text.reusable_from,
+            store_can_return_to,
+            is_whole,
+            n_sure,
+            n_ctx,
+        )
+
+    def can_return_to(self, position: int) -> bool:
+        """Tell whether truncating to a position leaves the entries that were there then."""
+        if position == 0:
+            return True
+        if not self.is_whole or not self.reusable_from <= position <= self.position:
+            return False
+        return position == self.position or self.store_can_return_to(position)
+
+    def keeps_all_until(self, end: int) -> bool:
+        """Tell whether nothing is evicted for sure before the text has `end` tokens."""
+        return min(end, self.n_ctx) <= self.n_sure
+
+    def cut_before(self, position: int) -> int:
+        """Return the last place up to `position` where a reading of the text was cut.
+
+        It is 0 where the text cannot go back there.
+        """
+        begin = self.parts.begin_before(position)
+        return begin if self.can_return_to(begin) else 0
+
+    def repeatable_from(self, position: int, end: int) -> int:
+        """Return where to go on, up to `position`, so that the text is read as it is from 0.
+
+        It is 0 where something may be evicted before `end`: what is kept then depends on all
+        queries that were ever asked.
+        """
+        return self.cut_before(position) if self.keeps_all_until(end) else 0
+
+    def leads_back_to_prompt(self, position: int, end: int) -> bool:
+        """Tell whether the last prompt ended at `position`, and all of it is there until `end`."""
+        known = self.parts.logits_at(position) is not None
+        return known and self.keeps_all_until(end) and self.can_return_to(position)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Hold what a prompt asks of the text that it goes on from."""
+
+    is_cut: bool = True
+    """Whether a part of the text must end where a reading from 0 would be cut, too, so that asking
+    again gives the same numbers."""
+    end: int | None = None
+    """How long the text may get without anything evicted, for numbers that are the same; None: what
+    is evicted later does not count."""
+    needs_logits: bool = True
+    """Whether logits must be known where the prompt ends; False: they are read again if need be."""
+    knows_prompt: bool = False
+    """Whether the logits of the last prompt can be used where it is asked for again."""
+
+
+def reuse_of(held: HeldText, prompt: Sequence[int], demand: Demand) -> Reuse:
+    """Decide from where a prompt goes on in a text that is held.
+
+    All of the text, where the prompt begins with it. Otherwise a part of what both have in common,
+    without the last token of the prompt, whose logits are needed.
+    """
+    tokens = prompt if isinstance(prompt, array) else array("i", prompt)
+    shared = common_prefix(held.tokens, tokens)
+    has_end = shared < len(tokens) or held.has_logits or not demand.needs_logits
+    if 0 < shared == held.position and has_end:
+        return _reuse(shared, tokens, ReuseSource.WHOLE, "the prompt begins with all that was read")
+    if demand.knows_prompt and shared == len(tokens):
+        end = shared if demand.end is None else demand.end
+        if held.leads_back_to_prompt(shared, end):
+            return _reuse(shared, tokens, ReuseSource.PROMPT, "the prompt is the last one again")
+    if demand.end is not None and not held.keeps_all_until(demand.end):
+        return _reuse(0, tokens, ReuseSource.NOTHING, "entries may be evicted before the end")
+    place = min(shared, len(tokens) - 1)
+    if demand.is_cut:
+        place = held.parts.begin_before(place)
+    if place <= 0:
+        return _reuse(0, tokens, ReuseSource.NOTHING, "the texts begin differently")
+    if not held.can_return_to(place):
+        return _reuse(0, tokens, ReuseSource.NOTHING, "what was held there is gone")
+    return _reuse(place, tokens, ReuseSource.PART, "the texts part after this place")
+
+
+def _reuse(position: int, prompt: Sequence[int], source: ReuseSource, why: str) -> Reuse:
+    return Reuse(position, len(prompt) - position, source, why)

@@ -1,0 +1,150 @@
+"""Roll a sequence back: to an earlier position of its text, or to a checkpoint of its pool."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from entropykv.errors import ContextError, PoolError
+from entropykv.session.checkpoints import INTERVAL, Checkpoint
+from entropykv.session.model_runner import ModelRunner
+from entropykv.session.reuse import HeldText
+from entropykv.session.sequence import TokenSequence
+from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.swap_space import SwappedSequence
+
+
+class Rollback:
+    """Truncate one sequence, keep checkpoints of it, and go back to them.
+
+    What can be gone on from is decided in reuse.py.
+    """
+
+    def __init__(self, runner: ModelRunner, slot: SequenceSlot, tenant: Hashable = None) -> None:
+        """Serve one slot of a runner; `tenant`: whose checkpoints it may go back to."""
+        self._runner = runner
+        self._slot = slot
+        self._tenant = tenant
+
+    def held(self) -> HeldText:
+        """Return what the sequence holds of its text, to decide what of it can be reused."""
+        slot = self._slot
+        slot.note_evictions()
+        return HeldText.of(
+            slot.text,
+            slot.store.can_return_to,
+            is_whole=not slot.broken,
+            n_sure=slot.store.sure_entries,
+            n_ctx=self._runner.config.n_ctx,
+        )
+
+    def truncate(self, position: int) -> None:
+        """Go back to `position` tokens: see Session.truncate()."""
+        slot, text = self._slot, self._slot.text
+        if position == 0:
+            slot.broken = False
+        self._runner.check_usable(slot)
+        if not 0 <= position <= text.position:
+            raise ContextError(f"cannot truncate to position {position}; give 0 to {text.position}")
+        slot.note_evictions()
+        if position == 0 or position < text.position:
+            self._truncate_store(position)
+            text.truncate(position, self._runner.config.n_ctx)
+            if slot.trajectory:
+                slot.trajectory.truncate(position)
+
+    def _truncate_store(self, position: int) -> None:
+        slot = self._slot
+        if position == 0:
+            with self._runner.exclusively(slot):
+                self._runner.shared.forget(slot)
+        else:
+            with self._runner.live_store(slot) as store:
+                store.truncate(position)
+        slot.position = slot.expected = slot.shared_for = position
+
+    def return_to_prompt(self, position: int, end: int) -> bool:
+        """Go back to the end of the last prompt: see Session.return_to_prompt()."""
+        logits = self._slot.text.parts.logits_at(position)
+        if logits is None or not self.held().leads_back_to_prompt(position, end):
+            return False
+        self.truncate(position)
+        self._slot.text.logits = logits
+        return True
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def note_turn(self, *, writes: bool) -> None:
+        """Keep a checkpoint where the text turns from what is read to what is written, or back."""
+        slot = self._slot
+        if slot.text.position and writes != slot.writes:
+            self.keep_checkpoint()
+        slot.writes = writes
+
+    def note_interval(self, n_tokens: int) -> None:
+        """Keep a checkpoint within a prompt, where no later one could be cut there."""
+        position = self._slot.text.position
+        crossed = position // INTERVAL > (position - n_tokens) // INTERVAL
+        if crossed and (self._slot.store.evicted > 0 or self._runner.recurrent):
+            self.keep_checkpoint()
+
+    def keep_checkpoint(self) -> None:
+        """Keep where the text stands, to come back to, and for others that begin as it does."""
+        slot, checkpoints = self._slot, self._runner.checkpoints
+        if checkpoints.limit_bytes == 0 or slot.text.position == 0 or slot.broken:
+            return
+        with self._runner.exclusively(slot):
+            swapped = self._runner.shared.checkpoint_of(slot)
+            if swapped is not None:
+                slot.note_evictions()
+                checkpoints.keep(self._checkpoint(slot.text.to_come_back_to(), swapped))
+
+    def fork(self) -> Checkpoint | None:
+        """Return what another sequence can go on from; None where nothing was read.
+
+        Raises PoolError where no more can be swapped out, and for a session alone.
+        """
+        slot = self._slot
+        if not slot.text.position:
+            return None
+        with self._runner.exclusively(slot):
+            kept = self._runner.shared.kept_of(slot)
+            slot.note_evictions()
+            return self._checkpoint(slot.text.copy(), kept)
+
+    def _checkpoint(self, text: TokenSequence, swapped: SwappedSequence) -> Checkpoint:
+        goes_back = not self._runner.recurrent
+        return Checkpoint(text, swapped, goes_back=goes_back, tenant=self._tenant)
+
+    def go_on_from(self, origin: Checkpoint) -> None:
+        """Be a sequence that has read what a swapped out one has, which becomes its own."""
+        slot = self._slot
+        with self._runner.exclusively(slot):
+            self._runner.shared.give(slot, origin.swapped)
+        slot.text = origin.sequence.copy()
+        slot.text.evicted_before = origin.swapped.evicted
+        slot.broken = False
+
+    def return_to_checkpoint(self, tokens: Sequence[int], beyond: int, *, repeatable: bool) -> bool:
+        """Go back to a checkpoint of a text: see Session.return_to_checkpoint()."""
+        runner, slot = self._runner, self._slot
+        if runner.checkpoints.limit_bytes == 0:
+            return False
+        with runner.exclusively(slot):
+            found, position = runner.checkpoints.nearest(
+                tokens, self._tenant, repeatable=repeatable
+            )
+            if found is None or position <= beyond:
+                return False
+            try:
+                swapped = runner.shared.swap_space.copy(found.swapped)
+            except PoolError:  # there is no room to swap out what it holds
+                return False
+            self.go_on_from(replace(found, swapped=swapped))
+        if position < slot.text.position:
+            try:
+                self.truncate(position)
+            except PoolError:  # there is no room to be live, and waiting for it may take long
+                self.truncate(0)
+                return False
+        return True
