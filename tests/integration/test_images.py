@@ -152,7 +152,7 @@ def test_policy_auto_reads_text_twice_and_images_once(causal: VisionModel) -> No
         long = " and the winding road to the land" * 4
         session.decode(prompt_of(session, TEXT + long).tokens)
         assert session.evicted > 0
-        sequence = session._sequence
+        sequence = session._slot.text
         assert sequence.position - sequence.echoed < LEAST_TOKENS
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
 
